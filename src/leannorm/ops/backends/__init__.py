@@ -1,0 +1,7 @@
+"""The implementations, in order of preference. Each offers the verbs of `reference.py` and `why_not`."""
+
+from types import ModuleType
+
+from leannorm.ops.backends import reference
+
+BACKENDS: dict[str, ModuleType] = {"reference": reference}

@@ -1,0 +1,46 @@
+"""Shapes to integers: how a tensor is seen as (outer, kept, inner), before any tensor is touched.
+
+Both families read the same three numbers. Per channel: statistics of each `kept` index, over outer and
+inner. Per row: statistics over `kept`, one for each (outer, inner).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+
+class Plan(NamedTuple):
+    """A tensor's shape folded to three axes. Its product is the number of elements."""
+
+    outer: int
+    kept: int
+    inner: int
+
+
+def channel_plan(shape: Sequence[int], groups: int = 0) -> Plan:
+    """Fold (N, C, *) for per-channel statistics.
+
+    `groups=0` keeps the channel (batch norm); `groups=G` keeps each (sample, group) of C/G channels
+    (group norm; instance norm is G = C).
+    """
+    n, c, inner = shape[0], shape[1], prod(shape[2:])
+    if groups == 0:
+        return Plan(n, c, inner)
+    return Plan(1, n * groups, c // groups * inner)
+
+
+def statistics_shape(shape: Sequence[int], groups: int = 0) -> tuple[int, ...]:
+    """Shape of the per-channel statistics: (C,) for a whole batch, (N, groups) per sample."""
+    return (shape[1],) if groups == 0 else (shape[0], groups)
+
+
+def row_plan(shape: Sequence[int], start: int, stop: int) -> Plan:
+    """Fold a tensor whose axes start..stop-1 are normalized together."""
+    return Plan(prod(shape[:start]), prod(shape[start:stop]), prod(shape[stop:]))
+
+
+def row_statistics_shape(shape: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Shape of the per-row statistics: the input's, with 1 in place of every normalized axis."""
+    return (*shape[:start], *(1,) * (stop - start), *shape[stop:])

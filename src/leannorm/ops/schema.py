@@ -1,0 +1,196 @@
+"""Every kernel's schema and fake, in one torch-only file; compiled backends add implementations.
+
+The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
+p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
+that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
+given where the derivative is to be read from it. `dz` (the residual's gradient) and `total` (input plus
+residual) are empty tensors where there is no residual, since an op may not return its own input.
+Callers hand in tensors that are contiguous or channels_last, all of one layout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.backends.reference import compute_dtype, statistics_dtype
+from leannorm.ops.plan import row_statistics_shape, statistics_shape
+
+LIBRARY = torch.library.Library("leannorm", "DEF")
+
+_SCHEMAS = (
+    "channel_moments(Tensor x, int groups) -> (Tensor mean, Tensor m2)",
+    "channel_normalize(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual,"
+    " str act) -> Tensor",
+    "channel_grad_sums(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, Tensor? out, str act) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
+    "channel_input_grad(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, Tensor? out, Tensor? p, Tensor? q, str act, bool want_dz) -> (Tensor dx, Tensor dz)",
+    "channel_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
+    " int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
+    "channel_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
+    "channel_backward_(Tensor dy, Tensor(a!) x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
+    " -> (Tensor dweight, Tensor dbias, Tensor dz)",
+    "row_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int start, int stop, float eps,"
+    " bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
+    "row_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start, int stop,"
+    " bool rms) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+)
+
+for _schema in _SCHEMAS:
+    LIBRARY.define(_schema)
+
+KERNELS = tuple(schema.split("(", 1)[0] for schema in _SCHEMAS)
+
+
+def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.new_empty(shape, dtype=statistics_dtype(x))
+
+
+def _none(x: Tensor) -> Tensor:
+    return x.new_empty(0)
+
+
+def _dz(x: Tensor, wanted: bool) -> Tensor:
+    return torch.empty_like(x) if wanted else _none(x)
+
+
+def _fake(name: str):  # type: ignore[no-untyped-def]  # torch's decorator is untyped
+    return torch.library.register_fake(f"leannorm::{name}", lib=LIBRARY)
+
+
+@_fake("channel_moments")
+def _(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    shape = statistics_shape(x.shape, groups)
+    return _statistics(x, shape), _statistics(x, shape)
+
+
+@_fake("channel_normalize")
+def _(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_fake("channel_grad_sums")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
+    return _statistics(x, shape), _statistics(x, shape)
+
+
+@_fake("channel_input_grad")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    p: Tensor | None,
+    q: Tensor | None,
+    act: str,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _dz(x, want_dz)
+
+
+@_fake("channel_forward")
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str,
+    groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, m2, rstd = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(3))
+    return torch.empty_like(x), mean, m2, rstd
+
+
+@_fake("channel_backward")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+    groups: int,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dweight, dbias = (_statistics(x, (x.shape[1],)) for _ in range(2))
+    return torch.empty_like(x), dweight, dbias, _dz(x, want_dz)
+
+
+@_fake("channel_backward_")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+    groups: int,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweight, dbias = (_statistics(x, (x.shape[1],)) for _ in range(2))
+    return dweight, dbias, _dz(x, want_dz)
+
+
+@_fake("row_forward")
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    start: int,
+    stop: int,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = row_statistics_shape(x.shape, start, stop)
+    mean, rstd = (x.new_empty(shape, dtype=compute_dtype(x)) for _ in range(2))
+    return torch.empty_like(x), _none(x) if residual is None else torch.empty_like(x), mean, rstd
+
+
+@_fake("row_backward")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    start: int,
+    stop: int,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dweight, dbias = (x.new_empty(x.shape[start:stop], dtype=compute_dtype(x)) for _ in range(2))
+    return torch.empty_like(x), dweight, dbias

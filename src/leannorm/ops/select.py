@@ -1,0 +1,70 @@
+"""Which backend serves a call, and why the others were passed by."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from leannorm._errors import BackendUnavailable, InputError
+from leannorm.ops.backends import BACKENDS
+
+AUTO = "auto"
+_chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
+
+
+def _named(name: str) -> ModuleType:
+    if name not in BACKENDS:
+        known = ", ".join((AUTO, *BACKENDS))
+        raise InputError(f"unknown backend {name!r}; choose one of: {known}")
+    return BACKENDS[name]
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the context every call is served by the backend `name`, or raises; `auto` chooses again.
+
+    Process-wide, as torch's own backend flags are: do not change it from several threads at once.
+    """
+    global _chosen
+    if name != AUTO:
+        _named(name)
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def pick(*tensors: Tensor | None) -> ModuleType:
+    """The backend for a call on these tensors: the one chosen by name, else the first that can serve."""
+    if _chosen != AUTO:
+        backend = _named(_chosen)
+        reasons = backend.why_not(*tensors)
+        if reasons:
+            raise BackendUnavailable(_chosen, reasons)
+        return backend
+    for backend in BACKENDS.values():
+        if not backend.why_not(*tensors):
+            return backend
+    raise AssertionError("the reference serves every call")
+
+
+def explain(*tensors: Tensor | None) -> dict[str, list[str]]:
+    """For every backend, in order of preference, the reasons why it cannot serve (none: it can)."""
+    return {name: backend.why_not(*tensors) for name, backend in BACKENDS.items()}
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Is a functorch transform or forward-mode AD at work? Then only plain torch operations will do."""
+    if torch.compiler.is_compiling():
+        return False
+    from torch.autograd import forward_ad
+
+    return forward_ad._current_level >= 0 or any(
+        t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors
+    )
