@@ -109,3 +109,14 @@ def parameters(input: Tensor, **tensors: Tensor | None) -> None:
             same_device(name, tensor, input)
             channels(name, tensor, input)
 
+
+def one_per_output_channel(name: str, vector: Tensor | None, conv_weight: Tensor) -> None:
+    if vector is None:
+        return
+    floating(name, vector)
+    same_device(name, vector, conv_weight)
+    if tuple(vector.shape) != (conv_weight.shape[0],):
+        raise InputError(
+            f"{name} must have one entry per output channel, shape ({conv_weight.shape[0]},), got "
+            f"{tuple(vector.shape)}; make the norm's num_features equal to the convolution's out_channels"
+        )

@@ -115,15 +115,15 @@ class ChannelAffine(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
         backend = reference if twice_differentiable() else pick(x, weight, bias, dy)
-        needed = need_x, need_weight, need_bias, need_residual = [ctx.needs_input_grad[i] for i in (0, 3, 4, 5)]
+        needed = need_x, need_weight, need_bias, need_residual = [
+            ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
+        ]
         dweight = dbias = dx = dz = None
         statistics = (x, mean, rstd, weight, bias, residual, out)
         if need_weight or need_bias:
             dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
         if need_x or need_residual:
-            dx, dz = backend.channel_input_grad(
-                dy, *statistics, None, None, ctx.act, want_dz=need_residual
-            )
+            dx, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=need_residual)
         dx, *others = _gradients(ctx, needed, dx, dweight, dbias, dz)
         return (dx, None, None, *others, None)
 
@@ -165,5 +165,3 @@ def values_per_channel(x: Tensor) -> int:
     """How many values stand behind each channel's statistics."""
     plan = channel_plan(x.shape)
     return plan.outer * plan.inner
-
-

@@ -140,9 +140,7 @@ def tracked_batch_norm(
     factor: float | Tensor = 0.0 if momentum is None else momentum
     if num_batches_tracked is not None and momentum is None:
         factor = (num_batches_tracked.to(statistics_dtype(input)) + 1).reciprocal()
-    y = _batch_norm_act(
-        input, running_mean, running_var, weight, bias, training, factor, eps, act, residual
-    )
+    y = _batch_norm_act(input, running_mean, running_var, weight, bias, training, factor, eps, act, residual)
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
     return y
@@ -162,9 +160,7 @@ def _check(
 ) -> None:
     _checks.floating("input", input)
     _checks.at_least_2d(input)
-    _checks.parameters(
-        input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias
-    )
+    _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     _checks.running_statistics(running_mean, running_var, training)
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
@@ -198,7 +194,7 @@ def _batch_norm_act(
 def running_mean_and_rstd(
     input: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The constants of evaluation, in statistics dtype: copies, so that later training may change the buffers."""
+    """The constants of evaluation, copied, so that later training may change the buffers."""
     dtype = statistics_dtype(input)
     mean = running_mean.detach().to(dtype, copy=True)
     return mean, torch.rsqrt(running_var.detach().to(dtype) + eps)
