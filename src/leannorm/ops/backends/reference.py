@@ -64,8 +64,8 @@ def _sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype
         return deviation.sum(dims, keepdim=True).to(dtype)
     scale = deviation.detach().abs().amax(dims, keepdim=True)
     scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    norm = torch.linalg.vector_norm(deviation / scale, dim=dims, keepdim=True)
-    return norm.to(dtype).square() * scale.to(dtype).square()
+    # squares and not a norm: a norm has no second derivative at 0, which constant input reaches
+    return (deviation / scale).square().sum(dims, keepdim=True).to(dtype) * scale.to(dtype).square()
 
 
 def rstd_of(moments: Moments, eps: float) -> Tensor:
@@ -250,17 +250,17 @@ def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
 
 def row_moments(x: Tensor, start: int, stop: int, eps: float, rms: bool = False) -> tuple[Tensor, Tensor]:
     """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
-    dims, dtype = tuple(range(start, stop)), compute_dtype(x)
+    dims, dtype, wide = tuple(range(start, stop)), compute_dtype(x), statistics_dtype(x)
     x = x.to(dtype)
     count = max(row_plan(x.shape, start, stop).kept, 1)
     if rms:
-        square = _sum_of_squares(x, dims, statistics_dtype(x)) / count
+        square = _sum_of_squares(x, dims, wide) / count
         return torch.zeros_like(square, dtype=dtype), torch.rsqrt(square + eps).to(dtype)
     mean = x.sum(dims, keepdim=True) / count
     deviation = x - mean
-    rest = deviation.sum(dims, keepdim=True) / count
-    square = _sum_of_squares(deviation, dims, statistics_dtype(x)) / count - rest.square()
-    return mean + rest, torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
+    rest = deviation.sum(dims, keepdim=True).to(wide) / count
+    square = _sum_of_squares(deviation, dims, wide) / count - rest.square()
+    return mean + rest.to(dtype), torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
 
 
 def row_normalize(
@@ -310,6 +310,7 @@ def row_grad_sums(
 
 def row_input_grad(
     dy: Tensor,
+    dtotal: Tensor | None,
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
@@ -318,7 +319,7 @@ def row_input_grad(
     stop: int,
     rms: bool = False,
 ) -> Tensor:
-    """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c.
+    """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
 
     With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
     a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
@@ -333,11 +334,13 @@ def row_input_grad(
     inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
     if not rms:
         inner = inner - g.sum(dims, keepdim=True) / count
-    return (rstd * inner).to(x.dtype)
+    dx = rstd * inner
+    return (dx if dtotal is None else dx + dtotal.to(dx.dtype)).to(x.dtype)
 
 
 def row_backward(
     dy: Tensor,
+    dtotal: Tensor | None,
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
@@ -345,13 +348,16 @@ def row_backward(
     start: int,
     stop: int,
     rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias (both of the normalized shape, compute dtype)."""
+    want_affine: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
+    dx = row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms)
+    if not want_affine:
+        return dx, None, None
     dweight, dbias = row_grad_sums(dy, x, mean, rstd, start, stop)
-    return row_input_grad(dy, x, mean, rstd, weight, start, stop, rms), dweight, dbias
+    return dx, dweight, None if rms else dbias
 
 
 def why_not(*tensors: Tensor | None) -> list[str]:
     """The reference serves every call."""
     return []
-
