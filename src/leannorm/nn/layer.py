@@ -29,8 +29,8 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; `torch.nn.LayerNorm`.
 
-    >>> LayerNorm(3, dim=1)(torch.rand(2, 3, 4, 4)).mean(1).abs().max() < 1e-6
-    tensor(True)
+    >>> LayerNorm(3, dim=1)(torch.rand(2, 3, 4, 4)).mean(1).abs().max().item() < 1e-6
+    True
     """
 
     dim: int | None = None
@@ -74,8 +74,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019; `torch.nn.RMSNorm`.
 
-    >>> RMSNorm(4)(torch.full((2, 4), 3.0)).mean().round(decimals=4)
-    tensor(1.)
+    >>> round(RMSNorm(4)(torch.full((2, 4), 3.0)).mean().item(), 4)
+    1.0
     """
 
     dim: int | None = None
