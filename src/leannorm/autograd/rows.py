@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.autograd.channel import twice_differentiable
 from leannorm.ops.backends import reference
 from leannorm.ops.select import pick, transformed
 
@@ -46,7 +47,7 @@ class RowNorm(torch.autograd.Function):
         if dy is None:  # only x + residual was used
             return _grads(ctx, dtotal, None, None)
         backend = pick(dy, x, weight)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if twice_differentiable():
             # create_graph: the statistics become functions of x again, so that no term is lost
             backend = reference
             mean, rstd = reference.row_moments(x, start, stop, ctx.eps, ctx.rms)
@@ -77,5 +78,5 @@ def row_norm(
     if transformed(x, residual, weight, bias):
         y, total, _, _ = reference.row_forward(x, residual, weight, bias, start, stop, eps, rms)
         return y, total
-    out = RowNorm.apply(x, residual, weight, bias, start, stop, eps, rms)  # type: ignore[no-untyped-call]
+    out = RowNorm.apply(x, residual, weight, bias, start, stop, eps, rms)
     return (out, x) if residual is None else out

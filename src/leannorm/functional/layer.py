@@ -10,7 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.rows import row_norm
-from leannorm.ops.backends.reference import compute_dtype
+from leannorm.ops.precision import compute_dtype
 
 
 def _row_norm(
@@ -23,16 +23,16 @@ def _row_norm(
     dim: int | None,
     rms: bool,
 ) -> tuple[Tensor, Tensor]:
-    for name, tensor in (("input", input), ("residual", residual), ("weight", weight), ("bias", bias)):
-        _checks.check_floating(name, tensor)
+    _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
-    _checks.check_normalized_parameter("weight", weight, normalized_shape)
-    _checks.check_normalized_parameter("bias", bias, normalized_shape)
+    _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
     if residual is not None:
-        _checks.check_row_residual(input, residual)
+        _checks.floating("residual", residual)
+        _checks.same_device("residual", residual, input)
+        _checks.same_shape("residual", residual, input)
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
-    _checks.check_row_eps(eps)
+    _checks.non_negative_eps(eps)
     return row_norm(input, residual, weight, bias, start, stop, eps, rms)
 
 

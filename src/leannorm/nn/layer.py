@@ -46,9 +46,9 @@ class LayerNorm(torch.nn.LayerNorm):
         *,
         dim: int | None = None,
     ) -> None:
-        _checks.check_row_eps(eps)
+        _checks.non_negative_eps(eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        _checks.check_single_axis(self.normalized_shape, dim)
+        _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ class RMSNorm(torch.nn.RMSNorm):
         dim: int | None = None,
     ) -> None:
         if eps is not None:
-            _checks.check_row_eps(eps)
+            _checks.non_negative_eps(eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        _checks.check_single_axis(self.normalized_shape, dim)
+        _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
