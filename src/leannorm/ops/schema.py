@@ -10,6 +10,9 @@ Callers hand in tensors that are contiguous or channels_last, all of one layout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import torch
 from torch import Tensor
 
@@ -58,8 +61,11 @@ def _dz(x: Tensor, wanted: bool) -> Tensor:
     return torch.empty_like(x) if wanted else _none(x)
 
 
-def _fake(name: str):  # type: ignore[no-untyped-def]  # torch's decorator is untyped
-    return torch.library.register_fake(f"leannorm::{name}", lib=LIBRARY)
+Fake = TypeVar("Fake", bound=Callable[..., object])
+
+
+def _fake(name: str) -> Callable[[Fake], Fake]:
+    return cast(Callable[[Fake], Fake], torch.library.register_fake(f"leannorm::{name}", lib=LIBRARY))
 
 
 @_fake("channel_moments")

@@ -6,8 +6,10 @@ statistics of every (outer, inner) (layer, RMS norm). Both are five verbs:
 
     moments -> merge -> normalize -> gradient sums -> input gradient
 
-Everything here is differentiable torch, so autograd can differentiate it again; the other backends
-compute the same numbers faster. Half precision is computed in float32 and cast once, at the end.
+Everything here is differentiable torch, so autograd can differentiate it again; where nobody
+differentiates, the channel family works through the batch in slices that stay in cache, so that no
+temporary is as large as the input. The other backends compute the same numbers faster. Half precision is
+computed in float32 and cast once, at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, row_plan, statistics_shape
 
 
@@ -33,12 +36,29 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 # ---------------------------------------------------------------- channel family: (N, C, *)
 
 
+_SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
+
+
+def _slices(x: Tensor, *others: Tensor | None) -> list[slice]:
+    """Ranges of samples that stay in cache together; one range where somebody differentiates."""
+    if x.numel() <= _SLICE or differentiable(x, *others):
+        return [slice(None)]
+    samples = max(1, _SLICE * x.shape[0] // x.numel())
+    return [slice(i, i + samples) for i in range(0, x.shape[0], samples)]
+
+
+def _rows(v: Tensor | None, part: slice) -> Tensor | None:
+    return None if v is None else v[part]
+
+
+def _at(part: slice, statistics: Tensor) -> Tensor:
+    """The statistics of these samples: their own rows of (N, G), all of (C,)."""
+    return statistics[part] if statistics.dim() == 2 else statistics
+
+
 def _per_channel(v: Tensor, x: Tensor) -> Tensor:
-    """Statistics (C,) or (N, G), spread so that they broadcast against (N, C, *)."""
-    if v.dim() == 2:
-        v = v.repeat_interleave(x.shape[1] // max(v.shape[1], 1), dim=1)
-    else:
-        v = v.unsqueeze(0)
+    """(C,) or (N, G) values, spread so that they broadcast against x (N, C, *)."""
+    v = v.repeat_interleave(x.shape[1] // max(v.shape[1], 1), dim=1) if v.dim() == 2 else v[None]
     return v.reshape(*v.shape, *(1,) * (x.dim() - 2))
 
 
@@ -48,14 +68,24 @@ def channel_moments(x: Tensor, groups: int = 0) -> Moments:
     Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
     would be zero in exact arithmetic, mends the rounding of the first.
     """
-    plan = channel_plan(x.shape, groups)
-    count, shape, dtype = plan.outer * plan.inner, statistics_shape(x.shape, groups), statistics_dtype(x)
-    folded = x.reshape(plan).to(compute_dtype(x))
-    mean = folded.sum((0, 2), keepdim=True) / max(count, 1)
-    deviation = folded - mean
-    rest = deviation.sum((0, 2)).to(dtype) / max(count, 1)
-    m2 = _sum_of_squares(deviation, (0, 2), dtype).flatten() - rest * rest * count
-    return Moments((mean.flatten().to(dtype) + rest).reshape(shape), m2.clamp_min(0).reshape(shape), count)
+    plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
+    count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
+    parts = [slice(None)] if groups else _slices(x)
+
+    def folded(part: slice) -> Tensor:
+        return x[part].to(compute_dtype(x)).reshape(-1, plan.kept, plan.inner)
+
+    zero = x.new_zeros((plan.kept,), dtype=dtype)
+    mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
+    rounded = mean.to(compute_dtype(x)).unsqueeze(-1)
+    rest, m2 = zero, zero
+    for part in parts:
+        deviation = folded(part) - rounded
+        rest = rest + deviation.sum((0, 2)).to(dtype)
+        m2 = m2 + _sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
+    rest = rest / max(count, 1)
+    m2 = (m2 - rest * rest * count).clamp_min(0)
+    return Moments((rounded.flatten().to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
 
 
 def _sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -64,21 +94,24 @@ def _sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype
         return deviation.sum(dims, keepdim=True).to(dtype)
     scale = deviation.detach().abs().amax(dims, keepdim=True)
     scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    norm = torch.linalg.vector_norm(deviation / scale, dim=dims, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(deviation / scale, dim=dims, keepdim=True)
     return norm.to(dtype).square() * scale.to(dtype).square()
 
 
 def rstd_of(moments: Moments, eps: float) -> Tensor:
     """1 / sqrt(biased variance + eps); an empty set has variance 0."""
-    count = moments.count
-    divisor = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
-    return torch.rsqrt(moments.m2 / divisor + eps)
+    return torch.rsqrt(moments.m2 / at_least_one(moments.count) + eps)
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """A count to divide by: the sum over no value is 0, whatever it is divided by."""
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def merge(moments: Moments, dim: int = 0) -> Moments:
     """Merge the sets stacked along `dim` into one (parallel variance, Chan et al.); empty sets do nothing."""
-    mean, m2, count = moments
-    n = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
+    mean, m2 = moments.mean, moments.m2
+    n = torch.as_tensor(moments.count, dtype=mean.dtype, device=mean.device).expand_as(mean)
     total = n.sum(dim)
     merged = (mean * n).sum(dim) / total.clamp_min(1)
     between = (n * (mean - merged.unsqueeze(dim)).square()).sum(dim)
@@ -94,10 +127,12 @@ def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     return centred * _per_channel(rstd.to(dtype), x)
 
 
-def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is not None:
-        xhat = xhat * _per_channel(weight.to(xhat.dtype), xhat)
-    return xhat if bias is None else xhat + _per_channel(bias.to(xhat.dtype), xhat)
+def _before_activation(
+    xhat: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    z = xhat if weight is None else xhat * _per_channel(weight.to(xhat.dtype), xhat)
+    z = z if bias is None else z + _per_channel(bias.to(z.dtype), z)
+    return z if residual is None else z + residual.to(z.dtype)
 
 
 def channel_normalize(
@@ -110,10 +145,19 @@ def channel_normalize(
     act: str = "identity",
 ) -> Tensor:
     """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
-    z = _affine(_xhat(x, mean, rstd), weight, bias)
-    if residual is not None:
-        z = z + residual.to(z.dtype)
-    return ACTIVATIONS[act].forward(z).to(x.dtype)
+
+    def normalize(part: slice) -> Tensor:
+        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+        z = _before_activation(xhat, weight, bias, _rows(residual, part))
+        return ACTIVATIONS[act].forward(z).to(x.dtype)
+
+    parts = _slices(x, mean, weight, bias, residual)
+    if len(parts) == 1:
+        return normalize(parts[0])
+    y = torch.empty_like(x)
+    for part in parts:
+        y[part] = normalize(part)
+    return y
 
 
 def _activation_grad(
@@ -131,10 +175,7 @@ def _activation_grad(
         return dz
     if out is not None and activation.grad_from_output is not None:
         return dz * activation.grad_from_output(out.to(xhat.dtype))
-    z = _affine(xhat, weight, bias)
-    if residual is not None:
-        z = z + residual.to(z.dtype)
-    return dz * activation.grad(z)
+    return dz * activation.grad(_before_activation(xhat, weight, bias, residual))
 
 
 def channel_grad_sums(
@@ -149,12 +190,15 @@ def channel_grad_sums(
     act: str = "identity",
 ) -> tuple[Tensor, Tensor]:
     """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, (N, C) where per sample."""
-    xhat, dtype = _xhat(x, mean, rstd), statistics_dtype(x)
-    dz = _activation_grad(dy, xhat, weight, bias, residual, out, act)
-    dims = [d for d in range(x.dim()) if d != 1 and not (d == 0 and mean.dim() == 2)]
-    if not dims:  # (N, C) input with per-sample statistics: nothing to add up
-        return dz.to(dtype), (dz * xhat).to(dtype)
-    return dz.sum(dims).to(dtype), (dz * xhat).sum(dims).to(dtype)
+    dtype, per_sample = statistics_dtype(x), mean.dim() == 2
+    sums = []
+    for part in _slices(x, dy, mean, weight):
+        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+        dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+        folded = torch.stack((dz, dz * xhat)).reshape(2, *channel_plan(dz.shape))
+        sums.append(folded.sum(3 if per_sample else (1, 3)).to(dtype))
+    total = torch.cat(sums, dim=1) if per_sample else torch.stack(sums).sum(0)
+    return total[0], total[1]
 
 
 def channel_input_grad(
@@ -170,30 +214,44 @@ def channel_input_grad(
     q: Tensor | None = None,
     act: str = "identity",
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
 
     p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
-    None where the statistics are constants (evaluation).
+    None where the statistics are constants (evaluation). `into` is where dx is written (x itself will do).
     """
-    xhat = _xhat(x, mean, rstd)
-    dz = _activation_grad(dy, xhat, weight, bias, residual, out, act)
-    inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), x)
-    if p is not None and q is not None:
-        inner = inner - _per_channel(p.to(dz.dtype), x) - xhat * _per_channel(q.to(dz.dtype), x)
-    dx = (inner * _per_channel(rstd.to(dz.dtype), x)).to(x.dtype)
-    return dx, dz.to(x.dtype) if want_dz else None
+
+    def grad(part: slice) -> tuple[Tensor, Tensor]:
+        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+        dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+        inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), dz)
+        if p is not None and q is not None:
+            inner = inner - _per_channel(_at(part, p).to(dz.dtype), dz)
+            inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
+        return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
+
+    parts = _slices(x, dy, mean, weight)
+    if len(parts) == 1 and into is None:
+        dx, dz = grad(parts[0])
+        return dx, dz if want_dz else None
+    dx = torch.empty_like(x) if into is None else into
+    all_dz = torch.empty_like(x) if want_dz else None
+    for part in parts:
+        dx[part], dz = grad(part)
+        if all_dz is not None:
+            all_dz[part] = dz
+    return dx, all_dz
 
 
 def channel_means(
     sum_dz: Tensor, sum_dz_xhat: Tensor, weight: Tensor | None, groups: int, count: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """p and q of `channel_input_grad`: the gradient sums, weighted, added up in groups, over the count."""
-    divisor = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
     def mean(s: Tensor) -> Tensor:
         s = s if weight is None else s * weight.to(s.dtype)
-        return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / divisor
+        return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / at_least_one(count)
 
     return mean(sum_dz), mean(sum_dz_xhat)
 
@@ -210,12 +268,8 @@ def channel_forward(
     """moments and normalize as one call: y, mean, m2, rstd."""
     moments = channel_moments(x, groups)
     rstd = rstd_of(moments, eps)
-    return (
-        channel_normalize(x, moments.mean, rstd, weight, bias, residual, act),
-        moments.mean,
-        moments.m2,
-        rstd,
-    )
+    y = channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
+    return y, moments.mean, moments.m2, rstd
 
 
 def channel_backward(
@@ -230,12 +284,13 @@ def channel_backward(
     act: str = "identity",
     groups: int = 0,
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """gradient sums and input gradient as one call: dx, dweight, dbias (statistics dtype, (C,)), dz."""
     plan = channel_plan(x.shape, groups)
     sums = channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
     p, q = channel_means(*sums, weight, groups, plan.outer * plan.inner)
-    dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz)
+    dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into)
     dbias, dweight = sums if groups == 0 else (s.sum(0) for s in sums)
     return dx, dweight, dbias, dz
 
