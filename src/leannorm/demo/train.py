@@ -120,7 +120,7 @@ class Progress(Protocol):
 def compare(settings: Settings, progress: Progress, ways: Mapping[str, Way] = WAYS) -> Comparison:
     """Train every way in turn on each batch and report what each costs; freed memory is kept for all.
 
-    Raises InputError for settings that cannot be trained with, MissingDependency where the data's library
+    Raises InputError for settings that cannot be trained with, MissingDependencyError where the data's library
     is not installed.
     """
     settings.check()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from leannorm._errors import MissingDependency
+from leannorm._errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -68,12 +68,12 @@ def page(
 ) -> str:
     """One self-contained HTML file: styles, pictures and their script inside, nothing fetched.
 
-    Raises MissingDependency where jinja2 or plotly is not installed.
+    Raises MissingDependencyError where jinja2 or plotly is not installed.
     """
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError:
-        raise MissingDependency(_EXTRA.format(name="jinja2")) from None
+        raise MissingDependencyError(_EXTRA.format(name="jinja2")) from None
     environment = Environment(
         loader=PackageLoader("leannorm.report"),
         autoescape=True,
@@ -159,7 +159,7 @@ def _graph_objects() -> Any:
     try:
         import plotly.graph_objects
     except ImportError:
-        raise MissingDependency(_EXTRA.format(name="plotly")) from None
+        raise MissingDependencyError(_EXTRA.format(name="plotly")) from None
     return plotly.graph_objects
 
 
