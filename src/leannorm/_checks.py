@@ -120,3 +120,49 @@ def one_per_output_channel(name: str, vector: Tensor | None, conv_weight: Tensor
             f"{name} must have one entry per output channel, shape ({conv_weight.shape[0]},), got "
             f"{tuple(vector.shape)}; make the norm's num_features equal to the convolution's out_channels"
         )
+
+
+def non_negative_eps(eps: float) -> None:
+    if not eps >= 0:
+        raise InputError(f"eps must not be negative, got {eps}; the usual value is 1e-5")
+
+
+def single_axis(normalized_shape: Sequence[int], dim: int | None) -> None:
+    if dim is not None and len(normalized_shape) != 1:
+        raise InputError(
+            f"dim normalizes a single axis, got normalized_shape={tuple(normalized_shape)}; "
+            "leave dim out for several"
+        )
+
+
+def normalized_axes(input: Tensor, normalized_shape: Sequence[int], dim: int | None) -> tuple[int, int]:
+    """First and one past the last normalized axis, where `normalized_shape` fits the input there."""
+    wanted, rank = tuple(normalized_shape), input.dim()
+    if not wanted:
+        raise InputError("normalized_shape must name at least one axis, got (); pass the size of the last")
+    single_axis(wanted, dim)
+    if dim is None:
+        start, place = rank - len(wanted), f"the last {len(wanted)} sizes"
+    else:
+        start, place = dim + rank if dim < 0 else dim, f"the size of axis {dim}"
+    stop = start + len(wanted)
+    if start < 0 or stop > rank or tuple(input.shape[start:stop]) != wanted:
+        raise InputError(
+            f"normalized_shape {wanted} must equal {place} of the input, got an input of shape "
+            f"{tuple(input.shape)}; change normalized_shape or move the axes of the input"
+        )
+    return start, stop
+
+
+def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Tensor | None) -> None:
+    """Every one given is floating point, on the input's device, of the normalized shape."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        floating(name, tensor)
+        same_device(name, tensor, input)
+        if tuple(tensor.shape) != tuple(normalized_shape):
+            raise InputError(
+                f"{name} must have the shape normalized_shape = {tuple(normalized_shape)}, "
+                f"got {tuple(tensor.shape)}; reshape it or leave it out"
+            )

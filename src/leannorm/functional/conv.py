@@ -12,7 +12,7 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
 from leannorm.functional.batch import running_mean_and_rstd, update_running_statistics
-from leannorm.ops.backends.reference import statistics_dtype
+from leannorm.ops.precision import statistics_dtype
 
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}

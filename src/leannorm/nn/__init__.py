@@ -6,6 +6,8 @@ from leannorm.nn.batch import BatchNorm3d as BatchNorm3d
 from leannorm.nn.conv import ConvBatchNorm1d as ConvBatchNorm1d
 from leannorm.nn.conv import ConvBatchNorm2d as ConvBatchNorm2d
 from leannorm.nn.conv import ConvBatchNorm3d as ConvBatchNorm3d
+from leannorm.nn.layer import LayerNorm as LayerNorm
+from leannorm.nn.layer import RMSNorm as RMSNorm
 
 __all__ = [
     "BatchNorm1d",
@@ -14,4 +16,6 @@ __all__ = [
     "ConvBatchNorm1d",
     "ConvBatchNorm2d",
     "ConvBatchNorm3d",
+    "LayerNorm",
+    "RMSNorm",
 ]

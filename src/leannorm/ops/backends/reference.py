@@ -9,7 +9,7 @@ statistics of every (outer, inner) (layer, RMS norm). Both are five verbs:
 Everything here is differentiable torch, so autograd can differentiate it again; where nobody
 differentiates, the channel family works through the batch in slices that stay in cache, so that no
 temporary is as large as the input. The other backends compute the same numbers faster. Half precision is
-computed in float32 and cast once, at the end.
+computed in float32 and cast once, at the end. The row family stands in `reference_rows.py`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,14 @@ from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.reference_rows import row_backward as row_backward
+from leannorm.ops.backends.reference_rows import row_forward as row_forward
+from leannorm.ops.backends.reference_rows import row_moments as row_moments
 from leannorm.ops.modes import differentiable
-from leannorm.ops.plan import channel_plan, row_plan, statistics_shape
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Element arithmetic: float64 for float64 input, float32 for everything else."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Per-channel statistics: float64 (they are few), float32 on devices that have no float64."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
-
-
-# ---------------------------------------------------------------- channel family: (N, C, *)
-
+from leannorm.ops.plan import channel_plan, statistics_shape
+from leannorm.ops.precision import compute_dtype as compute_dtype
+from leannorm.ops.precision import statistics_dtype as statistics_dtype
+from leannorm.ops.precision import sum_of_squares
 
 _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
@@ -82,20 +74,10 @@ def channel_moments(x: Tensor, groups: int = 0) -> Moments:
     for part in parts:
         deviation = folded(part) - rounded
         rest = rest + deviation.sum((0, 2)).to(dtype)
-        m2 = m2 + _sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
+        m2 = m2 + sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
     rest = rest / max(count, 1)
     m2 = (m2 - rest * rest * count).clamp_min(0)
     return Moments((rounded.flatten().to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
-
-
-def _sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Sum of squares over `dims` (kept as 1), scaled by the largest so that 1e30 squared is no infinity."""
-    if deviation.numel() == 0:
-        return deviation.sum(dims, keepdim=True).to(dtype)
-    scale = deviation.detach().abs().amax(dims, keepdim=True)
-    scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    norm: Tensor = torch.linalg.vector_norm(deviation / scale, dim=dims, keepdim=True)
-    return norm.to(dtype).square() * scale.to(dtype).square()
 
 
 def rstd_of(moments: Moments, eps: float) -> Tensor:
@@ -293,117 +275,6 @@ def channel_backward(
     dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into)
     dbias, dweight = sums if groups == 0 else (s.sum(0) for s in sums)
     return dx, dweight, dbias, dz
-
-
-# ---------------------------------------------------------------- row family: axes start..stop-1
-
-
-def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
-    """weight or bias of the normalized shape, spread so that it broadcasts against x."""
-    return v.reshape(*x.shape[start:stop], *(1,) * (x.dim() - stop))
-
-
-def row_moments(x: Tensor, start: int, stop: int, eps: float, rms: bool = False) -> tuple[Tensor, Tensor]:
-    """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
-    dims, dtype = tuple(range(start, stop)), compute_dtype(x)
-    x = x.to(dtype)
-    count = max(row_plan(x.shape, start, stop).kept, 1)
-    if rms:
-        square = _sum_of_squares(x, dims, statistics_dtype(x)) / count
-        return torch.zeros_like(square, dtype=dtype), torch.rsqrt(square + eps).to(dtype)
-    mean = x.sum(dims, keepdim=True) / count
-    deviation = x - mean
-    rest = deviation.sum(dims, keepdim=True) / count
-    square = _sum_of_squares(deviation, dims, statistics_dtype(x)) / count - rest.square()
-    return mean + rest, torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
-
-
-def row_normalize(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """(x - mean) * rstd * weight + bias, in x's dtype."""
-    y = (x.to(mean.dtype) - mean) * rstd
-    y = y if weight is None else y * _along_row(weight.to(y.dtype), x, start, stop)
-    y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
-    return y.to(x.dtype)
-
-
-def row_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, x + residual (x itself where there is none), mean, rstd."""
-    total = x if residual is None else x + residual.to(x.dtype)
-    mean, rstd = row_moments(total, start, stop, eps, rms)
-    return row_normalize(total, mean, rstd, weight, bias, start, stop), total, mean, rstd
-
-
-def row_grad_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """dweight = sum over rows of dy * (x - mean) * rstd; dbias = sum of dy."""
-    dy = dy.to(mean.dtype)
-    dims = [d for d in range(x.dim()) if not start <= d < stop]
-    shape = x.shape[start:stop]
-    dgamma, dbeta = dy * ((x.to(mean.dtype) - mean) * rstd), dy
-    if dims:
-        dgamma, dbeta = dgamma.sum(dims), dbeta.sum(dims)
-    return dgamma.reshape(shape), dbeta.reshape(shape)
-
-
-def row_input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-) -> Tensor:
-    """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c.
-
-    With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
-    a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
-    Written here for xhat = (x - mean)*rstd in place of x, which is the same formula without the
-    cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
-    """
-    dims = tuple(range(start, stop))
-    count = max(row_plan(x.shape, start, stop).kept, 1)
-    g = dy.to(mean.dtype)
-    g = g if weight is None else g * _along_row(weight.to(g.dtype), x, start, stop)
-    xhat = (x.to(mean.dtype) - mean) * rstd
-    inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
-    if not rms:
-        inner = inner - g.sum(dims, keepdim=True) / count
-    return (rstd * inner).to(x.dtype)
-
-
-def row_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias (both of the normalized shape, compute dtype)."""
-    dweight, dbias = row_grad_sums(dy, x, mean, rstd, start, stop)
-    return row_input_grad(dy, x, mean, rstd, weight, start, stop, rms), dweight, dbias
 
 
 def why_not(*tensors: Tensor | None) -> list[str]:
