@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from leannorm._errors import MissingDependencyError
+
+from leannorm.report.numerics import Check
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d7c0f", "#0e7490")
-_EXTRA = "the HTML report needs {name}, which is not installed: pip install 'leannorm[report]'"
 
 
 def megabytes(nbytes: float) -> str:
@@ -44,6 +46,15 @@ class Table:
         return table
 
 
+def checks_table(checks: Sequence[Check]) -> Table:
+    """One row a check: what was measured, what is allowed."""
+    rows = [
+        ["ok" if one.passed else "FELL SHORT", one.name, f"{one.error:.1e}", f"{one.budget:.1e}", one.against]
+        for one in checks
+    ]
+    return Table(["", "check", "error", "budget", "against"], rows)
+
+
 @dataclass(frozen=True)
 class Section:
     """A part of a page: a heading, a sentence, and a picture, a table or both."""
@@ -63,6 +74,17 @@ class Fact:
     label: str
 
 
+def require_page() -> None:
+    """Raises MissingDependencyError where a page could not be made: ask before the work, not after it."""
+    for name in ("jinja2", "plotly"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise MissingDependencyError(
+                f"the HTML report needs {name}, which is not installed: pip install 'leannorm[report]'"
+            ) from None
+
+
 def page(
     title: str, lead: str, facts: Sequence[Fact], sections: Sequence[Section], foot: Mapping[str, str]
 ) -> str:
@@ -70,10 +92,9 @@ def page(
 
     Raises MissingDependencyError where jinja2 or plotly is not installed.
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise MissingDependencyError(_EXTRA.format(name="jinja2")) from None
+    require_page()
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("leannorm.report"),
         autoescape=True,
@@ -142,7 +163,11 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     axis = {"gridcolor": "#e5e9f0", "zerolinecolor": "#cbd2dd", "linecolor": "#cbd2dd", "automargin": True}
     figure.update_layout(
         template="none",
-        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": "#334155"},
+        font={
+            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
+            "size": 13,
+            "color": "#334155",
+        },
         margin={"l": 60, "r": 20, "t": 36, "b": 48},
         height=340,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
@@ -156,10 +181,9 @@ def _styled(figure: Any, x: str, y: str) -> Any:
 
 
 def _graph_objects() -> Any:
-    try:
-        import plotly.graph_objects
-    except ImportError:
-        raise MissingDependencyError(_EXTRA.format(name="plotly")) from None
+    require_page()
+    import plotly.graph_objects
+
     return plotly.graph_objects
 
 
