@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 CHECK_FELL_SHORT, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
@@ -19,10 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from leannorm._errors import LeannormError
     from leannorm.cli.app import app
 
-    usage_error = typer.BadParameter.__mro__[1]  # click's own class, wherever this typer keeps its click
+    # click's own class of every wrong option and command, wherever this typer keeps its click
+    usage_error: type[Any] = typer.BadParameter.__mro__[1]
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         status = app(
-            args=list(sys.argv[1:] if arguments is None else arguments),
+            args=given or ["--help"],
             prog_name="leannorm",
             standalone_mode=False,
         )
@@ -33,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LeannormError as error:
         return _complain(str(error))
     except usage_error as error:
-        return _complain(error.format_message())  # type: ignore[attr-defined]  # click is not typed here
+        return _complain(f"{error.format_message()} (see leannorm --help)")
 
 
 def _complain(message: str) -> int:

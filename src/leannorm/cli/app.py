@@ -11,7 +11,6 @@ from leannorm.cli.info import info
 app = typer.Typer(
     help="Normalization layers for PyTorch that train in about half the memory.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Optional
-
 import typer
+
+from leannorm.cli.options import JsonFile
 
 
 def check(
-    json: Annotated[Optional[Path], typer.Option(help="Write every number here.", metavar="FILE")] = None,  # noqa: UP045
+    json: JsonFile = None,
 ) -> None:
     """Verify every equality that the layers promise, on this machine, each against its error budget."""
     from rich.console import Console
@@ -29,6 +28,8 @@ def check(
         write_json(json, {"passed": not failed, "checks": [one.to_json() for one in checks]})
         console.print(f"numbers: {json}", highlight=False)
     if failed:
-        console.print(f"{len(failed)} of {len(checks)} checks fell short: {', '.join(failed)}", style="bold red")
+        console.print(
+            f"{len(failed)} of {len(checks)} checks fell short: {', '.join(failed)}", style="bold red"
+        )
         raise typer.Exit(CHECK_FELL_SHORT)
     console.print(f"all {len(checks)} checks keep within their budget", style="bold green", highlight=False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Optional
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from leannorm.cli.options import JsonFile, ReportFile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,13 +16,13 @@ if TYPE_CHECKING:
 
 def demo(
     data: Annotated[str, typer.Option(help="digits (bundled with scikit-learn) or mnist.")] = "digits",
-    root: Annotated[Optional[str], typer.Option(help="Folder of the MNIST files.", metavar="DIR")] = None,  # noqa: UP045  # typer reads it on Python 3.10
+    root: Annotated[str | None, typer.Option(help="Folder of the MNIST files.", metavar="DIR")] = None,
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 6,
     batch_size: Annotated[int, typer.Option(help="Images in a batch.")] = 256,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of weights, batch order and dropout.")] = 0,
-    json: Annotated[Optional[Path], typer.Option(help="Write every number here.", metavar="FILE")] = None,  # noqa: UP045
-    report: Annotated[Optional[Path], typer.Option(help="Write an HTML page here.", metavar="FILE")] = None,  # noqa: UP045
+    json: JsonFile = None,
+    report: ReportFile = None,
 ) -> None:
     """Train a digit network with stock layers and with leannorm's, and compare what they cost."""
     from rich.console import Console

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Optional
-
-import typer
+from leannorm.cli.options import JsonFile
 
 
 def info(
-    json: Annotated[Optional[Path], typer.Option(help="Write it here, too.", metavar="FILE")] = None,  # noqa: UP045
+    json: JsonFile = None,
 ) -> None:
     """Versions, devices, threads and backends, with the reason for each backend that cannot serve."""
     from rich.console import Console
@@ -21,8 +18,8 @@ def info(
     check_writable(json)
     here = installation()
     console = Console()
-    console.print(Table(["", "here"], list(here.facts.items())).rich())
+    console.print(Table(["", "here"], list(here.facts.items()), numbers_from=2).rich())
     rows = [[name, "; ".join(reasons) or "available"] for name, reasons in here.backends.items()]
-    console.print(Table(["backend, best first", "here"], rows).rich())
+    console.print(Table(["backend, best first", "here"], rows, numbers_from=2).rich())
     if json:
         write_json(json, here._asdict())

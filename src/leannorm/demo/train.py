@@ -19,7 +19,6 @@ from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step, time_step
 
-
 # Relative, in float64: rounding through this network stays under 1e-12, a missing term shows at 1e-3.
 SAME = 1e-9
 

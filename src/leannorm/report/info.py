@@ -26,8 +26,10 @@ def installation() -> Installation:
     >>> installation().backends["reference"]
     []
     """
+    from leannorm import __version__
+
     facts = {
-        "leannorm": _version("leannorm"),
+        "leannorm": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

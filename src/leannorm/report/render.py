@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from leannorm._errors import MissingDependencyError
-
 from leannorm.report.numerics import Check
 
 if TYPE_CHECKING:
@@ -28,11 +27,12 @@ def milliseconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header; the first column names the row, the others are numbers."""
+    """Rows of text under a header; columns from `numbers_from` on are set flush right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
+    numbers_from: int = 1
 
     def rich(self) -> RichTable:
         from rich.box import SIMPLE_HEAD
@@ -40,7 +40,7 @@ class Table:
 
         table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD)
         for i, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if i else "left", overflow="fold")
+            table.add_column(column, justify="right" if i >= self.numbers_from else "left")
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -52,7 +52,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
         ["ok" if one.passed else "FELL SHORT", one.name, f"{one.error:.1e}", f"{one.budget:.1e}", one.against]
         for one in checks
     ]
-    return Table(["", "check", "error", "budget", "against"], rows)
+    return Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
 
 
 @dataclass(frozen=True)
