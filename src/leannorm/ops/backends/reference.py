@@ -354,4 +354,3 @@ def row_backward(
 def why_not(*tensors: Tensor | None) -> list[str]:
     """The reference serves every call."""
     return []
-
