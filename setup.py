@@ -38,7 +38,7 @@ FLAGS = [
 ]
 
 
-class Unavailable(Exception):
+class BuildError(Exception):
     """Why the kernels cannot be built here."""
 
 
@@ -56,9 +56,9 @@ class BuildKernels(build_ext):
         in_place, self.inplace = self.inplace, False
         try:
             if os.environ.get("LEANNORM_BUILD_CPP", "1") == "0":
-                raise Unavailable("the package was built with LEANNORM_BUILD_CPP=0")
+                raise BuildError("the package was built with LEANNORM_BUILD_CPP=0")
             if sys.platform == "win32":
-                raise Unavailable("the kernels are not built on Windows")
+                raise BuildError("the kernels are not built on Windows")
             super().run()
         except Exception as error:  # whatever a compiler can do: the reference serves in its place
             message = " ".join(str(error).split())
@@ -96,7 +96,7 @@ class BuildKernels(build_ext):
             return self.compiler.compile(
                 [source],
                 output_dir=os.path.join(self.build_temp, instructions or "common"),
-                extra_postargs=[*flags, *extra],
+                extra_postargs=[*flags, *extra, *INSTRUCTION_SETS.get(instructions, [])],
                 depends=ext.depends,
             )[0]
 
@@ -117,12 +117,12 @@ class BuildKernels(build_ext):
         try:
             import torch
         except ImportError as error:
-            raise Unavailable(
+            raise BuildError(
                 "torch could not be imported while building; install with --no-build-isolation"
             ) from error
         release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
         if release < (2, 10):
-            raise Unavailable(f"building needs torch >= 2.10 for its stable ABI, found {torch.__version__}")
+            raise BuildError(f"building needs torch >= 2.10 for its stable ABI, found {torch.__version__}")
         return Path(torch.__file__).parent
 
 

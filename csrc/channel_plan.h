@@ -14,7 +14,9 @@ struct Shape {
   int64_t n, c, inner;
   int columns;  // 1: channels lie next to each other in memory (channels_last, or nothing behind them)
 
-  explicit Shape(const Tensor& x) : n(x.size(0)), c(x.size(1)), inner(1), columns(0) {
+  Shape(const Tensor& x, int64_t groups) : n(x.size(0)), c(x.size(1)), inner(1), columns(0) {
+    STD_TORCH_CHECK(groups == 0 || (groups > 0 && c % groups == 0), "leannorm: ", c,
+                    " channels cannot be divided into ", groups, " groups");
     for (int64_t d = 2; d < x.dim(); ++d) inner *= x.size(d);
     if (numel() == 0) return;
     const bool contiguous = x.is_contiguous();
@@ -88,6 +90,7 @@ struct Cut {
     cut.segments = std::max<int64_t>(1, (length + kChunk - 1) / kChunk);
     cut.per_chunk = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, length));
     cut.chunks = cut.segments > 1 ? planes * cut.segments : (planes + cut.per_chunk - 1) / cut.per_chunk;
+    if (planes * length == 0) cut.chunks = 0;
     cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
     return cut;
   }
@@ -121,15 +124,25 @@ inline Cut moments_cut(const Shape& s, int64_t groups) {
   return Cut::of_planes(s.n * groups, 1, length, length, length, 0);
 }
 
+// How many pieces of work of so many elements a thread should have at least.
+constexpr int64_t kGrain = 32768;
+inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
+
+// work(set, chunk) for every chunk.
+template <class Work> void in_one_pass(const Cut& cut, Work work) {
+  const int64_t chunks = cut.sets * cut.chunks, elements = chunks == 0 ? 0 : cut.set_elements() / cut.chunks;
+  torch::stable::parallel_for(0, chunks, grain(elements), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) work(i / cut.chunks, i % cut.chunks);
+  });
+}
+
 // first(set, chunk) for every chunk, between(set) once they are done, second(set, chunk) after that, last
 // chunks first since those are still in the cache. Where there are sets enough, each is carried through
 // by one thread while it is in its cache.
 template <class First, class Between, class Second>
 void in_two_passes(const Cut& first_cut, const Cut& second_cut, First first, Between between, Second second) {
-  constexpr int64_t kGrain = 32768;  // elements a thread should have
   const int64_t sets = first_cut.sets, threads = torch::stable::get_num_threads();
-  const auto grain = [](int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); };
-  const int64_t set_size = std::max(first_cut.set_elements(), second_cut.set_elements());
+  const int64_t set_size = first_cut.set_elements();
   if (sets >= 4 * threads || sets * set_size <= kGrain) {
     torch::stable::parallel_for(0, sets, grain(set_size), [&](int64_t begin, int64_t end) {
       for (int64_t set = begin; set < end; ++set) {

@@ -89,13 +89,16 @@ class GradPartials {
   double* dz(int64_t set, int64_t i) { return values_.data() + (set * cut_.chunks + i) * cut_.slots; }
   double* dz_centred(int64_t set, int64_t i) { return dz(set, i) + size_; }
 
-  // summed(slot + first slot of the chunk, sum_dz, sum_dz_centred), chunk by chunk.
+  // summed(channel, sum_dz, sum_dz_centred) for every sum, chunk by chunk; where statistics are by sample
+  // the channels are numbered on from one sample to the next.
   template <class Summed> void merge(int64_t set, Summed summed) {
     for (int64_t i = 0; i < cut_.chunks; ++i) {
       const Chunk chunk = cut_.chunk(set, i);
       const int64_t n = cut_.columns ? chunk.block.length : cut_.step == 0 ? 1 : chunk.block.count;
       const double *a = dz(set, i), *b = dz_centred(set, i);
-      for (int64_t j = 0; j < n; ++j) summed(chunk.index + j, a[j], b[j]);
+      const int64_t channels = cut_.width / cut_.fold;
+      for (int64_t j = 0; j < n; ++j)
+        summed(cut_.columns ? set * channels + j % channels : chunk.index + j, a[j], b[j]);
     }
   }
 

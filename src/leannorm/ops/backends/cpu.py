@@ -87,3 +87,136 @@ def channel_moments(x: Tensor, groups: int = 0) -> Moments:
     plan = channel_plan(x.shape, groups)
     mean, m2 = _ops.channel_moments(_dense(x), groups)
     return Moments(mean, m2, plan.outer * plan.inner)
+
+
+def channel_normalize(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    act: str = "identity",
+) -> Tensor:
+    """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
+    x = _dense(x)
+    statistics = mean.contiguous(), rstd.contiguous()
+    y: Tensor = _ops.channel_normalize(x, *statistics, _flat(weight), _flat(bias), _like(x, residual), act)
+    return y
+
+
+def channel_grad_sums(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    act: str = "identity",
+) -> tuple[Tensor, Tensor]:
+    """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, (N, C) where per sample."""
+    x = _dense(x)
+    sums: tuple[Tensor, Tensor] = _ops.channel_grad_sums(
+        _like(x, dy),
+        x,
+        mean.contiguous(),
+        rstd.contiguous(),
+        _flat(weight),
+        _flat(bias),
+        _like(x, residual),
+        _like(x, out),
+        act,
+    )
+    return sums
+
+
+def channel_input_grad(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    p: Tensor | None = None,
+    q: Tensor | None = None,
+    act: str = "identity",
+    want_dz: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted."""
+    x = _dense(x)
+    dy = _like(x, dy)
+    dx, dz = _ops.channel_input_grad(
+        dy,
+        x,
+        mean.contiguous(),
+        rstd.contiguous(),
+        _flat(weight),
+        _flat(bias),
+        _like(x, residual),
+        _like(x, out),
+        _flat(p),
+        _flat(q),
+        act,
+        want_dz and act != "identity",
+    )
+    return dx, _given(dy, dz, act, want_dz)
+
+
+def _given(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
+    """dz of a kernel, which does not copy where no activation stands between dy and dz."""
+    if not want_dz:
+        return None
+    return dy if act == "identity" else dz
+
+
+def channel_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str = "identity",
+    groups: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """moments and normalize as one call, each channel while it is in the cache: y, mean, m2, rstd."""
+    x = _dense(x)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ops.channel_forward(
+        x, _flat(weight), _flat(bias), _like(x, residual), eps, act, groups
+    )
+    return result
+
+
+def channel_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str = "identity",
+    groups: int = 0,
+    want_dz: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
+    x = _dense(x)
+    dy = _like(x, dy)
+    dx, dweight, dbias, dz = _ops.channel_backward(
+        dy,
+        x,
+        mean.contiguous(),
+        rstd.contiguous(),
+        _flat(weight),
+        _flat(bias),
+        _like(x, residual),
+        _like(x, out),
+        act,
+        groups,
+        want_dz and act != "identity",
+    )
+    return dx, dweight, dbias, _given(dy, dz, act, want_dz)
