@@ -7,6 +7,7 @@ keeps anyway) where that tells the derivative, else the residual. Statistics are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def twice_differentiable() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _gradients(ctx: Any, needed: tuple[bool, ...], *gradients: Tensor | None) -> list[Tensor | None]:
+def _gradients(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
     """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
     return [
         gradient.to(dtype) if need and gradient is not None else None
