@@ -209,7 +209,7 @@ def channel_input_grad(
     """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
 
     p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
-    None where the statistics are constants (evaluation). `into` is where dx is written (x itself will do).
+    None where the statistics are constants (evaluation). `into`, for example x, may be overwritten with dx.
     """
 
     def grad(part: slice) -> tuple[Tensor, Tensor]:
