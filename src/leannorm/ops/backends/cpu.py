@@ -7,6 +7,7 @@ and tensors beside it are brought into its layout.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -208,7 +209,7 @@ def channel_backward(
     """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
     x = _dense(x)
     dy = _like(x, dy)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         dy,
         x,
         mean.contiguous(),
@@ -225,4 +226,5 @@ def channel_backward(
         dweight, dbias, dz = _ops.channel_backward_(*arguments)
         return x, dweight, dbias, _given(dy, dz, act, want_dz)
     dx, dweight, dbias, dz = _ops.channel_backward(*arguments)
-    return dx, dweight, dbias, _given(dy, dz, act, want_dz)
+    dz = _given(dy, dz, act, want_dz)
+    return dx, dweight, dbias, dz
