@@ -53,8 +53,8 @@ def why_not(*tensors: Tensor | None) -> list[str]:
             reasons.append(f"the kernels run on the CPU, a tensor is on {t.device}")
         if t.dtype not in _DTYPES:
             reasons.append(f"the kernels take float32, float64, bfloat16 and float16, a tensor is {t.dtype}")
-        if t.layout != torch.strided:
-            reasons.append(f"the kernels take strided tensors, one is {t.layout}")
+        if t.is_sparse or t.is_mkldnn:
+            reasons.append("the kernels take strided tensors, one is not")
     return list(dict.fromkeys(reasons))
 
 
@@ -143,8 +143,9 @@ def channel_input_grad(
     q: Tensor | None = None,
     act: str = "identity",
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted."""
+    """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted; `into` is left alone."""
     x = _dense(x)
     dy = _like(x, dy)
     dx, dz = _ops.channel_input_grad(
@@ -200,11 +201,12 @@ def channel_backward(
     act: str = "identity",
     groups: int = 0,
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
     x = _dense(x)
     dy = _like(x, dy)
-    dx, dweight, dbias, dz = _ops.channel_backward(
+    arguments = (
         dy,
         x,
         mean.contiguous(),
@@ -217,6 +219,10 @@ def channel_backward(
         groups,
         want_dz and act != "identity",
     )
+    if into is x:
+        dweight, dbias, dz = _ops.channel_backward_(*arguments)
+        return x, dweight, dbias, _given(dy, dz, act, want_dz)
+    dx, dweight, dbias, dz = _ops.channel_backward(*arguments)
     return dx, dweight, dbias, _given(dy, dz, act, want_dz)
 
 
