@@ -67,6 +67,8 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     elif isinstance(tree, (list, tuple)):
         if len(tree) == 2 and isinstance(tree[0], str):  # Paddle: a tensor with its name
             return flat(tree[1], prefix)
+        if all(isinstance(value, (int, float)) for value in tree):
+            return {prefix: tree}  # an array written out
         items = [(str(index), value) for index, value in enumerate(tree)]
     else:
         return {prefix: tree}

@@ -51,8 +51,8 @@ def _value(
             problems.append(
                 f"{key} (for {slot.key}) holds NaN or infinity: the checkpoint's training diverged"
             )
-        elif slot.role == "running_var" and (value < 0).any():
-            problems.append(f"{key} (for {slot.key}) holds a negative variance, {value.min().item():.3g}")
+        elif slot.role == "running_var" and (array < 0).any():
+            problems.append(f"{key} (for {slot.key}) holds a negative variance, {array.min().item():.3g}")
     if value.isfinite().all() and not cast.isfinite().all():
         problems.append(f"{key} does not fit {slot.key}'s {cast.dtype}: load into a model in {value.dtype}")
     return cast

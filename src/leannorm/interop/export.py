@@ -68,8 +68,8 @@ def save(
             model's values.
 
     Returns the mapping: for Paddle and ONNX flat, for Keras flat in the order of `set_weights`, for Flax
-    nested in params and batch_stats, arrays of numpy; for torch a state_dict. bfloat16, which numpy lacks, is widened
-    to float32 in it (for Paddle: its bits as uint16, as Paddle has it).
+    nested in params and batch_stats, arrays of numpy; for torch a state_dict. bfloat16, which numpy lacks,
+    is widened to float32 in it (for Paddle: its bits as uint16, as Paddle has it).
 
     Errors: `InputError` for a layer that the target has no rule for, or a `like` that does not fit; no file
     is written then, and none is ever left half-written. Warns (`ConventionWarning`) where count is not given.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm._errors import InputError, LeannormError, MissingDependencyError
 from leannorm.interop import keras_files, onnx_files
-from leannorm.interop.arrays import Checkpoint, from_mapping, optional, to_tensor
+from leannorm.interop.arrays import Checkpoint, flat, from_mapping, optional, to_tensor
 
 
 class _PickledDtype:
@@ -127,9 +127,9 @@ def _msgpacked(tree: Any) -> bytes:
     return packed
 
 
-def _safetensors(tree: dict[str, Tensor]) -> bytes:
+def _safetensors(tree: dict[str, Any]) -> bytes:
     # safetensors refuses tensors that share memory, which tied parameters do
-    copies = {key: value.clone(memory_format=torch.contiguous_format) for key, value in tree.items()}
+    copies = {key: value.clone(memory_format=torch.contiguous_format) for key, value in flat(tree).items()}
     data: bytes = optional("safetensors.torch", "writing .safetensors").save(copies)
     return data
 

@@ -147,16 +147,17 @@ def match(slots: Sequence[Slot], keys: Sequence[str]) -> Match:
             pairs.append((slot, key))
     found = {id(slot.tensor) for slot, _ in pairs}
     missing = [
-        f"{s.key} (looked for {' or '.join(s.candidates) or f'no name: {type(s.module).__name__} has no rule'})"
+        f"{s.key} (looked for {' or '.join(s.candidates)})"
+        if s.candidates
+        else f"{s.key} (no rule for {type(s.module).__name__})"
         for s in slots
         if id(s.tensor) not in found and not s.optional
     ]
     used = {key for _, key in pairs}
     surplus = [key for key in keys if key not in used]
     # numbers say nothing of what they hold: with another count, each might hold something else
-    for prefix in sorted(
-        {_number_of(key) for slot, key in pairs if key != slot.candidates[0]} - {None}, key=str
-    ):
+    numbered = {_number_of(key) for slot, key in pairs if key != slot.candidates[0]}
+    for prefix in sorted(layer for layer in numbered if layer is not None):
         there = [key for key in keys if _number_of(key) == prefix]
         ours = [slot.candidates[0] for slot in slots if prefix in map(_number_of, slot.candidates)]
         if len(there) != len(ours):

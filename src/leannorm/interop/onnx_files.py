@@ -42,6 +42,8 @@ def _layer(node: Any, inputs: list[str]) -> str:
 
 
 def _contents(model: Any, onnx: Any) -> tuple[dict[str, _Place], dict[str, dict[str, float]]]:
+    if not model.graph.node:
+        raise InputError("it holds no graph; export the model anew")
     value_of = onnx.helper.get_attribute_value
     held = {proto.name: proto for proto in model.graph.initializer}
     for node in model.graph.node:
