@@ -24,12 +24,17 @@ from leannorm.interop.sources import read_any
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` did: our key → the checkpoint's; what matched nothing; what the checkpoint left open."""
+    """What `load` did.
+
+    `loaded`: our key → the checkpoint's; `missing`, `surplus`: what matched nothing; `notes`: what the
+    checkpoint left open; `settings`: layer → the eps and momentum that were set on it.
+    """
 
     loaded: dict[str, str]
     missing: tuple[str, ...]
     surplus: tuple[str, ...]
     notes: tuple[str, ...]
+    settings: dict[str, dict[str, float]]
 
 
 def _value(
@@ -131,8 +136,9 @@ def load(
     with torch.no_grad():
         for slot, _, value in values.values():
             slot.tensor.copy_(value)
-    for module, argument, number in changes:
-        setattr(module, argument, number)
+    for name, attributes in changes.items():
+        for attribute, number in attributes.items():
+            setattr(model.get_submodule(name), attribute, number)
     warn_of(notes)
     loaded = {slot.key: key for slot, key in found.pairs}
-    return Loaded(loaded, tuple(found.missing), tuple(found.surplus), tuple(notes))
+    return Loaded(loaded, tuple(found.missing), tuple(found.surplus), tuple(notes), changes)

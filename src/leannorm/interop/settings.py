@@ -74,10 +74,11 @@ def warn_of(notes: Sequence[str]) -> None:
 
 def settings_of(
     model: torch.nn.Module, theirs: Convention, checkpoint: Checkpoint, names: Names, **given: PerLayer
-) -> tuple[list[tuple[torch.nn.Module, str, float]], list[str]]:
+) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Which eps and momentum to set, and what stays open because neither file nor caller says it."""
     norms = {name: module for name, module in model.named_modules() if kind_of(module) in DEFAULT_EPS}
-    changes, notes = [], []
+    changes: dict[str, dict[str, float]] = {}
+    notes = []
     for argument, values in given.items():
         layers = {name: module for name, module in norms.items() if hasattr(module, argument)}
         told = per_layer(argument, values, list(layers))
@@ -96,7 +97,7 @@ def settings_of(
             # the file's float32 of our own value says nothing new
             same = ours is not None and math.isclose(ours, value, rel_tol=1e-6)
             if name in told or (stated and argument in stated[0] and not same):
-                changes.append((module, argument, value))
+                changes.setdefault(name, {})[argument] = value
             elif not (stated or same or theirs.framework == "torch"):
                 unsaid[name] = default
         if unsaid:
