@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.nn
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
 from leannorm.transforms.then_act import (
@@ -118,7 +118,7 @@ def why_not(module: Module) -> str | None:
     momentum, eps = getattr(module, "momentum", None), getattr(module, "eps", None)
     if isinstance(momentum, float) and not 0 <= momentum <= 1:
         return f"its momentum is {momentum}, ours takes 0 to 1"
-    if eps is not None and eps <= 0:
+    if eps is not None and (eps < 0 or (eps == 0 and isinstance(module, _BatchNorm))):
         return f"its eps is {eps}, ours must be positive"
     if getattr(module, "_fast_norm", False):
         return "timm's fast norm casts under autocast, ours does not; call set_fast_norm(False) before"

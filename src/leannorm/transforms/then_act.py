@@ -1,4 +1,4 @@
-"""Norms that run `drop` and `act`, two children, on their output: what timm's norm-and-activation layers become.
+"""Norms that run two children, `drop` and `act`, on their output: what timm's norm-and-act layers become.
 
 They hold whatever activation the original held. Where it is one that batch norm computes in the same
 pass, `convert` makes a `BatchNormAct2d` instead.

@@ -39,12 +39,15 @@ _FUNCTIONS: dict[Any, str] = {
     "relu": "relu",
     "relu_": "relu",
 }
+_DEFAULTS = {"negative_slope": 0.01, "alpha": 1.0, "min_val": -1.0, "max_val": 1.0}
 # calls whose answer depends on the moment or on the arguments' kind
 _TELLTALES = (isinstance, torch.is_grad_enabled, torch.is_autocast_enabled, torch.is_inference_mode_enabled)
 
+_TRACERS_OWN = sys.stdlib_module_names | {"torch"}
+
 
 class Match(NamedTuple):
-    """A norm's call, then (maybe) an addition of `residual`, then an activation, each used by the next alone."""
+    """A norm's call, perhaps an addition of `residual`, an activation: each used by the next one alone."""
 
     norm: fx.Node
     act: fx.Node
@@ -62,9 +65,39 @@ class Traced(NamedTuple):
     lasting: bool
 
 
+class _Proxy(fx.Proxy):
+    """torch.fx's stand-in, which also knows `x += y` from `x = x + y`."""
+
+
+def _in_place(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    def call(self: fx.Proxy, other: Any) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", getattr(operator, name), (self, other), {})
+
+    return call
+
+
+for _name in (
+    "iadd",
+    "isub",
+    "imul",
+    "imatmul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+):
+    setattr(_Proxy, f"__{_name}__", _in_place(_name))
+
+
 class _Shallow(fx.Tracer):
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         return True
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
 
 @contextmanager
@@ -72,8 +105,9 @@ def _watched(seen: list[object]) -> Iterator[None]:
     """Note in `seen` every telltale call from outside of torch, and every random number drawn."""
 
     def note(frame: FrameType, event: str, called: Any) -> None:
-        inside = frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "contextlib")
-        if event == "c_call" and called in _TELLTALES and not inside:
+        if event != "c_call" or called not in _TELLTALES:
+            return
+        if frame.f_globals.get("__name__", "").split(".")[0] not in _TRACERS_OWN:
             seen.append(called)
 
     profiler, states = sys.getprofile(), (random.getstate(), torch.get_rng_state())
@@ -174,10 +208,10 @@ def _activation(node: fx.Node, of: fx.Node, block: Module) -> str | None:
         return None if has_hooks(module) or node.kwargs else activation_of(module)
     if node.op not in ("call_function", "call_method"):
         return None
-    name, options = _FUNCTIONS.get(node.target), {k: v for k, v in node.kwargs.items() if k != "inplace"}
-    if name == "gelu" and options.get("approximate") in ("none", "tanh"):
-        return {"none": "gelu", "tanh": "gelu_tanh"}[str(options["approximate"])]
-    return None if options else name
+    name, options = _FUNCTIONS.get(node.target), dict(node.kwargs)
+    if name == "gelu" and options.pop("approximate", "none") == "tanh":
+        name = "gelu_tanh"
+    return name if all(_DEFAULTS.get(k, v) == v for k, v in options.items()) else None
 
 
 def _added(node: fx.Node, to: fx.Node) -> fx.Node | None:
@@ -202,6 +236,3 @@ def has_hooks(module: Module) -> bool:
             module._backward_pre_hooks,
         )
     )
-
-
-Addition = Callable[[Any, Any], torch.Tensor]
