@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.ops.modes import transformed
 from leannorm.ops.precision import statistics_dtype
 
 
