@@ -1,0 +1,1 @@
+"""Training in less memory: saved tensors are rebuilt in the backward pass instead of held."""

@@ -1,0 +1,155 @@
+"""`lean()`: the pack and unpack hooks around a forward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+
+from leannorm.saving import views  # registers its recipes
+from leannorm.saving.exact import layout, seconds
+from leannorm.saving.ledger import Ledger
+from leannorm.saving.policy import Policy, policy
+from leannorm.saving.recipes import RECIPES
+from leannorm.saving.values import Step, Value, find, held, register, saved, unpack
+
+SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
+_DEEPEST = 12  # nodes of one chain
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class lean:  # noqa: N801  (a context manager, named like a function as torch.no_grad is)
+    def __init__(self, recompute: Literal["norm", "conv"] = "norm", *, budget: float | None = None) -> None:
+        self.policy: Policy = policy(recompute, budget)
+        self._open: list[saved_tensors_hooks] = []
+        self._outer: Hooks | None = None
+        self._ledger = Ledger()
+
+    def __enter__(self) -> lean:
+        if torch.compiler.is_compiling():
+            return self
+        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = saved_tensors_hooks(self._pack, unpack)
+        hooks.__enter__()
+        self._open.append(hooks)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._open.pop().__exit__(kind, error, trace)
+        self._ledger.close()
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._ledger.kept()
+
+    @property
+    def rebuilt_bytes(self) -> int:
+        return self._ledger.rebuilt()
+
+    # ------------------------------------------------ packing
+
+    def _pack(self, tensor: Tensor) -> Value:
+        node = tensor.grad_fn
+        if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+            return self._hold(tensor).used()
+        known = find(node, tensor.output_nr)
+        if known is not None and known.layout == layout(tensor) and known.version == tensor._version:
+            return known.used()
+        value = self._rebuilt(tensor, node, known) or self._hold(tensor)
+        value.layout = layout(tensor)
+        register(node, tensor.output_nr, weakref.ref(value))
+        if node.name() == "CatBackward0" and value.step is None:
+            views.find_parts_in(value, node)
+        return value.used()
+
+    def _hold(self, tensor: Tensor) -> Value:
+        value = held(tensor)
+        if self._outer is not None:
+            pack, restore = self._outer
+            packed, value.tensor = pack(tensor), None
+            value.restore = lambda: restore(packed)
+        self._ledger.holds(value, tensor)
+        return value
+
+    def _rebuilt(self, tensor: Tensor, node: Node, known: Value | None) -> Value | None:
+        if known is not None and known.version == tensor._version:
+            step = views.laid_out_as(known, tensor)
+        elif self._unedited(node, tensor.output_nr, tensor._version):
+            step = self._step(node, tensor.output_nr, tensor, 0)
+        else:
+            step = None
+        if step is None or _in_memory(step) or (spent := seconds(step, tensor)) is None:
+            return None
+        if not self.policy.rebuilds(step, tensor, spent):
+            return None
+        value = Value(None, tensor._version, step, name=node.name())
+        self._ledger.rebuilds(value, tensor)
+        return value
+
+    def _step(self, node: Node, output: int, like: Tensor | None, depth: int) -> Step | None:
+        recipe = RECIPES.get(node.name())
+        if recipe is None or depth > _DEEPEST or not self.policy.considers(node.name()):
+            return None
+
+        def given(node: Node, i: int) -> Value | None:
+            return self._value(*node.next_functions[i], depth + 1) if i < len(node.next_functions) else None
+
+        return recipe(node, output, given, like)
+
+    def _value(self, node: Any, output: int, depth: int) -> Value | None:
+        """The value at hand for a node's output: known, a leaf, or itself rebuilt."""
+        if node is None:
+            return None
+        if node.name() == _ACCUMULATES:
+            return held(node.variable)
+        known = find(node, output)
+        if known is not None:
+            return known
+        step = self._step(node, output, None, depth)
+        if step is None or not self.policy.rebuilds(step, None, 0.0):
+            return None
+        value = Value(None, 0, step, name=node.name())
+        register(node, output, weakref.ref(value))
+        return value
+
+    def _unedited(self, node: Any, output: int, version: int) -> bool:
+        """Is what the node put out still what the tensor holds, or was it edited where autograd was off?
+
+        Version 0 is as made. Later versions must be accounted for by nodes that work in place.
+        """
+        if version == 0:
+            return True
+        known = find(node, output)
+        if known is not None:
+            return known.version == version
+        if hasattr(node, "_saved_result"):
+            result = saved(node, "result")  # None: this is the node, saving its own output
+            return result is None or result.version == version
+        if node.name() in views.ALIASES:
+            return self._unedited(*node.next_functions[0], version)
+        if version == 1 and hasattr(node, "_saved_self"):  # in place, these save a copy of their input
+            source = saved(node, "self")
+            return source is not None and source.name == "CloneBackward0"
+        return False
+
+
+def _in_memory(step: Step) -> bool:
+    """Is it a view of a tensor that is held? Then holding it costs nothing."""
+    while step.view and step.inputs:
+        value = step.inputs[0]
+        if value.step is None:
+            return value.restore is None and step.constants[:1] != ("clone",)
+        step = value.step
+    return False
