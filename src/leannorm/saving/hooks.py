@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from math import prod
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,8 +18,8 @@ from leannorm.saving import views  # registers its recipes
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.policy import Policy, policy
-from leannorm.saving.recipes import RECIPES
-from leannorm.saving.values import Step, Value, find, held, register, saved, unpack
+from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT
+from leannorm.saving.values import Step, Value, find, held, register, saved, unpack, wait, waiting
 
 SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
 _DEEPEST = 12  # nodes of one chain
@@ -62,17 +64,60 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
 
     def _pack(self, tensor: Tensor) -> Value:
         node = tensor.grad_fn
+        if tensor.dtype == torch.int64 and type(tensor) is Tensor and self._outer is None:
+            # a narrow copy beside the caller's own tensor would be memory added
+            alone = sys.getrefcount(tensor) <= views.references_when_alone()
+            return (self._hold_narrowed(tensor) if alone else self._hold(tensor)).used()
         if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
             return self._hold(tensor).used()
         known = find(node, tensor.output_nr)
         if known is not None and known.layout == layout(tensor) and known.version == tensor._version:
             return known.used()
+        self._missing: list[tuple[Node, int]] = []
         value = self._rebuilt(tensor, node, known) or self._hold(tensor)
         value.layout = layout(tensor)
         register(node, tensor.output_nr, weakref.ref(value))
-        if node.name() == "CatBackward0" and value.step is None:
-            views.find_parts_in(value, node)
+        if value.step is None:
+            self._offer(value, tensor, node)
+        self._retry(node, tensor.output_nr)
         return value.used()
+
+    def _offer(self, value: Value, tensor: Tensor, node: Any) -> None:
+        """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
+
+        And the other way round: if the tensor itself could be rebuilt from something that is not held
+        now, it waits for the case that it will be (attention scales q and k before v is saved, a view of
+        the memory that q and k came from).
+        """
+        if node.name() == "CatBackward0":
+            views.find_parts_in(value, node)
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and base.grad_fn is not node:
+            whole = find(base.grad_fn, base.output_nr)
+            if whole is None:
+                value.whole = whole = held(base)
+                register(base.grad_fn, base.output_nr, weakref.ref(whole))
+                self._retry(base.grad_fn, base.output_nr)
+        elif len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT and self._outer is None:
+            value.origin = node, tensor.output_nr
+            wait(*self._missing[0], weakref.ref(value))
+
+    def _retry(self, node: Node, output: int) -> None:
+        for value in waiting(node, output):
+            if value.step is None and value.tensor is not None:
+                step = self._step(*value.origin, value.tensor, 0)
+                if step and self._accepts(step, value.tensor):
+                    self._ledger.rebuilds(value, value.tensor)
+                    value.becomes(step)
+
+    def _hold_narrowed(self, tensor: Tensor) -> Value:
+        value = views.narrowed(tensor) if tensor.numel() >= SMALLEST else None
+        if value is None or value.step is None:
+            return self._hold(tensor)
+        source = value.step.inputs[0]
+        assert source.tensor is not None
+        self._ledger.holds(source, source.tensor)
+        return value
 
     def _hold(self, tensor: Tensor) -> Value:
         value = held(tensor)
@@ -90,13 +135,18 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
             step = self._step(node, tensor.output_nr, tensor, 0)
         else:
             step = None
-        if step is None or _in_memory(step) or (spent := seconds(step, tensor)) is None:
-            return None
-        if not self.policy.rebuilds(step, tensor, spent):
+        if step is None or not self._accepts(step, tensor):
             return None
         value = Value(None, tensor._version, step, name=node.name())
         self._ledger.rebuilds(value, tensor)
         return value
+
+    def _accepts(self, step: Step, tensor: Tensor) -> bool:
+        return (
+            not _in_memory(step)
+            and self.policy.rebuilds(step, tensor.nbytes)
+            and seconds(step, tensor) is not None
+        )
 
     def _step(self, node: Node, output: int, like: Tensor | None, depth: int) -> Step | None:
         recipe = RECIPES.get(node.name())
@@ -118,7 +168,8 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
         if known is not None:
             return known
         step = self._step(node, output, None, depth)
-        if step is None or not self.policy.rebuilds(step, None, 0.0):
+        if step is None or not self.policy.rebuilds(step, _nbytes(node, output)):
+            self._missing.append((node, output))
             return None
         value = Value(None, 0, step, name=node.name())
         register(node, output, weakref.ref(value))
@@ -143,6 +194,11 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
             source = saved(node, "self")
             return source is not None and source.name == "CloneBackward0"
         return False
+
+
+def _nbytes(node: Any, output: int) -> int:
+    metadata = node._input_metadata[output]
+    return prod(metadata.shape) * metadata.dtype.itemsize
 
 
 def _in_memory(step: Step) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from leannorm._errors import InputError
-from leannorm.saving.values import Step
+from leannorm.saving.values import Step, Value
 
 FLOPS_PER_BYTE = 160.0
 
@@ -17,8 +15,18 @@ class Policy:
     def considers(self, node: str) -> bool:
         return self.flops_per_byte > 0 or node != "ConvolutionBackward0"
 
-    def rebuilds(self, step: Step, tensor: Tensor | None, seconds: float) -> bool:
-        return step.kind != "conv" or tensor is None or step.flops <= self.flops_per_byte * tensor.nbytes
+    def rebuilds(self, step: Step, nbytes: int) -> bool:
+        if step.kind == "sum":
+            return all(_of_held(value) for value in step.inputs)
+        return step.kind != "conv" or step.flops <= self.flops_per_byte * nbytes
+
+
+def _of_held(value: Value) -> bool:
+    """Does it take no norm, activation or convolution to rebuild?"""
+    step = value.step
+    return step is None or (
+        (step.view or step.kind in ("scale", "sum")) and all(_of_held(v) for v in step.inputs)
+    )
 
 
 def policy(recompute: str, budget: float | None) -> Policy:

@@ -163,6 +163,9 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise, tuple[str, ...]]] = {
 }
 
 
+SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER)
+
+
 @recipe(*_FROM_SAVED_INPUT)
 def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     function, names = _FROM_SAVED_INPUT[node.name()]
@@ -198,13 +201,13 @@ def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     """LayerScale, squeeze-and-excite, dropout (input times mask): whichever factor is not saved is sought."""
     a = saved(node, "self") or given(node, 0)
     b = saved(node, "other") or given(node, 1)
-    return a and b and Step(torch.mul, (a, b), "mul")
+    return a and b and Step(torch.mul, (a, b), "mul", kind="scale")
 
 
 @recipe("MulBackward1")
 def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, number = given(node, 0), node._saved_other
-    return x and Step(lambda x: x * number, (x,), ("mul", number))
+    return x and Step(lambda x: x * number, (x,), ("mul", number), kind="scale")
 
 
 @recipe("NativeDropoutBackward0")
@@ -213,6 +216,18 @@ def dropout(node: Any, output: int, given: Given, like: Tensor | None) -> Step |
     if output or x is None or mask is None or not 0 < p < 1:
         return None
     return Step(lambda x, mask: x * mask * (1 / (1 - p)), (x, mask), ("dropout", p))
+
+
+@recipe("AddBackward0")
+def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    a, b = given(node, 0), given(node, 1)
+    if a is None or b is None or node._saved_alpha != 1:
+        return None
+    return Step(torch.add, (a, b), "add", overwrite=_add_to, kind="sum")
+
+
+def _add_to(a: Tensor, b: Tensor) -> Tensor:
+    return a.add_(b) if a.shape == b.shape and a.dtype == b.dtype else a + b
 
 
 # ---------------------------------------------------------------- convolution

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-_KEY = "leannorm"
+_KEY, _WAITING = "leannorm", "leannorm waiting"
 
 
 class Step(NamedTuple):
@@ -37,7 +38,20 @@ class Value:
     autograd would have held it all the while.
     """
 
-    __slots__ = ("__weakref__", "_left", "_rebuilt", "layout", "name", "restore", "step", "tensor", "users", "version")
+    __slots__ = (
+        "__weakref__",
+        "_left",
+        "_rebuilt",
+        "layout",
+        "name",
+        "origin",
+        "restore",
+        "step",
+        "tensor",
+        "users",
+        "version",
+        "whole",
+    )
 
     def __init__(
         self,
@@ -49,6 +63,8 @@ class Value:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.restore: Callable[[], Tensor] | None = None
         self.layout: Hashable = None
+        self.whole: Value | None = None
+        self.origin: tuple[Node, int] | None = None
         self.users = self._left = 0
         self._rebuilt: Tensor | None = None
         for value in step.inputs if step else ():
@@ -62,7 +78,7 @@ class Value:
 
     def becomes(self, step: Step) -> None:
         """Let go of the tensor: from now on it is rebuilt."""
-        self.step, self.tensor = step, None
+        self.step, self.tensor, self.origin = step, None, None
         for value in step.inputs:
             value.used()
 
@@ -130,6 +146,16 @@ def find(node: Node, output: int) -> Value | None:
     known = node.metadata.get(_KEY)
     lookup = known.get(output) if known else None
     return lookup() if lookup else None
+
+
+def wait(node: Node, output: int, value: weakref.ref[Value]) -> None:
+    """Note that `value` could be rebuilt if only that output were at hand."""
+    node.metadata.setdefault(_WAITING, {}).setdefault(output, []).append(value)
+
+
+def waiting(node: Node, output: int) -> list[Value]:
+    references = node.metadata.get(_WAITING, {}).pop(output, ())
+    return [value for value in (reference() for reference in references) if value is not None]
 
 
 # ------------------------------------------------ from a node's saved tensor to the value that was packed

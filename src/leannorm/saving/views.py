@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving.recipes import Given, _constant, recipe
 from leannorm.saving.values import Step, Value, find, held, register
@@ -79,6 +82,13 @@ def roll(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return x and Step(lambda x: torch.roll(x, shifts, dims), (x,), ("roll", shifts, dims))
 
 
+@recipe("ConstantPadNdBackward0")
+def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Padding by nothing is a copy; what real padding was filled with, the node does not keep."""
+    x, widths = given(node, 0), _constant(node, "pad")
+    return x and Step(torch.clone, (x,), "pad by nothing") if not any(widths) else None
+
+
 @recipe("RepeatBackward0")
 def repeat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, repeats = given(node, 0), _constant(node, "repeats")
@@ -140,6 +150,36 @@ def laid_out_as(value: Value, like: Tensor) -> Step | None:
         return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 
     return Step(rebuild, (value,), ("laid out", shape, stride))
+
+
+class _Probe:
+    references = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.references = sys.getrefcount(tensor)
+        return tensor.detach()
+
+
+@lru_cache
+def references_when_alone() -> int:
+    """What `sys.getrefcount` says in a pack hook of a tensor that no variable of the caller's holds."""
+    probe = _Probe()
+    with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
+        torch.relu(torch.zeros(1, requires_grad=True))
+    return probe.references
+
+
+def narrowed(tensor: Tensor) -> Value | None:
+    """Whole numbers (where a pooling window had its maximum) held in as few bytes as they need."""
+    if not tensor.is_contiguous():
+        return None
+    low, high = (int(v) for v in tensor.aminmax())
+    for dtype in (torch.int16, torch.int32):
+        span = torch.iinfo(dtype)
+        if span.min <= low and high <= span.max:
+            source = Value(tensor.to(dtype), 0, name="whole numbers")
+            return Value(None, 0, Step(lambda x: x.to(torch.int64), (source,), "whole numbers"))
+    return None
 
 
 def find_parts_in(value: Value, node: Any) -> None:
