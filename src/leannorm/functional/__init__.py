@@ -1,0 +1,19 @@
+"""Norms as functions: checks, then one call."""
+
+from leannorm.functional.batch import batch_norm as batch_norm
+from leannorm.functional.batch import batch_norm_act as batch_norm_act
+from leannorm.functional.conv import conv_batch_norm as conv_batch_norm
+from leannorm.functional.layer import add_layer_norm as add_layer_norm
+from leannorm.functional.layer import add_rms_norm as add_rms_norm
+from leannorm.functional.layer import layer_norm as layer_norm
+from leannorm.functional.layer import rms_norm as rms_norm
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "batch_norm",
+    "batch_norm_act",
+    "conv_batch_norm",
+    "layer_norm",
+    "rms_norm",
+]
