@@ -1,25 +1,24 @@
-"""`lean()`: the pack and unpack hooks around a forward pass."""
+"""The pack hook: what becomes of each tensor that autograd saves."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from math import prod
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import Node
 
-from leannorm.saving import views  # registers its recipes
+from leannorm.saving import own, views  # noqa: F401  (own registers its recipes)
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.policy import Policy, policy
+from leannorm.saving.policy import Policy, Record
 from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT
-from leannorm.saving.values import Step, Value, find, held, register, saved, unpack, wait, waiting
+from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
 SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
 _DEEPEST = 12  # nodes of one chain
@@ -28,61 +27,78 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
-class lean:  # noqa: N801  (a context manager, named like a function as torch.no_grad is)
-    def __init__(self, recompute: Literal["norm", "conv"] = "norm", *, budget: float | None = None) -> None:
-        self.policy: Policy = policy(recompute, budget)
-        self._open: list[saved_tensors_hooks] = []
-        self._outer: Hooks | None = None
-        self._ledger = Ledger()
+class Packing:
+    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding the i-th tensor.
 
-    def __enter__(self) -> lean:
-        if torch.compiler.is_compiling():
-            return self
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        hooks = saved_tensors_hooks(self._pack, unpack)
-        hooks.__enter__()
-        self._open.append(hooks)
-        return self
+    `outer` are the hooks around this context: what is held is handed on to them.
+    """
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self, policy: Policy, outer: Hooks | None, ledger: Ledger, choose: Callable[[int, Hashable], bool] | None
     ) -> None:
-        if torch.compiler.is_compiling():
-            return
-        self._open.pop().__exit__(kind, error, trace)
-        self._ledger.close()
+        self.policy, self.outer, self.ledger, self.choose = policy, outer, ledger, choose
+        self.calls: list[Hashable] = []
+        self.records: list[Record | None] = []
+        self._missing: list[tuple[Node, int]] = []
 
-    @property
-    def kept_bytes(self) -> int:
-        return self._ledger.kept()
-
-    @property
-    def rebuilt_bytes(self) -> int:
-        return self._ledger.rebuilt()
-
-    # ------------------------------------------------ packing
-
-    def _pack(self, tensor: Tensor) -> Value:
-        node = tensor.grad_fn
-        if tensor.dtype == torch.int64 and type(tensor) is Tensor and self._outer is None:
+    def pack(self, tensor: Tensor) -> Value:
+        """The pack hook."""
+        if tensor.dtype == torch.int64 and type(tensor) is Tensor and self.outer is None:
             # a narrow copy beside the caller's own tensor would be memory added
             alone = sys.getrefcount(tensor) <= views.references_when_alone()
             return (self._hold_narrowed(tensor) if alone else self._hold(tensor)).used()
+        node = tensor.grad_fn
         if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
             return self._hold(tensor).used()
+        seen_as = layout(tensor)
+        call = (node.name(), *seen_as)
+        self.calls.append(call)
         known = find(node, tensor.output_nr)
-        if known is not None and known.layout == layout(tensor) and known.version == tensor._version:
+        if known is not None and known.layout == seen_as and known.version == tensor._version:
+            self.records.append(None)  # counted when it was first packed
             return known.used()
-        self._missing: list[tuple[Node, int]] = []
-        value = self._rebuilt(tensor, node, known) or self._hold(tensor)
-        value.layout = layout(tensor)
+        may = self.choose is None or self.choose(len(self.calls) - 1, call)
+        self._missing.clear()
+        value = (self._rebuilt(tensor, node, known) if may else None) or self._hold(tensor)
+        value.layout, value.place = seen_as, len(self.records)
+        self._record(value, tensor)
         register(node, tensor.output_nr, weakref.ref(value))
         if value.step is None:
-            self._offer(value, tensor, node)
+            self._offer(value, tensor, node, may)
         self._retry(node, tensor.output_nr)
         return value.used()
 
-    def _offer(self, value: Value, tensor: Tensor, node: Any) -> None:
+    def _record(self, value: Value, tensor: Tensor) -> None:
+        spent = seconds(value.step, tensor) if value.step else None
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        record = Record(value.name, shape, dtype, tensor.nbytes, value.step is not None, spent)
+        if value.place == len(self.records):
+            self.records.append(record)
+        else:
+            self.records[value.place] = record
+
+    # ------------------------------------------------ held
+
+    def _hold(self, tensor: Tensor) -> Value:
+        value = held(tensor)
+        if self.outer is not None:
+            pack, restore = self.outer
+            packed, value.tensor = pack(tensor), None
+            value.restore = lambda: restore(packed)
+        self.ledger.holds(value, tensor)
+        return value
+
+    def _hold_narrowed(self, tensor: Tensor) -> Value:
+        value = views.narrowed(tensor) if tensor.numel() >= SMALLEST else None
+        if value is None or value.step is None:
+            return self._hold(tensor)
+        narrow = value.step.inputs[0]
+        assert narrow.tensor is not None
+        self.ledger.holds(narrow, narrow.tensor)
+        self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
+        return value
+
+    def _offer(self, value: Value, tensor: Tensor, node: Any, may: bool) -> None:
         """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
 
         And the other way round: if the tensor itself could be rebuilt from something that is not held
@@ -93,40 +109,25 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
             views.find_parts_in(value, node)
         base = tensor._base
         if base is not None and base.grad_fn is not None and base.grad_fn is not node:
-            whole = find(base.grad_fn, base.output_nr)
-            if whole is None:
-                value.whole = whole = held(base)
-                register(base.grad_fn, base.output_nr, weakref.ref(whole))
+            if find(base.grad_fn, base.output_nr) is None:
+                value.whole = held(base)
+                register(base.grad_fn, base.output_nr, weakref.ref(value.whole))
                 self._retry(base.grad_fn, base.output_nr)
-        elif len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT and self._outer is None:
+        elif may and len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT and self.outer is None:
             value.origin = node, tensor.output_nr
             wait(*self._missing[0], weakref.ref(value))
 
     def _retry(self, node: Node, output: int) -> None:
         for value in waiting(node, output):
-            if value.step is None and value.tensor is not None:
-                step = self._step(*value.origin, value.tensor, 0)
-                if step and self._accepts(step, value.tensor):
-                    self._ledger.rebuilds(value, value.tensor)
+            tensor = value.tensor
+            if value.step is None and tensor is not None and value.origin is not None:
+                step = self._step(*value.origin, tensor, 0)
+                if step and self._accepts(step, tensor):
                     value.becomes(step)
+                    self.ledger.rebuilds(value, tensor)
+                    self._record(value, tensor)
 
-    def _hold_narrowed(self, tensor: Tensor) -> Value:
-        value = views.narrowed(tensor) if tensor.numel() >= SMALLEST else None
-        if value is None or value.step is None:
-            return self._hold(tensor)
-        source = value.step.inputs[0]
-        assert source.tensor is not None
-        self._ledger.holds(source, source.tensor)
-        return value
-
-    def _hold(self, tensor: Tensor) -> Value:
-        value = held(tensor)
-        if self._outer is not None:
-            pack, restore = self._outer
-            packed, value.tensor = pack(tensor), None
-            value.restore = lambda: restore(packed)
-        self._ledger.holds(value, tensor)
-        return value
+    # ------------------------------------------------ rebuilt
 
     def _rebuilt(self, tensor: Tensor, node: Node, known: Value | None) -> Value | None:
         if known is not None and known.version == tensor._version:
@@ -138,13 +139,13 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
         if step is None or not self._accepts(step, tensor):
             return None
         value = Value(None, tensor._version, step, name=node.name())
-        self._ledger.rebuilds(value, tensor)
+        self.ledger.rebuilds(value, tensor)
         return value
 
     def _accepts(self, step: Step, tensor: Tensor) -> bool:
         return (
             not _in_memory(step)
-            and self.policy.rebuilds(step, tensor.nbytes)
+            and self.policy.allows(step, tensor.nbytes)
             and seconds(step, tensor) is not None
         )
 
@@ -168,7 +169,7 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
         if known is not None:
             return known
         step = self._step(node, output, None, depth)
-        if step is None or not self.policy.rebuilds(step, _nbytes(node, output)):
+        if step is None or not self.policy.allows(step, _nbytes(node, output)):
             self._missing.append((node, output))
             return None
         value = Value(None, 0, step, name=node.name())
@@ -198,7 +199,7 @@ class lean:  # noqa: N801  (a context manager, named like a function as torch.no
 
 def _nbytes(node: Any, output: int) -> int:
     metadata = node._input_metadata[output]
-    return prod(metadata.shape) * metadata.dtype.itemsize
+    return prod(metadata.shape) * int(metadata.dtype.itemsize)
 
 
 def _in_memory(step: Step) -> bool:

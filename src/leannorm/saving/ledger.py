@@ -32,11 +32,11 @@ class Ledger:
             self._held[value] = Entry(storage._cdata, storage.nbytes())
         self._closed = None
 
-    def rebuilds(self, value: Value, tensor: Tensor) -> None:
+    def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
         root = value
         while root.step is not None and root.step.view and root.step.inputs:
             root = root.step.inputs[0]
-        self._rebuilt[root if root.step is not None else value] = Entry(0, tensor.nbytes)
+        self._rebuilt[root if root.step is not None else value] = Entry(0, tensor.nbytes if nbytes is None else nbytes)
         self._closed = None
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class Value:
         "layout",
         "name",
         "origin",
+        "place",
         "restore",
         "step",
         "tensor",
@@ -63,6 +64,7 @@ class Value:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.restore: Callable[[], Tensor] | None = None
         self.layout: Hashable = None
+        self.place = -1
         self.whole: Value | None = None
         self.origin: tuple[Node, int] | None = None
         self.users = self._left = 0
@@ -188,6 +190,21 @@ def saved(node: Any, name: str) -> Value | None:
     layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
     step = Step(lambda: getattr(node, attribute).detach(), (), ("saved", *layout), view=True)
     return Value(None, tensor._version, step, name=node.name())
+
+
+def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
+    """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
+    _peek.seen = seen = []
+    try:
+        tensors = node.saved_tensors
+    except RuntimeError:
+        return None
+    finally:
+        _peek.seen = None
+    if len(tensors) != count or len(seen) != sum(tensor is not None for tensor in tensors):
+        return None
+    values = iter(seen)
+    return [None if tensor is None else next(values) for tensor in tensors]
 
 
 def held(tensor: Tensor) -> Value:
