@@ -8,11 +8,13 @@ from leannorm.nn.conv import ConvBatchNorm2d as ConvBatchNorm2d
 from leannorm.nn.conv import ConvBatchNorm3d as ConvBatchNorm3d
 from leannorm.nn.layer import LayerNorm as LayerNorm
 from leannorm.nn.layer import RMSNorm as RMSNorm
+from leannorm.nn.operator import BatchNormOp as BatchNormOp
 
 __all__ = [
     "BatchNorm1d",
     "BatchNorm2d",
     "BatchNorm3d",
+    "BatchNormOp",
     "ConvBatchNorm1d",
     "ConvBatchNorm2d",
     "ConvBatchNorm3d",
