@@ -90,11 +90,7 @@ class Comparison:
         lines = [
             f"{side.name} holds {side.held / stock.held:.2f} of stock's bytes after the forward pass, peaks at "
             f"{side.peak / stock.peak:.2f} and takes {side.time_ratio:.2f} of the time; "
-            + (
-                "same gradients."
-                if side.gradient_error <= 1
-                else "its gradients differ by more than rounding."
-            )
+            + ("same gradients." if side.gradient_error <= 1 else "its gradients differ by more than rounding.")
             for side in others
         ]
         return "\n".join(lines)

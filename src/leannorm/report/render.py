@@ -142,11 +142,7 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     axis = {"gridcolor": "#e5e9f0", "zerolinecolor": "#cbd2dd", "linecolor": "#cbd2dd", "automargin": True}
     figure.update_layout(
         template="none",
-        font={
-            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
-            "size": 13,
-            "color": "#334155",
-        },
+        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": "#334155"},
         margin={"l": 60, "r": 20, "t": 36, "b": 48},
         height=340,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
