@@ -1,0 +1,3 @@
+"""stub"""
+def describe(*a): return ""
+def draw(*a): return ""
