@@ -50,7 +50,7 @@ mobilevit_xxs poolformer_s12 eca_resnext26ts gernet_s rexnet_100 hgnetv2_b0 ince
 ARCHITECTURES = (
     *(Architecture(f"torchvision:{n}") for n in _TORCHVISION.split()),
     Architecture("torchvision:googlenet", (3, 96, 96), {"init_weights": False}),
-    Architecture("torchvision:inception_v3", (3, 160, 160), {"init_weights": False}),
+    Architecture("torchvision:inception_v3", (3, 299, 299), {"init_weights": False}),
     Architecture("torchvision:vit_b_32", (3, 64, 64), {"image_size": 64}),
     Architecture("torchvision:r3d_18", (3, 4, 32, 32)),
     *(Architecture(f"timm:{n}") for n in _TIMM.split()),

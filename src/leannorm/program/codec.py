@@ -139,8 +139,8 @@ def encode_structure(spec: pytree.TreeSpec) -> Any:
         return {spec.type.__name__: children}
     if spec.type in (dict, collections.OrderedDict):
         return {"dict": children, "keys": [encode(k) for k in spec.context]}
-    if issubclass(spec.type, tuple) or spec.type is collections.namedtuple:
-        kind = spec.context if isinstance(spec.context, type) else spec.type
+    if spec.type is collections.namedtuple:
+        kind = spec.context
         return {"namedtuple": children, "name": kind.__name__, "fields": list(kind._fields)}
     raise InputError(
         f"the model takes or returns a {spec.type.__name__}, which a program's file cannot describe; "
@@ -190,7 +190,8 @@ def _decode_target(name: str) -> Any:
 
 def _name(text: str, attribute: bool = False) -> str:
     """A name that is nothing but a name, since it becomes part of generated code."""
-    if not isinstance(text, str) or not re.fullmatch(r"\w+" if attribute else r"[A-Za-z_]\w*", text, re.ASCII):
+    allowed = r"[\w :/,+-]+" if attribute else r"[A-Za-z_]\w*"
+    if not isinstance(text, str) or not re.fullmatch(allowed, text, re.ASCII):
         raise Refused(f"the name {text!r}")
     if text.startswith("__") or (keyword.iskeyword(text) and not attribute):
         raise Refused(f"the name {text!r}")

@@ -76,7 +76,7 @@ def subgraph(
     overwrite one, it is copied first. Results are what the model returns, overwritten or not.
     """
     graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {n: graph.placeholder(n.name) for n in inputs}
+    new: dict[fx.Node, fx.Node] = {n: graph.placeholder(str(n.target)) for n in inputs}
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         overwritten = set(node.meta.get("writes", ()))
