@@ -166,3 +166,10 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
                 f"{name} must have the shape normalized_shape = {tuple(normalized_shape)}, "
                 f"got {tuple(tensor.shape)}; reshape it or leave it out"
             )
+
+
+def timeout(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise InputError(
+            f"timeout must be positive seconds, or None for the process group's own, got {seconds}"
+        )

@@ -8,6 +8,7 @@ from leannorm.nn.conv import ConvBatchNorm2d as ConvBatchNorm2d
 from leannorm.nn.conv import ConvBatchNorm3d as ConvBatchNorm3d
 from leannorm.nn.layer import LayerNorm as LayerNorm
 from leannorm.nn.layer import RMSNorm as RMSNorm
+from leannorm.nn.sync import SyncBatchNorm as SyncBatchNorm
 
 __all__ = [
     "BatchNorm1d",
@@ -18,4 +19,5 @@ __all__ = [
     "ConvBatchNorm3d",
     "LayerNorm",
     "RMSNorm",
+    "SyncBatchNorm",
 ]
