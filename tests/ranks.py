@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
+import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,10 +32,12 @@ def outcomes(
     world: int, function: Callable[..., Any], *args: Any, group_timeout: float = 60.0, deadline: float = 120.0
 ) -> list[Outcome]:
     """Run `function(rank, *args)` on `world` ranks; a rank alive at the deadline is killed, exitcode None."""
-    folder = tempfile.mkdtemp()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     ends = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        _CONTEXT.Process(target=_rank, args=(rank, world, folder, group_timeout, end, function, args))
+        _CONTEXT.Process(target=_rank, args=(rank, world, port, group_timeout, end, function, args))
         for rank, (_, end) in enumerate(ends)
     ]
     results = [Outcome() for _ in range(world)]
@@ -69,7 +70,7 @@ def ranks(world: int, function: Callable[..., Any], *args: Any, **limits: float)
 def _rank(
     rank: int,
     world: int,
-    folder: str,
+    port: int,
     group_timeout: float,
     end: Any,
     function: Callable[..., Any],
@@ -80,7 +81,7 @@ def _rank(
     value = error = None
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{Path(folder) / 'store'}",
+        init_method=f"tcp://127.0.0.1:{port}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=group_timeout),

@@ -43,7 +43,7 @@ class StatisticsGroup:
         self.backend = dist.get_backend(parent)
         device = next(iter(parent._device_types))
         self.timeout = parent._get_backend(device).options._timeout.total_seconds()
-        self.size, self.number = 512, 0
+        self.size, self.number, self.own_calls = 512, 0, 0
         self.store = meeting.store_of(parent, _made[parent.group_name])
         _made[parent.group_name] += 1
         self.broken: str | None = None
@@ -60,6 +60,7 @@ class StatisticsGroup:
         """(1 + len(sums),): the count and the sums, added up over the ranks; raises where ranks disagree."""
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
+        self.own_calls += 1
         call = self._identified(call)
         self._read_headers(wait=False)
         room = HEADER + len(sums)
@@ -69,9 +70,8 @@ class StatisticsGroup:
             self.size = size
         return self._exchange(sums, count, call)[HEADER - 1 : room]
 
-    def shadow(self) -> None:
+    def shadow(self, device: torch.device) -> None:
         """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
-        device = torch.device("cpu" if self.backend == "gloo" else torch.accelerator.current_accelerator())
         call = Call("none", "out of batches", 0, 0.0, True)
         while True:
             total = torch.zeros(self.size, dtype=torch.float64, device=device)
@@ -82,6 +82,23 @@ class StatisticsGroup:
             self._inspect(header, call, self.number)
             if header[5]:
                 self.size = int(header[5] / header[0])
+
+    @torch.no_grad()
+    def follow_longest(self, buffers: list[Tensor]) -> None:
+        """Set the buffers to those of the rank that made the most calls of its own since the last time."""
+        score = torch.tensor([self.own_calls * self.world + self.rank], device=self.device())
+        dist.all_reduce(score, dist.ReduceOp.MAX, group=self.communicator)
+        self.own_calls = 0
+        source = dist.get_global_rank(self.communicator, int(score) % self.world)
+        for buffer in buffers:
+            dist.broadcast(buffer, source, group=self.communicator)
+
+    def device(self) -> torch.device:
+        """Where this group's backend works, for what no input tells."""
+        here = torch.device("cpu")
+        if here in self.parent._device_types or (there := torch.accelerator.current_accelerator()) is None:
+            return here
+        return torch.device(there.type, torch.accelerator.current_device_index())
 
     def _exchange(self, sums: Tensor, count: int, call: Call, size: int = 0) -> Tensor:
         padding = sums.new_zeros(self.size - HEADER - len(sums))
@@ -114,8 +131,8 @@ class StatisticsGroup:
             work.wait()  # orders the streams; the host goes on
             return
         timeout = self._seconds(call)
-        grace = min(1.0, timeout / 4)
-        for seconds in (grace, timeout - 2 * grace):
+        grace = meeting.grace(timeout)
+        for seconds in (grace / 2, timeout - 1.5 * grace):
             try:
                 work.wait(timedelta(seconds=seconds))
                 return
@@ -130,7 +147,7 @@ class StatisticsGroup:
         return min(call.timeout or self.timeout, self.timeout)
 
     def _broken(self, call: Call, why: str) -> SyncError:
-        self.broken = meeting.who_is_missing(self, call, why, 2 * min(1.0, self._seconds(call) / 4))
+        self.broken = meeting.who_is_missing(self, call, why, meeting.grace(self._seconds(call)))
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:

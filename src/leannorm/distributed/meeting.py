@@ -30,15 +30,20 @@ def store_of(parent: dist.ProcessGroup, generation: int) -> dist.Store:
     return dist.PrefixStore(f"leannorm/{generation}", dist.distributed_c10d._get_process_group_store(parent))
 
 
+def grace(seconds: float) -> float:
+    """The part of a timeout in which ranks tell one another where they wait."""
+    return min(2.0, seconds / 2)
+
+
 def gather(group: StatisticsGroup, call: Call, seconds: float) -> None:
     """Wait until all ranks are about to make the communicator."""
     post(group, call)
     if group.store.add("ready", 1) == group.world:
         group.store.set("go", "")
     try:
-        group.store.wait(["go"], timedelta(seconds=seconds))
+        group.store.wait(["go"], timedelta(seconds=seconds - grace(seconds)))
     except RuntimeError as error:
-        raise SyncError(who_is_missing(group, call, f"waited {seconds:g} s for the first call", 0)) from error
+        raise SyncError(who_is_missing(group, call, f"waited {seconds:g} s", grace(seconds))) from error
 
 
 def post(group: StatisticsGroup, call: Call) -> None:
@@ -46,9 +51,9 @@ def post(group: StatisticsGroup, call: Call) -> None:
     group.store.set(f"at/{group.rank}", json.dumps([group.number, str(call)]))
 
 
-def who_is_missing(group: StatisticsGroup, call: Call, why: str, grace: float) -> str:
-    """Which ranks do not wait in this collective, though it cannot complete; asked for `grace` seconds."""
-    deadline = time.monotonic() + grace
+def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float) -> str:
+    """Which ranks do not wait in this collective, though it cannot complete; asked for `seconds`."""
+    deadline = time.monotonic() + seconds
     try:
         post(group, call)
         while True:

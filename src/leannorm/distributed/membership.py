@@ -15,6 +15,12 @@ _local = False
 _nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
+class SharesStatistics:
+    """Mixed into layers whose statistics are those of all ranks in `process_group`."""
+
+    process_group: dist.ProcessGroup | str | None = None
+
+
 @contextmanager
 def no_sync() -> Iterator[None]:
     """Within the context, synchronized layers use this rank's own statistics and do not communicate.

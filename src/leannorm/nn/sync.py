@@ -11,17 +11,16 @@ import torch.distributed as dist
 
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
-from leannorm.distributed.membership import sharing_group
+from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
 _REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 72 bytes a channel
 
 
-class Synchronized(BatchNormBase):
+class Synchronized(SharesStatistics, BatchNormBase):
     """What makes a batch norm share its statistics; see `SyncBatchNorm`."""
 
-    process_group: dist.ProcessGroup | str | None = None
     timeout: float | None = None
     debug_consistency = False
 
