@@ -32,7 +32,7 @@ class Shared(NamedTuple):
 
     sums: Tensor
     total: Tensor
-    count: Tensor
+    total_count: Tensor
 
 
 class Sharing(NamedTuple):
@@ -90,8 +90,9 @@ class SyncNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         backend = pick(x, weight, bias, residual)
         local = backend.channel_moments(x)
-        moments = moments_of(*_shared(sums_of(local), local.count, sharing, x))
-        mean, m2, count = moments.mean, moments.m2, moments.count
+        total, count = _shared(sums_of(local), local.count, sharing, x)
+        moments = moments_of(total, count)
+        mean, m2 = moments.mean, moments.m2
         rstd = reference.rstd_of(moments, eps)
         y = backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, count)
@@ -106,7 +107,7 @@ class SyncNorm(torch.autograd.Function):
         backend, total = pick(x, weight, bias, dy), add_up
         if twice_differentiable():
             backend, total = reference, AddUp.apply
-            moments = _moments(x, sharing, sharing.call("moments to differentiate twice", x))
+            moments, _ = _moments(x, sharing, sharing.call("moments to differentiate twice", x))
             mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
         statistics = (x, mean, rstd, weight, bias, residual, out)
         dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
@@ -114,7 +115,8 @@ class SyncNorm(torch.autograd.Function):
         if needed[0]:
             call = sharing.call("backward", x)
             sums, _ = total(torch.cat((dbias, dweight)), 0, sharing.group, call)
-            p, q = reference.channel_means(*sums.chunk(2), weight, 0, count)
+            sum_dz, sum_dz_xhat = sums.chunk(2)
+            p, q = reference.channel_means(sum_dz, sum_dz_xhat, weight, 0, count)
             dx, dz = backend.channel_input_grad(dy, *statistics, p, q, ctx.act, want_dz=needed[3])
         elif needed[3]:
             _, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=True)
@@ -128,7 +130,7 @@ def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> tuple[Tens
     if rebuilding():
         for seen in reversed(sharing.seen):
             if torch.equal(seen.sums, sums):
-                return seen.total, seen.count
+                return seen.total, seen.total_count
         raise SyncError(
             f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
             f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
@@ -148,11 +150,11 @@ def _may_be_repeated() -> bool:
     )
 
 
-def _moments(x: Tensor, sharing: Sharing, call: Call) -> Moments:
-    """The moments of all ranks' inputs, in plain torch operations that can be differentiated."""
+def _moments(x: Tensor, sharing: Sharing, call: Call) -> tuple[Moments, Tensor]:
+    """The moments and count of all ranks' inputs, in plain torch operations that can be differentiated."""
     local = reference.channel_moments(x)
-    total = AddUp.apply(sums_of(local), local.count, sharing.group, call)
-    return moments_of(*total)
+    total, count = AddUp.apply(sums_of(local), local.count, sharing.group, call)
+    return moments_of(total, count), count
 
 
 def sync_norm(
@@ -166,10 +168,10 @@ def sync_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, weight, bias, residual):
-        moments = _moments(x, sharing, sharing.forward_call(x))
+        moments, count = _moments(x, sharing, sharing.forward_call(x))
         rstd = reference.rstd_of(moments, eps)
         y = reference.channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
-        return y, moments.mean, moments.m2, moments.count
+        return y, moments.mean, moments.m2, count
     result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(
         x, weight, bias, residual, eps, act, sharing
     )

@@ -9,6 +9,7 @@ present size. The same makes a rank without batches harmless: it adds zeros, wha
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -27,7 +28,7 @@ _made: Counter[str] = Counter()
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
     """The communicator for statistics beside the process group `name`, made on the first call."""
-    parent = torch._C._distributed_c10d._resolve_process_group(name)
+    parent = dist.distributed_c10d._resolve_process_group(name)
     group = _groups.get(name)
     if group is None or group.parent is not parent:
         group = _groups[name] = StatisticsGroup(parent, call)
@@ -130,18 +131,24 @@ class StatisticsGroup:
         if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
             work.wait()  # orders the streams; the host goes on
             return
+        self._wait(work, call)
+
+    def _wait(self, work: Any, call: Call) -> None:
+        """Until the sum is there; where it is not at once, tell the other ranks, and hear what they found."""
         timeout = self._seconds(call)
         grace = meeting.grace(timeout)
-        for seconds in (grace / 2, timeout - 1.5 * grace):
+        deadline = time.monotonic() + timeout - grace
+        while True:
+            left = deadline - time.monotonic()
             try:
-                work.wait(timedelta(seconds=seconds))
+                work.wait(timedelta(seconds=max(0.001, min(grace / 2, left))))
                 return
             except RuntimeError as error:
                 if work.is_completed():
                     raise self._broken(call, str(error)) from error
-            meeting.post(self, call)
-        self.unfinished += [work, total]
-        raise self._broken(call, f"waited {timeout:g} s")
+            if left <= 0 or meeting.found(self, call):
+                self.unfinished.append(work)
+                raise self._broken(call, f"waited {timeout:g} s")
 
     def _seconds(self, call: Call) -> float:
         return min(call.timeout or self.timeout, self.timeout)

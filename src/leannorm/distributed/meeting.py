@@ -25,9 +25,11 @@ _CAUSES = (
 )
 
 
-def store_of(parent: dist.ProcessGroup, generation: int) -> dist.Store:
+def store_of(parent: dist.ProcessGroup, generation: int) -> dist.distributed_c10d.Store:
     """A corner of the group's store; `generation` keeps a group made anew from reading an old one's keys."""
-    return dist.PrefixStore(f"leannorm/{generation}", dist.distributed_c10d._get_process_group_store(parent))
+    return dist.distributed_c10d.PrefixStore(
+        f"leannorm/{generation}", dist.distributed_c10d._get_process_group_store(parent)
+    )
 
 
 def grace(seconds: float) -> float:
@@ -51,25 +53,40 @@ def post(group: StatisticsGroup, call: Call) -> None:
     group.store.set(f"at/{group.rank}", json.dumps([group.number, str(call)]))
 
 
+def found(group: StatisticsGroup, call: Call) -> bool:
+    """Say where this rank is waiting; has another rank already found out what is wrong?"""
+    try:
+        post(group, call)
+        return bool(group.store.check(["found"]))
+    except RuntimeError:
+        return True
+
+
 def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float) -> str:
-    """Which ranks do not wait in this collective, though it cannot complete; asked for `seconds`."""
+    """Which ranks do not wait in this collective, though it cannot complete; asked for `seconds`.
+
+    The rank that finds out first tells the others, so that all say the same.
+    """
     deadline = time.monotonic() + seconds
     try:
         post(group, call)
         while True:
             here = [r for r in range(group.world) if _number(group, r) >= group.number]
-            if len(here) == group.world or time.monotonic() >= deadline:
+            done = len(here) == group.world or group.store.check(["found"])
+            if done or time.monotonic() >= deadline:
                 break
             time.sleep(0.02)
+        missing = [r for r in range(group.world) if r not in here]
+        if missing:
+            text = f"{call}: {_ranks(group, missing)} did not come ({why}): {_CAUSES}"
+        else:
+            text = f"{call}: all ranks came, but the sum did not complete ({why}); look at the network"
+        return str(group.store.compare_set("found", "", text).decode())
     except RuntimeError as error:
         return (
             f"{call}: the ranks did not come together ({why}), and the group's store is gone too ({error}); "
             "the rank that served it, often rank 0, has probably died"
         )
-    missing = [r for r in range(group.world) if r not in here]
-    if not missing:
-        return f"{call}: all ranks came, but the sum did not complete ({why}); look at the network"
-    return f"{call}: {_ranks(group, missing)} did not come ({why}): {_CAUSES}"
 
 
 def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:

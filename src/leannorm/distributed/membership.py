@@ -67,13 +67,12 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
 
 
 def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
-    if process_group == "node":
-        return _node_group()
     if process_group is None:
-        group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
-        return group
+        return _world()
+    if isinstance(process_group, str):
+        return _node_group()
     # a non-member gets a sentinel in place of its group, or an object that does not know its rank
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(process_group) < 0:
+    if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise InputError(
             f"process_group must contain this rank, but rank {dist.get_rank()} is not in it; "
             "every rank passes the group that it belongs to"
@@ -81,10 +80,15 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
     return process_group
 
 
-@torch.compiler.assume_constant_result
+def _world() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+    return group
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _node_group() -> dist.ProcessGroup:
     """The group of the ranks on this host, made on first use, by all ranks together."""
-    world = dist.distributed_c10d._get_default_group()
+    world = _world()
     if world not in _nodes:
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -45,11 +46,17 @@ class Synchronized(SharesStatistics, BatchNormBase):
         seen = None if torch.compiler.is_compiling() else self._seen
         return Sharing(group, self.layer_name, self.timeout or 0.0, self.debug_consistency, seen=seen)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
+        """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        memo[id(self.process_group)] = self.process_group
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = deque(maxlen=_REMEMBERED) if name == "_seen" else deepcopy(value, memo)
+        return twin
+
     def __getstate__(self) -> dict[str, Any]:
-        """A group belongs to this process; a copy or a pickle takes all ranks, or the node's, in its place."""
-        state = super().__getstate__()
-        state["_seen"] = deque(maxlen=_REMEMBERED)
-        return state
+        return {**self.__dict__, "_seen": deque(maxlen=_REMEMBERED)}
 
 
 class SyncBatchNorm(Synchronized):
