@@ -68,9 +68,8 @@ class ChannelNorm(torch.autograd.Function):
         act: str,
         groups: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, mean, m2, rstd = pick(x, weight, bias, residual).channel_forward(
-            x, weight, bias, residual, eps, act, groups
-        )
+        ctx.backend = pick(x, weight, bias, residual)
+        y, mean, m2, rstd = ctx.backend.channel_forward(x, weight, bias, residual, eps, act, groups)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
@@ -82,7 +81,7 @@ class ChannelNorm(torch.autograd.Function):
         if dy is None:
             return (None,) * 7
         x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
-        backend = pick(x, weight, bias, dy)
+        backend = ctx.backend
         if twice_differentiable():
             backend, moments = reference, reference.channel_moments(x, ctx.groups)
             mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
@@ -107,16 +106,15 @@ class ChannelAffine(torch.autograd.Function):
         residual: Tensor | None,
         act: str,
     ) -> Tensor:
-        y: Tensor = pick(x, weight, bias, residual).channel_normalize(
-            x, mean, rstd, weight, bias, residual, act
-        )
+        ctx.backend = pick(x, weight, bias, residual)
+        y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
-        backend = reference if twice_differentiable() else pick(x, weight, bias, dy)
+        backend = reference if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]

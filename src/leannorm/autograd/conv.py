@@ -128,7 +128,7 @@ class ConvNorm(torch.autograd.Function):
         outside: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         z = convolution(x, conv_weight, conv_bias)
-        backend = pick(z, weight, bias)
+        backend = ctx.backend = pick(z, weight, bias)
         m2 = None
         ctx.constant = mean is not None
         if mean is not None and rstd is not None:
@@ -154,7 +154,7 @@ class ConvNorm(torch.autograd.Function):
             return (None,) * 10
         x, conv_weight, conv_bias, weight, mean, rstd = ctx.saved_tensors
         z = ctx.convolution(x, conv_weight, conv_bias)
-        backend, into = pick(z, weight, dy), z
+        backend, into = ctx.backend, z
         if twice_differentiable():
             backend, into = reference, None
             if not ctx.constant:

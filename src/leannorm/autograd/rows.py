@@ -31,7 +31,7 @@ class RowNorm(torch.autograd.Function):
         eps: float,
         rms: bool,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        backend = pick(x, residual, weight, bias)
+        backend = ctx.backend = pick(x, residual, weight, bias)
         y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, start, stop, eps, rms)
         ctx.save_for_backward(x if residual is None else total, mean, rstd, weight)
         ctx.span, ctx.eps, ctx.rms = (start, stop), eps, rms
@@ -46,7 +46,7 @@ class RowNorm(torch.autograd.Function):
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
             return _grads(ctx, dtotal, None, None)
-        backend = pick(dy, x, weight)
+        backend = ctx.backend
         if twice_differentiable():
             # create_graph: the statistics become functions of x again, so that no term is lost
             backend = reference

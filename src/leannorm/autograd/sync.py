@@ -88,13 +88,13 @@ class SyncNorm(torch.autograd.Function):
         act: str,
         sharing: Sharing,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        backend = pick(x, weight, bias, residual)
-        local = backend.channel_moments(x)
+        ctx.backend = pick(x, weight, bias, residual)
+        local = ctx.backend.channel_moments(x)
         total, count = _shared(sums_of(local), local.count, sharing, x)
         moments = moments_of(total, count)
         mean, m2 = moments.mean, moments.m2
         rstd = reference.rstd_of(moments, eps)
-        y = backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, count)
         ctx.eps, ctx.sharing = eps, sharing
         ctx.mark_non_differentiable(mean, m2, count)
@@ -104,7 +104,7 @@ class SyncNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias, residual, out, count = ctx.saved_tensors
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
-        backend, total = pick(x, weight, bias, dy), add_up
+        backend, total = ctx.backend, add_up
         if twice_differentiable():
             backend, total = reference, AddUp.apply
             moments, _ = _moments(x, sharing, sharing.call("moments to differentiate twice", x))

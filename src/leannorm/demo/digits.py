@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._errors import InputError, MissingDependency
+from leannorm._errors import InputError, MissingDependencyError
 
 SIZE = 28
 
@@ -26,7 +26,7 @@ class Digits(NamedTuple):
 def load(data: str = "digits", root: str | None = None) -> Digits:
     """`digits`: scikit-learn's, needs no download. `mnist`: torchvision's, from `root` or downloaded to it.
 
-    Raises MissingDependency where the library is not installed; InputError for an unknown name, a root
+    Raises MissingDependencyError where the library is not installed; InputError for an unknown name, a root
     that is not given, and files that can neither be read nor downloaded.
     """
     if data == "digits":
@@ -46,7 +46,7 @@ def _sklearn_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError:
-        raise MissingDependency(
+        raise MissingDependencyError(
             "the digits come with scikit-learn, which is not installed: pip install 'leannorm[demo]'"
         ) from None
     bundled = load_digits()
@@ -68,7 +68,7 @@ def _mnist(root: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
         from torchvision.datasets import MNIST
     except (ImportError, RuntimeError):  # built for another torch, torchvision fails on its own operators
-        raise MissingDependency(
+        raise MissingDependencyError(
             "mnist comes with torchvision, which is not installed or not built for this torch: "
             "install torchvision, or use --data digits"
         ) from None

@@ -40,7 +40,11 @@ def epoch_table(result: Comparison) -> Table:
     columns = ["epoch"] + [f"{side.name} {what}" for side in result.sides for what in ("loss", "accuracy")]
     rows = [
         [str(epoch + 1)]
-        + [text for side in result.sides for text in (f"{side.loss[epoch]:.4f}", f"{side.accuracy[epoch]:.2%}")]
+        + [
+            text
+            for side in result.sides
+            for text in (f"{side.loss[epoch]:.4f}", f"{side.accuracy[epoch]:.2%}")
+        ]
         for epoch in range(result.settings.epochs)
     ]
     return Table(columns, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -152,8 +153,7 @@ def tracked_batch_norm(
     y = _batch_norm_act(
         input, running_mean, running_var, weight, bias, use_batch, factor, eps, act, residual, sharing
     )
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+    count_batch(num_batches_tracked)
     return y
 
 
@@ -236,8 +236,9 @@ def update_running_statistics(
         degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
         for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
             value = _unwrapped(value.detach(), running)
-            old = running.to(value.dtype)
-            running.copy_(old + (value - old) * factor)
+            with _outside_of_transforms(running, value):
+                old = running.to(value.dtype)
+                running.copy_(old + (value - old) * factor)
 
 
 def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
@@ -248,3 +249,19 @@ def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
     while functorch.is_gradtrackingtensor(value):
         value = functorch.get_unwrapped(value)
     return value
+
+
+def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
+    """Lets torch.func.grad write a buffer, where neither it nor the value belongs to a transform."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
+        return nullcontext()
+    return torch._C._DisableFuncTorch()
+
+
+def count_batch(num_batches_tracked: Tensor | None) -> None:
+    """One batch more, in place."""
+    if num_batches_tracked is not None:
+        with _outside_of_transforms(num_batches_tracked):
+            num_batches_tracked.add_(1)

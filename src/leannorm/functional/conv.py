@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
-from leannorm.functional.batch import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.batch import count_batch, running_mean_and_rstd, update_running_statistics
 from leannorm.ops.precision import statistics_dtype
 
 EPS_MODES = ("inside", "outside")
@@ -113,8 +113,7 @@ def conv_batch_norm(
         if num_batches_tracked is not None and momentum is None:
             factor = (num_batches_tracked.to(statistics_dtype(input)) + 1).reciprocal()
         update_running_statistics(running_mean, running_var, mean, m2, count, factor)
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+    count_batch(num_batches_tracked)
     return y
 
 

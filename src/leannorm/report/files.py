@@ -15,7 +15,9 @@ def check_writable(*paths: Path | None) -> None:
     """Raises InputError for a path whose folder is not there: said before the work, not after it."""
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"there is no folder {str(path.absolute().parent)!r}: create it, or name another")
+            raise InputError(
+                f"there is no folder {str(path.absolute().parent)!r}: create it, or name another"
+            )
 
 
 def write_text(path: Path | str, text: str) -> None:

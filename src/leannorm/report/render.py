@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from leannorm._errors import MissingDependency
+from leannorm._errors import MissingDependencyError
+from leannorm.report.numerics import Check
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d7c0f", "#0e7490")
-_EXTRA = "the HTML report needs {name}, which is not installed: pip install 'leannorm[report]'"
 
 
 def megabytes(nbytes: float) -> str:
@@ -26,11 +27,12 @@ def milliseconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header; the first column names the row, the others are numbers."""
+    """Rows of text under a header; columns from `numbers_from` on are set flush right."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
+    numbers_from: int = 1
 
     def rich(self) -> RichTable:
         from rich.box import SIMPLE_HEAD
@@ -38,10 +40,19 @@ class Table:
 
         table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD)
         for i, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if i else "left", overflow="fold")
+            table.add_column(column, justify="right" if i >= self.numbers_from else "left")
         for row in self.rows:
             table.add_row(*row)
         return table
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """One row a check: what was measured, what is allowed."""
+    rows = [
+        ["ok" if one.passed else "FELL SHORT", one.name, f"{one.error:.1e}", f"{one.budget:.1e}", one.against]
+        for one in checks
+    ]
+    return Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
 
 
 @dataclass(frozen=True)
@@ -63,17 +74,27 @@ class Fact:
     label: str
 
 
+def require_page() -> None:
+    """Raises MissingDependencyError where a page could not be made: ask before the work, not after it."""
+    for name in ("jinja2", "plotly"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise MissingDependencyError(
+                f"the HTML report needs {name}, which is not installed: pip install 'leannorm[report]'"
+            ) from None
+
+
 def page(
     title: str, lead: str, facts: Sequence[Fact], sections: Sequence[Section], foot: Mapping[str, str]
 ) -> str:
     """One self-contained HTML file: styles, pictures and their script inside, nothing fetched.
 
-    Raises MissingDependency where jinja2 or plotly is not installed.
+    Raises MissingDependencyError where jinja2 or plotly is not installed.
     """
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise MissingDependency(_EXTRA.format(name="jinja2")) from None
+    require_page()
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     environment = Environment(
         loader=PackageLoader("leannorm.report"),
         autoescape=True,
@@ -142,7 +163,11 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     axis = {"gridcolor": "#e5e9f0", "zerolinecolor": "#cbd2dd", "linecolor": "#cbd2dd", "automargin": True}
     figure.update_layout(
         template="none",
-        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": "#334155"},
+        font={
+            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
+            "size": 13,
+            "color": "#334155",
+        },
         margin={"l": 60, "r": 20, "t": 36, "b": 48},
         height=340,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
@@ -156,10 +181,9 @@ def _styled(figure: Any, x: str, y: str) -> Any:
 
 
 def _graph_objects() -> Any:
-    try:
-        import plotly.graph_objects
-    except ImportError:
-        raise MissingDependency(_EXTRA.format(name="plotly")) from None
+    require_page()
+    import plotly.graph_objects
+
     return plotly.graph_objects
 
 

@@ -2,6 +2,6 @@
 
 from types import ModuleType
 
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import cpu, reference
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference}
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}

@@ -65,7 +65,7 @@ def channel_moments(x: Tensor, groups: int = 0) -> Moments:
     parts = [slice(None)] if groups else _slices(x)
 
     def folded(part: slice) -> Tensor:
-        return x[part].to(compute_dtype(x)).reshape(-1, plan.kept, plan.inner)
+        return x[part].to(compute_dtype(x)).reshape(channel_plan(x[part].shape, groups))
 
     zero = x.new_zeros((plan.kept,), dtype=dtype)
     mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
@@ -183,6 +183,14 @@ def channel_grad_sums(
     return total[0], total[1]
 
 
+def _laid_out_as(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in x's memory layout where that is channels_last: what is computed of both keeps it."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
+        return gradient
+    return gradient.contiguous(memory_format=layout)
+
+
 def channel_input_grad(
     dy: Tensor,
     x: Tensor,
@@ -201,7 +209,7 @@ def channel_input_grad(
     """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
 
     p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
-    None where the statistics are constants (evaluation). `into` is where dx is written (x itself will do).
+    None where the statistics are constants (evaluation). `into`, for example x, may be overwritten with dx.
     """
 
     def grad(part: slice) -> tuple[Tensor, Tensor]:
@@ -213,7 +221,7 @@ def channel_input_grad(
             inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
         return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
 
-    parts = _slices(x, dy, mean, weight)
+    dy, parts = _laid_out_as(x, dy), _slices(x, dy, mean, weight)
     if len(parts) == 1 and into is None:
         dx, dz = grad(parts[0])
         return dx, dz if want_dz else None

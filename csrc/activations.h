@@ -1,0 +1,111 @@
+// Every activation on vectors: forward, derivative from its input, derivative from its output. The same
+// conventions at the kinks as ops/activation.py.
+#pragma once
+
+#include "elementary.h"
+
+namespace leannorm {
+
+// The order of `activation_index` in channel.cpp.
+enum Activation {
+  kIdentity, kRelu, kLeakyRelu, kSilu, kGelu, kGeluTanh, kHardswish, kHardtanh, kRelu6, kElu, kMish,
+};
+
+namespace LEANNORM_ISA {
+
+template <class V> inline V clamp(V z, double low, double high) {
+  z = z < splat<V>(low) ? splat<V>(low) : z;  // written so that NaN stays NaN
+  return z > splat<V>(high) ? splat<V>(high) : z;
+}
+template <class V> inline V sigmoid(V z) { return 1 / (1 + exp(-z)); }
+
+template <class V> struct Tanh { V value, rest; };  // tanh(u) and 1 - tanh(u)^2
+template <class V> inline Tanh<V> tanh_of(V u) {
+  const V e = exp(2 * clamp(u, -20, 20)), one_minus = 2 / (e + 1);
+  return {1 - one_minus, one_minus * (2 - one_minus)};
+}
+
+constexpr double kSqrtHalf = 0.70710678118654752440, kSqrtTwoOverPi = 0.79788456080286535588;
+template <class V> inline V gelu_inner(V z) {
+  using S = typename Scalar<V>::type;
+  return S(kSqrtTwoOverPi) * (z + S(0.044715) * z * z * z);
+}
+
+// tanh(softplus(z)) = n / (n + 2) with n = e^z (e^z + 2); past 20 it is 1 in float32, past 40 in float64.
+template <class V> inline Tanh<V> tanh_softplus(V z) {
+  const V limit = splat<V>(40), e = exp(z > limit ? limit : z), n = e * (e + 2), one_minus = 2 / (n + 2);
+  return {n / (n + 2), one_minus * (2 - one_minus)};
+}
+
+template <class V> inline V activate(V z, int act) {
+  using S = typename Scalar<V>::type;
+  const V zero{};
+  switch (act) {
+    case kRelu: return z < zero ? zero : z;
+    case kLeakyRelu: return z > zero ? z : z * S(0.01);
+    case kSilu: return z / (1 + exp(-z));
+    case kGelu: return S(0.5) * z * (1 + erf(z * S(kSqrtHalf)));
+    case kGeluTanh: return S(0.5) * z * (1 + tanh_of(gelu_inner(z)).value);
+    case kHardswish: return z * clamp(z + 3, 0, 6) / 6;
+    case kHardtanh: return clamp(z, -1, 1);
+    case kRelu6: return clamp(z, 0, 6);
+    case kElu: return z > zero ? z : expm1(z);
+    case kMish: return z * tanh_softplus(z).value;
+    default: return z;
+  }
+}
+
+template <class V> inline V between(V z, double low, double high) {
+  const V one = splat<V>(1), zero{};
+  const V above = z > splat<V>(low) ? one : zero;
+  return z < splat<V>(high) ? above : zero;
+}
+
+template <class V> inline V slope_from_input(V z, int act) {
+  using S = typename Scalar<V>::type;
+  const V zero{}, one = splat<V>(1);
+  switch (act) {
+    case kRelu: return z > zero ? one : zero;
+    case kLeakyRelu: return z > zero ? one : splat<V>(0.01);
+    case kSilu: {
+      const V s = sigmoid(z);
+      return s * (1 + z * (1 - s));
+    }
+    case kGelu: {
+      const V density = exp(S(-0.5) * z * z) * S(0.5 * kSqrtTwoOverPi);
+      return S(0.5) * (1 + erf(z * S(kSqrtHalf))) + z * density;
+    }
+    case kGeluTanh: {
+      const Tanh<V> t = tanh_of(gelu_inner(z));
+      const V inner = S(kSqrtTwoOverPi) * (1 + S(3 * 0.044715) * z * z);
+      return S(0.5) * (1 + t.value) + S(0.5) * z * t.rest * inner;
+    }
+    case kHardswish: {
+      const V inside = z < splat<V>(3) ? z / 3 + S(0.5) : one;
+      return z <= splat<V>(-3) ? zero : inside;
+    }
+    case kHardtanh: return between(z, -1, 1);
+    case kRelu6: return between(z, 0, 6);
+    case kElu: return z > zero ? one : exp(z);
+    case kMish: {
+      const Tanh<V> t = tanh_softplus(z);
+      return t.value + z * sigmoid(z) * t.rest;
+    }
+    default: return one;
+  }
+}
+
+template <class V> inline V slope_from_output(V y, int act) {
+  const V zero{}, one = splat<V>(1);
+  switch (act) {
+    case kRelu: return y > zero ? one : zero;
+    case kLeakyRelu: return y > zero ? one : splat<V>(0.01);
+    case kHardtanh: return between(y, -1, 1);
+    case kRelu6: return between(y, 0, 6);
+    case kElu: return y > zero ? one : y + 1;
+    default: return one;
+  }
+}
+
+}  // namespace LEANNORM_ISA
+}  // namespace leannorm

@@ -1,0 +1,51 @@
+// The per-channel kernels of one instruction set: what the driver (channel.cpp) may call.
+//
+// Contiguous (N, C, *) is worked on in planes: `count` runs of `length` elements, `stride` elements
+// apart, each with one statistic. Channels-last and (N, C) are worked on in columns: `count` rows of
+// `length` columns, `stride` elements apart, each column with its own statistic.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+namespace leannorm {
+
+struct Block { int64_t count, stride, length; };
+
+// float64 values of each column, or of each plane: `step` is 0 where all planes of a block share one.
+// z = (x - mean) * scale + bias; dx = scale * dz + (x - mean) * rstd * slope + shift, or scale * dz where
+// the statistics are constants (slope is null).
+struct Coefficients {
+  const double *mean, *scale, *bias, *rstd, *slope, *shift;
+  int64_t step;
+};
+
+// The first element of each tensor; null where there is none.
+struct Operands {
+  const void *x, *residual, *dy, *out;
+  void *result, *dz;
+};
+
+struct ChannelKernels {
+  // Adds the sums of (x - shift) and of its square, of the whole block (planes) or of each column.
+  using Moments = void (*)(const void* x, Block, const double* shift, double* sums, double* squares);
+  // result = act(z + residual)
+  using Normalize = void (*)(const Operands&, Block, const Coefficients&, int act);
+  // Adds the sums of dz and of dz * (x - mean), of the whole block (planes, step 0), each plane (step 1)
+  // or each column.
+  using GradSums = void (*)(const Operands&, Block, const Coefficients&, int act, double* sum_dz,
+                            double* sum_dz_centred);
+  // result = dx; dz where it is asked for.
+  using InputGrad = void (*)(const Operands&, Block, const Coefficients&, int act);
+
+  // [planes, columns][ElementType]
+  Moments moments[2][4];
+  Normalize normalize[2][4];
+  GradSums grad_sums[2][4];
+  InputGrad input_grad[2][4];
+};
+
+LEANNORM_DECLARE(ChannelKernels, channel_kernels)
+
+}  // namespace leannorm

@@ -1,0 +1,108 @@
+// What happens to one vector of elements, for planes and columns alike.
+#pragma once
+
+#include "activations.h"
+#include "channel.h"
+
+namespace leannorm::LEANNORM_ISA {
+
+// The coefficients of a vector: the same for all lanes (a plane) or one a lane (columns).
+template <class V> struct Affine {
+  V mean, mean_rest, scale, bias;  // the mean in two parts: a large one loses nothing
+
+  V centre(V x) const { return (x - mean) - mean_rest; }
+  V apply(V centred) const { return centred * scale + bias; }
+};
+template <class V> struct Backward : Affine<V> {
+  V rstd, slope, shift;
+  bool constant;  // the statistics do not depend on x
+
+  V input_grad(V dz, V centred) const {
+    return constant ? dz * this->scale : dz * this->scale + ((centred * rstd) * slope + shift);
+  }
+};
+
+// Splits the work at compile time by what is common, at run time by what is rare.
+enum Form { kPlain, kReluFromInput, kReluFromOutput, kAny };
+inline Form forward_form(int act) { return act == kIdentity ? kPlain : act == kRelu ? kReluFromInput : kAny; }
+inline Form backward_form(const Operands& o, int act) {
+  if (act == kIdentity) return kPlain;
+  return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
+}
+
+// Operands at one place, `n` lanes of them if that is less than a vector.
+template <class T> struct Place {
+  using E = Element<T>;
+  using V = typename E::V;
+  const Operands& o;
+  int64_t at;
+
+  template <bool Whole> V load(const void* p, int64_t n, V rest) const {
+    const T* q = static_cast<const T*>(p) + at;
+    if constexpr (Whole) return E::load(q);
+    else return E::load(q, n, rest);
+  }
+  template <bool Whole> void store(void* p, V v, int64_t n) const {
+    T* q = static_cast<T*>(p) + at;
+    if constexpr (Whole) E::store(q, v);
+    else E::store(q, v, n);
+  }
+};
+
+template <class T, Form form, bool Whole>
+inline void normalize_vector(Place<T> place, int64_t n, const Affine<typename Element<T>::V>& affine, int act) {
+  using V = typename Element<T>::V;
+  const Operands& o = place.o;
+  V z = affine.apply(affine.centre(place.template load<Whole>(o.x, n, V{})));
+  if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
+  if constexpr (form == kReluFromInput) z = activate(z, kRelu);
+  if constexpr (form == kAny) z = activate(z, act);
+  place.template store<Whole>(o.result, z, n);
+}
+
+// dz, and x - mean with it. Lanes past the end hold dz = 0.
+template <class V> struct Gradient { V dz, centred; };
+
+template <class T, Form form, bool Whole>
+inline Gradient<typename Element<T>::V> gradient(Place<T> place, int64_t n,
+                                                 const Affine<typename Element<T>::V>& affine, int act) {
+  using V = typename Element<T>::V;
+  const Operands& o = place.o;
+  const V dy = place.template load<Whole>(o.dy, n, V{});
+  const V centred = affine.centre(place.template load<Whole>(o.x, n, affine.mean));
+  if constexpr (form == kPlain) return {dy, centred};
+  if (form == kReluFromOutput || (form == kAny && o.out != nullptr)) {
+    const V y = place.template load<Whole>(o.out, n, V{});
+    if constexpr (form == kAny) return {dy * slope_from_output(y, act), centred};
+    else return {y > V{} ? dy : V{}, centred};
+  }
+  V z = affine.apply(centred);
+  if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
+  if constexpr (form == kAny) return {dy * slope_from_input(z, act), centred};
+  else return {z > V{} ? dy : V{}, centred};
+}
+
+template <class T, Form form, bool Whole>
+inline void input_grad_vector(Place<T> place, int64_t n, const Backward<typename Element<T>::V>& c, int act) {
+  const auto g = gradient<T, form, Whole>(place, n, c, act);
+  const auto dx = c.input_grad(g.dz, g.centred);
+  if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, g.dz, n);
+  place.template store<Whole>(place.o.result, dx, n);
+}
+
+template <class V> struct Sums {
+  Wide<V> first{}, second{};
+
+  void add_moments(V x, Wide<V> shift) {
+    const Wide<V> d = widen(x) - shift;
+    first = first + d;
+    second = second + d * d;
+  }
+  void add(Gradient<V> g) {
+    const Wide<V> dz = widen(g.dz);
+    first = first + dz;
+    second = second + dz * widen(g.centred);
+  }
+};
+
+}  // namespace leannorm::LEANNORM_ISA

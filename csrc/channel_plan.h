@@ -1,0 +1,165 @@
+// How a dense tensor (N, C, *) is cut: into sets that share statistics, and each set into chunks that are
+// summed alone and merged in order. The cut depends on the shape only, never on the number of threads,
+// and so do the results.
+#pragma once
+
+#include <algorithm>
+
+#include "channel.h"
+#include "tensors.h"
+
+namespace leannorm {
+
+struct Shape {
+  int64_t n, c, inner;
+  int columns;  // 1: channels lie next to each other in memory (channels_last, or nothing behind them)
+
+  Shape(const Tensor& x, int64_t groups) : n(x.size(0)), c(x.size(1)), inner(1), columns(0) {
+    STD_TORCH_CHECK(groups == 0 || (groups > 0 && c % groups == 0), "leannorm: ", c,
+                    " channels cannot be divided into ", groups, " groups");
+    for (int64_t d = 2; d < x.dim(); ++d) inner *= x.size(d);
+    if (numel() == 0) return;
+    const bool contiguous = x.is_contiguous();
+    STD_TORCH_CHECK(contiguous || channels_last(x),
+                    "leannorm: the kernels take tensors that are contiguous or channels_last");
+    columns = inner == 1 || !contiguous;
+  }
+  int64_t numel() const { return n * c * inner; }
+
+  // Is `other` laid out as this tensor is?
+  bool same(const Tensor& other) const {
+    return numel() == 0 || (columns && inner > 1 ? channels_last(other) : other.is_contiguous());
+  }
+
+  static bool channels_last(const Tensor& x) {
+    const auto size = x.sizes(), stride = x.strides();
+    int64_t expected = 1;
+    bool dense = true;
+    const auto visit = [&](int64_t d) {
+      dense = dense && (size[d] == 1 || stride[d] == expected);
+      expected *= size[d];
+    };
+    visit(1);
+    for (int64_t d = x.dim() - 1; d >= 2; --d) visit(d);
+    visit(0);
+    return dense;
+  }
+};
+
+// One chunk: where it starts, its block, and the first channel (or statistic) it belongs to.
+struct Chunk { int64_t offset; Block block; int64_t index; };
+
+// At most this many elements are summed before the sums are merged.
+constexpr int64_t kChunk = 16384;
+
+struct Cut {
+  int64_t sets = 0, chunks = 0;  // chunks of each set
+  int64_t slots = 1;             // sums of a chunk, at most
+  int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
+  int64_t step = 0;              // planes: 1 where each has its own coefficients
+  bool columns = false;
+
+  // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
+  int64_t planes = 0, stride = 0, length = 0, set_stride = 0, per_chunk = 1, segments = 1;
+  // Columns.
+  int64_t rows = 0, width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
+
+  Chunk chunk(int64_t set, int64_t i) const { return columns ? column_chunk(set, i) : plane_chunk(set, i); }
+
+  Chunk plane_chunk(int64_t set, int64_t i) const {
+    const int64_t first = segments > 1 ? i / segments : i * per_chunk;
+    const int64_t start = segments > 1 ? i % segments * kChunk : 0;
+    const int64_t count = segments > 1 ? 1 : std::min(per_chunk, planes - first);
+    return {set * set_stride + first * stride + start,
+            {count, stride, std::min(length - start, segments > 1 ? kChunk : length)},
+            step == 0 ? set : set * planes + first};
+  }
+  Chunk column_chunk(int64_t set, int64_t i) const {
+    const int64_t start = set * set_stride + i * rows_per_chunk * width;
+    if (i == whole_chunks) return {set * set_stride + rows * width, {1, tail, tail}, set * width};
+    return {start, {std::min(rows_per_chunk, rows - i * rows_per_chunk), width, width}, set * width};
+  }
+
+  int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
+
+  static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
+                       int64_t step) {
+    Cut cut;
+    cut.sets = sets, cut.planes = planes, cut.stride = stride, cut.length = length;
+    cut.set_stride = set_stride, cut.step = step;
+    cut.segments = std::max<int64_t>(1, (length + kChunk - 1) / kChunk);
+    cut.per_chunk = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, length));
+    cut.chunks = cut.segments > 1 ? planes * cut.segments : (planes + cut.per_chunk - 1) / cut.per_chunk;
+    if (planes * length == 0) cut.chunks = 0;
+    cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
+    return cut;
+  }
+  static Cut of_columns(int64_t sets, int64_t rows, int64_t channels) {
+    Cut cut;
+    cut.columns = true;
+    cut.sets = sets;
+    cut.fold = std::max<int64_t>(1, std::min(rows, 64 / channels));
+    cut.width = channels * cut.fold;
+    cut.rows = rows / cut.fold;
+    cut.tail = rows % cut.fold * channels;
+    cut.set_stride = rows * channels;
+    cut.rows_per_chunk = std::max<int64_t>(64, 2 * kChunk / cut.width);
+    cut.whole_chunks = (cut.rows + cut.rows_per_chunk - 1) / cut.rows_per_chunk;
+    cut.chunks = cut.whole_chunks + (cut.tail > 0);
+    cut.slots = cut.width;
+    return cut;
+  }
+};
+
+// The cut into channels: what normalizing and the gradient sums walk over.
+inline Cut channel_cut(const Shape& s, int64_t groups) {
+  if (s.columns) return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c) : Cut::of_columns(s.n, s.inner, s.c);
+  if (groups == 0) return Cut::of_planes(s.c, s.n, s.c * s.inner, s.inner, s.inner, 0);
+  return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
+}
+// The cut into statistics: the moments of a contiguous group are those of one long plane.
+inline Cut moments_cut(const Shape& s, int64_t groups) {
+  if (s.columns || groups == 0) return channel_cut(s, groups);
+  const int64_t length = s.c / groups * s.inner;
+  return Cut::of_planes(s.n * groups, 1, length, length, length, 0);
+}
+
+// How many pieces of work of so many elements a thread should have at least.
+constexpr int64_t kGrain = 32768;
+inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
+
+// work(set, chunk) for every chunk.
+template <class Work> void in_one_pass(const Cut& cut, Work work) {
+  const int64_t chunks = cut.sets * cut.chunks, elements = chunks == 0 ? 0 : cut.set_elements() / cut.chunks;
+  torch::stable::parallel_for(0, chunks, grain(elements), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) work(i / cut.chunks, i % cut.chunks);
+  });
+}
+
+// first(set, chunk) for every chunk, between(set) once they are done, second(set, chunk) after that, last
+// chunks first since those are still in the cache. Where there are sets enough, each is carried through
+// by one thread while it is in its cache.
+template <class First, class Between, class Second>
+void in_two_passes(const Cut& first_cut, const Cut& second_cut, First first, Between between, Second second) {
+  const int64_t sets = first_cut.sets, threads = torch::stable::get_num_threads();
+  const int64_t set_size = first_cut.set_elements();
+  if (sets >= 4 * threads || sets * set_size <= kGrain) {
+    torch::stable::parallel_for(0, sets, grain(set_size), [&](int64_t begin, int64_t end) {
+      for (int64_t set = begin; set < end; ++set) {
+        for (int64_t i = 0; i < first_cut.chunks; ++i) first(set, i);
+        between(set);
+        for (int64_t i = second_cut.chunks; i-- > 0;) second(set, i);
+      }
+    });
+    return;
+  }
+  torch::stable::parallel_for(0, sets * first_cut.chunks, grain(kChunk), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) first(i / first_cut.chunks, i % first_cut.chunks);
+  });
+  for (int64_t set = 0; set < sets; ++set) between(set);
+  torch::stable::parallel_for(0, sets * second_cut.chunks, grain(kChunk), [&](int64_t begin, int64_t end) {
+    for (int64_t i = end; i-- > begin;) second(i / second_cut.chunks, i % second_cut.chunks);
+  });
+}
+
+}  // namespace leannorm

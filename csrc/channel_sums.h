@@ -1,0 +1,111 @@
+// The two kinds of sums of a cut, held for each chunk until they are merged in order.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "channel_plan.h"
+
+namespace leannorm {
+
+inline double value_at(ElementType type, const char* p, int64_t i) {
+  switch (type) {
+    case kFloat: return reinterpret_cast<const float*>(p)[i];
+    case kDouble: return reinterpret_cast<const double*>(p)[i];
+    case kBFloat16: return reinterpret_cast<const c10::BFloat16*>(p)[i];
+    default: return reinterpret_cast<const c10::Half*>(p)[i];
+  }
+}
+inline int64_t element_size(ElementType type) { return type == kDouble ? 8 : type == kFloat ? 4 : 2; }
+
+// Mean and sum of squared deviations of every chunk; `merge` makes them those of a whole set.
+class MomentPartials {
+ public:
+  MomentPartials(const Cut& cut, const Tensor& x)
+      : cut_(cut), type_(element_type(x)), x_(data(x)), size_(cut.sets * cut.chunks * cut.slots),
+        values_(3 * size_) {}
+
+  void add(const ChannelKernels& kernels, int64_t set, int64_t i) {
+    const Chunk chunk = cut_.chunk(set, i);
+    const char* x = x_ + chunk.offset * element_size(type_);
+    const int64_t slots = slots_of(chunk), count = count_of(chunk);
+    double *mean = mean_at(set, i), *m2 = mean + size_, *sum = m2 + size_;
+    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j);
+    // Sums of differences from one of the values; float64 input, which has no wider type to be summed
+    // in, goes once more with the differences from the mean.
+    for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
+      for (int64_t j = 0; j < slots; ++j) sum[j] = m2[j] = 0;
+      kernels.moments[cut_.columns][type_](x, chunk.block, mean, sum, m2);
+      for (int64_t j = 0; j < slots; ++j) {
+        const double rest = sum[j] / count;
+        mean[j] += rest;
+        m2[j] = std::fmax(m2[j] - rest * sum[j], 0.0);
+      }
+    }
+  }
+
+  // merged(slot, count, mean, m2) for every slot of the set.
+  template <class Merged> void merge(int64_t set, Merged merged) {
+    if (cut_.chunks == 0) return;
+    double *mean = mean_at(set, 0), *m2 = mean + size_;
+    const Chunk first = cut_.chunk(set, 0);
+    int64_t count = count_of(first), slots = slots_of(first), with_tail = 0;
+    for (int64_t i = 1; i < cut_.chunks; ++i) {
+      const Chunk chunk = cut_.chunk(set, i);
+      const double *other = mean_at(set, i), *other_m2 = other + size_;
+      const int64_t more = count_of(chunk), n = slots_of(chunk);
+      const double weight = double(more) / double(count + more), between = double(count) * weight;
+      for (int64_t j = 0; j < n; ++j) {
+        const double difference = other[j] - mean[j];
+        mean[j] += difference * weight;
+        m2[j] += other_m2[j] + difference * difference * between;
+      }
+      if (n == slots) count += more;
+      else with_tail = n;  // the last row of folded columns is not whole
+    }
+    for (int64_t j = 0; j < slots; ++j) merged(j, count + (j < with_tail), mean[j], m2[j]);
+  }
+
+ private:
+  int64_t slots_of(const Chunk& chunk) const { return cut_.columns ? chunk.block.length : 1; }
+  int64_t count_of(const Chunk& chunk) const {
+    return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
+  }
+  double* mean_at(int64_t set, int64_t i) { return values_.data() + (set * cut_.chunks + i) * cut_.slots; }
+
+  const Cut cut_;
+  const ElementType type_;
+  const char* const x_;
+  const int64_t size_;
+  std::vector<double> values_;
+};
+
+// Sums of dz and of dz * (x - mean) of every chunk.
+class GradPartials {
+ public:
+  explicit GradPartials(const Cut& cut)
+      : cut_(cut), size_(cut.sets * cut.chunks * cut.slots), values_(2 * size_) {}
+
+  double* dz(int64_t set, int64_t i) { return values_.data() + (set * cut_.chunks + i) * cut_.slots; }
+  double* dz_centred(int64_t set, int64_t i) { return dz(set, i) + size_; }
+
+  // summed(channel, sum_dz, sum_dz_centred) for every sum, chunk by chunk; where statistics are by sample
+  // the channels are numbered on from one sample to the next.
+  template <class Summed> void merge(int64_t set, Summed summed) {
+    for (int64_t i = 0; i < cut_.chunks; ++i) {
+      const Chunk chunk = cut_.chunk(set, i);
+      const int64_t n = cut_.columns ? chunk.block.length : cut_.step == 0 ? 1 : chunk.block.count;
+      const double *a = dz(set, i), *b = dz_centred(set, i);
+      const int64_t channels = cut_.width / cut_.fold;
+      for (int64_t j = 0; j < n; ++j)
+        summed(cut_.columns ? set * channels + j % channels : chunk.index + j, a[j], b[j]);
+    }
+  }
+
+ private:
+  const Cut cut_;
+  const int64_t size_;
+  std::vector<double> values_;
+};
+
+}  // namespace leannorm

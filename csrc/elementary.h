@@ -1,0 +1,65 @@
+// exp, expm1 and erf on vectors: float32 within about one unit in the last place, float64 lane by lane.
+#pragma once
+
+#include "simd.h"
+
+namespace leannorm::LEANNORM_ISA {
+
+// e^x = 2^n * (1 + p), |p| small: what exp and expm1 share.
+struct ReducedExp { F power_of_two, half_power, p; };
+inline ReducedExp reduce_exp(F x) {
+  // Past these e^x is 0 or infinite; NaN fails both comparisons and stays.
+  x = x > 128.0f ? F{} + 128.0f : x;
+  x = x < -128.0f ? F{} - 128.0f : x;
+  const F magic = F{} + 0x1.8p23f;  // adding it rounds to an integer
+  const F n = (x * 1.44269504088896341f + magic) - magic;
+  F r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  F q = F{} + 1.9875691500e-4f;
+  q = q * r + 1.3981999507e-3f;
+  q = q * r + 8.3334519073e-3f;
+  q = q * r + 4.1665795894e-2f;
+  q = q * r + 1.6666665459e-1f;
+  q = q * r + 5.0000001201e-1f;
+  // 2^n in two factors, so that neither leaves the range of float32 before the product does.
+  const I whole = __builtin_convertvector(n, I), half = whole >> 1;
+  return {bits<F>((whole - half + 127) << 23), bits<F>((half + 127) << 23), r + r * r * q};
+}
+inline F exp(F x) {
+  const ReducedExp e = reduce_exp(x);
+  return (1 + e.p) * e.power_of_two * e.half_power;
+}
+inline F expm1(F x) {
+  const ReducedExp e = reduce_exp(x);
+  const F power = e.power_of_two * e.half_power;
+  return (power - 1) + power * e.p;
+}
+
+// Minimax fits on both sides of 475/512.
+inline F erf(F x) {
+  const F t = bits<F>(bits<U>(x) & 0x7fffffffu), s = x * x;
+  F r = t * -1.72853470e-5f + 3.83197126e-4f;
+  const F u = t * -3.88396438e-3f + 2.42546219e-2f;
+  r = r * s + u;
+  r = r * t - 1.06777877e-1f;
+  r = r * t - 6.34846687e-1f;
+  r = r * t - 1.28717512e-1f;
+  r = r * t - t;
+  const F tail = 1 - exp(r), signed_tail = x < F{} ? -tail : tail;
+  F q = s * -5.96761703e-4f + 4.99119423e-3f;
+  q = q * s - 2.67681349e-2f;
+  q = q * s + 1.12819925e-1f;
+  q = q * s - 3.76125336e-1f;
+  q = q * s + 1.28379166e-1f;
+  return t > 0.927734375f ? signed_tail : q * x + x;
+}
+
+template <class Function> inline D lane_by_lane(D x, Function function) {
+  for (int i = 0; i < lanes<D>; ++i) x[i] = function(x[i]);
+  return x;
+}
+inline D exp(D x) { return lane_by_lane(x, [](double v) { return __builtin_exp(v); }); }
+inline D expm1(D x) { return lane_by_lane(x, [](double v) { return __builtin_expm1(v); }); }
+inline D erf(D x) { return lane_by_lane(x, [](double v) { return __builtin_erf(v); }); }
+
+}  // namespace leannorm::LEANNORM_ISA

@@ -1,0 +1,275 @@
+// Vectors of the instruction set at hand, through the compiler's vector extension: loads, stores and
+// conversions of every element type, and sums in float64. Included by `*_kernels.cpp` only.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace leannorm {
+
+struct bfloat16 { uint16_t bits; };
+struct float16 { uint16_t bits; };
+
+namespace LEANNORM_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+
+typedef float F __attribute__((vector_size(kBytes)));
+typedef int32_t I __attribute__((vector_size(kBytes)));
+typedef uint32_t U __attribute__((vector_size(kBytes)));
+typedef double D __attribute__((vector_size(kBytes)));
+typedef float HalfF __attribute__((vector_size(kBytes / 2)));
+typedef uint16_t HalfU16 __attribute__((vector_size(kBytes / 2)));
+
+template <class V> struct Scalar;
+template <> struct Scalar<F> { using type = float; };
+template <> struct Scalar<D> { using type = double; };
+template <class V> constexpr int lanes = kBytes / sizeof(typename Scalar<V>::type);
+
+template <class V> inline V splat(double value) {
+  return V{} + static_cast<typename Scalar<V>::type>(value);
+}
+
+template <class V, class T> inline V read(const T* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class To, class From> inline To bits(From v) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &v, sizeof to);
+  return to;
+}
+
+// ------------------------------------------------------------------ 16-bit floats
+
+inline F from_bfloat16(HalfU16 h) { return bits<F>(__builtin_convertvector(h, U) << 16); }
+
+inline HalfU16 to_bfloat16(F v) {
+  const U u = bits<U>(v);
+  const U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return __builtin_convertvector(bits<U>(v == v ? bits<I>(rounded) : I{} + 0x7fc0), HalfU16);
+}
+
+inline F from_float16(HalfU16 h) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  return (F)_mm256_cvtph_ps((__m128i)h);
+#else
+  const U u = __builtin_convertvector(h, U), sign = (u & 0x8000u) << 16, magnitude = u & 0x7fffu;
+  // An exponent 112 too small, mended by a multiplication, which also normalizes subnormal numbers.
+  const F scaled = bits<F>(magnitude << 13) * 0x1p112f;
+  const U finite = bits<U>(scaled), special = (magnitude << 13) | 0x7f800000u;
+  return bits<F>(sign | (magnitude >= 0x7c00u ? special : finite));
+#endif
+}
+
+inline HalfU16 to_float16(F v) {
+#if defined(__AVX512F__)
+  return (HalfU16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  return (HalfU16)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const U u = bits<U>(v), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+  const U normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1)) >> 13;
+  // Below 2^-14 the addition of 0.5 leaves the rounded subnormal number in the low bits.
+  const U subnormal = bits<U>(bits<F>(magnitude) + 0.5f) - 0x3f000000u;
+  const U infinite = U{} + 0x7c00u, nan = U{} + 0x7e00u;
+  U h = magnitude < 0x38800000u ? subnormal : normal;
+  h = magnitude >= 0x477ff000u ? infinite : h;
+  h = magnitude > 0x7f800000u ? nan : h;
+  return __builtin_convertvector(sign | h, HalfU16);
+#endif
+}
+
+// ------------------------------------------------------------------ elements in memory
+
+// Element<T>: how a T in memory becomes lanes of V, the vector it is computed in. The `n` forms touch
+// the first n elements only; a partial load leaves `rest` in the other lanes.
+template <class T> struct Element;
+
+template <class V_, class T> struct Dense {
+  using V = V_;
+  static constexpr int W = lanes<V>;
+  static V load(const T* p) { return read<V>(p); }
+  static void store(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+  static V load(const T* p, int64_t n, V rest) {
+    T lane[W];
+    std::memcpy(lane, &rest, sizeof lane);
+    std::memcpy(lane, p, n * sizeof(T));
+    return read<V>(lane);
+  }
+  static void store(T* p, V v, int64_t n) { std::memcpy(p, &v, n * sizeof(T)); }
+};
+
+#if defined(__AVX512F__)
+template <> struct Element<float> : Dense<F, float> {
+  using Dense::load;
+  using Dense::store;
+  static F load(const float* p, int64_t n, F rest) {
+    return (F)_mm512_mask_loadu_ps((__m512)rest, (__mmask16)((1u << n) - 1), p);
+  }
+  static void store(float* p, F v, int64_t n) {
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+  }
+};
+template <> struct Element<double> : Dense<D, double> {
+  using Dense::load;
+  using Dense::store;
+  static D load(const double* p, int64_t n, D rest) {
+    return (D)_mm512_mask_loadu_pd((__m512d)rest, (__mmask8)((1u << n) - 1), p);
+  }
+  static void store(double* p, D v, int64_t n) {
+    _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), (__m512d)v);
+  }
+};
+inline HalfU16 read_some(const uint16_t* p, int64_t n) {
+  return (HalfU16)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
+}
+inline void write_some(uint16_t* p, HalfU16 h, int64_t n) {
+  _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)h);
+}
+#else
+#if defined(__AVX2__)
+inline __m256i first(int64_t n) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+template <> struct Element<float> : Dense<F, float> {
+  using Dense::load;
+  using Dense::store;
+  static F load(const float* p, int64_t n, F rest) {
+    const __m256i mask = first(n);
+    return (F)_mm256_blendv_ps((__m256)rest, _mm256_maskload_ps(p, mask), _mm256_castsi256_ps(mask));
+  }
+  static void store(float* p, F v, int64_t n) { _mm256_maskstore_ps(p, first(n), (__m256)v); }
+};
+#else
+template <> struct Element<float> : Dense<F, float> {};
+#endif
+template <> struct Element<double> : Dense<D, double> {};
+inline HalfU16 read_some(const uint16_t* p, int64_t n) {
+  uint16_t lane[lanes<F>] = {};
+  std::memcpy(lane, p, n * sizeof *p);
+  return read<HalfU16>(lane);
+}
+inline void write_some(uint16_t* p, HalfU16 h, int64_t n) { std::memcpy(p, &h, n * sizeof *p); }
+#endif
+
+inline F blend(F v, int64_t n, F rest) {
+  I lane;
+  for (int i = 0; i < lanes<F>; ++i) lane[i] = i;
+  return lane < static_cast<int32_t>(n) ? v : rest;
+}
+
+template <> struct Element<bfloat16> {
+  using V = F;
+  static constexpr int W = lanes<F>;
+  static F load(const bfloat16* p) { return from_bfloat16(read<HalfU16>(p)); }
+  static F load(const bfloat16* p, int64_t n, F rest) {
+    return blend(from_bfloat16(read_some(&p->bits, n)), n, rest);
+  }
+  static void store(bfloat16* p, F v) {
+    const HalfU16 h = to_bfloat16(v);
+    std::memcpy(p, &h, sizeof h);
+  }
+  static void store(bfloat16* p, F v, int64_t n) { write_some(&p->bits, to_bfloat16(v), n); }
+};
+
+template <> struct Element<float16> {
+  using V = F;
+  static constexpr int W = lanes<F>;
+  static F load(const float16* p) { return from_float16(read<HalfU16>(p)); }
+  static F load(const float16* p, int64_t n, F rest) {
+    return blend(from_float16(read_some(&p->bits, n)), n, rest);
+  }
+  static void store(float16* p, F v) {
+    const HalfU16 h = to_float16(v);
+    std::memcpy(p, &h, sizeof h);
+  }
+  static void store(float16* p, F v, int64_t n) { write_some(&p->bits, to_float16(v), n); }
+};
+
+// ------------------------------------------------------------------ sums in float64
+
+// Wide<V>: the lanes of a V as float64.
+template <class V> struct Wide;
+template <> struct Wide<D> { D a; };
+template <> struct Wide<F> { D a, b; };
+
+inline Wide<D> widen(D v) { return {v}; }
+inline Wide<F> widen(F v) {
+#if defined(__AVX512F__)
+  const HalfF low = (HalfF)_mm512_castps512_ps256((__m512)v), high = (HalfF)_mm512_extractf32x8_ps((__m512)v, 1);
+#elif defined(__AVX2__)
+  const HalfF low = (HalfF)_mm256_castps256_ps128((__m256)v), high = (HalfF)_mm256_extractf128_ps((__m256)v, 1);
+#else
+  HalfF low, high;
+  std::memcpy(&low, &v, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+#endif
+  return {__builtin_convertvector(low, D), __builtin_convertvector(high, D)};
+}
+
+inline D narrow(Wide<D> v) { return v.a; }
+inline F narrow(Wide<F> v) {
+  const HalfF half[2] = {__builtin_convertvector(v.a, HalfF), __builtin_convertvector(v.b, HalfF)};
+  F joined;
+  std::memcpy(&joined, half, sizeof joined);
+  return joined;
+}
+
+inline Wide<D> operator+(Wide<D> x, Wide<D> y) { return {x.a + y.a}; }
+inline Wide<D> operator-(Wide<D> x, Wide<D> y) { return {x.a - y.a}; }
+inline Wide<D> operator*(Wide<D> x, Wide<D> y) { return {x.a * y.a}; }
+inline Wide<F> operator+(Wide<F> x, Wide<F> y) { return {x.a + y.a, x.b + y.b}; }
+inline Wide<F> operator-(Wide<F> x, Wide<F> y) { return {x.a - y.a, x.b - y.b}; }
+inline Wide<F> operator*(Wide<F> x, Wide<F> y) { return {x.a * y.a, x.b * y.b}; }
+
+template <class V> inline Wide<V> splat_wide(double value) {
+  if constexpr (sizeof(Wide<V>) == sizeof(D)) return {splat<D>(value)};
+  else return {splat<D>(value), splat<D>(value)};
+}
+
+inline double total(D v) {
+  double lane[lanes<D>];
+  std::memcpy(lane, &v, sizeof v);
+  for (int step = lanes<D> / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
+  return lane[0];
+}
+inline double total(Wide<D> v) { return total(v.a); }
+inline double total(Wide<F> v) { return total(v.a + v.b); }
+
+// float64 values, one for each of the first n lanes of a V.
+inline D load_doubles(const double* p, int64_t n) {
+  return n >= lanes<D> ? read<D>(p) : n > 0 ? Element<double>::load(p, n, D{}) : D{};
+}
+inline void store_doubles(double* p, D v, int64_t n) {
+  if (n >= lanes<D>) Element<double>::store(p, v);
+  else if (n > 0) Element<double>::store(p, v, n);
+}
+template <class V> inline Wide<V> load_wide(const double* p, int64_t n) {
+  if constexpr (sizeof(Wide<V>) == sizeof(D)) return {load_doubles(p, n)};
+  else return {load_doubles(p, n), load_doubles(p + lanes<D>, n - lanes<D>)};
+}
+inline void store_wide(double* p, Wide<D> v, int64_t n) { store_doubles(p, v.a, n); }
+inline void store_wide(double* p, Wide<F> v, int64_t n) {
+  store_doubles(p, v.a, n);
+  store_doubles(p + lanes<D>, v.b, n - lanes<D>);
+}
+
+}  // namespace LEANNORM_ISA
+}  // namespace leannorm

@@ -1,0 +1,63 @@
+// What the kernels ask of a tensor: its element type, its dense layout, small vectors read from it.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+#include <vector>
+
+namespace leannorm {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
+
+// The element types of the kernels, in the order of every table.
+enum ElementType { kFloat, kDouble, kBFloat16, kHalf, kElementTypes };
+
+inline ElementType element_type(const Tensor& x) {
+  switch (x.scalar_type()) {
+    case ScalarType::Float: return kFloat;
+    case ScalarType::Double: return kDouble;
+    case ScalarType::BFloat16: return kBFloat16;
+    case ScalarType::Half: return kHalf;
+    default: STD_TORCH_CHECK(false, "leannorm: the kernels take float32, float64, bfloat16 and float16");
+  }
+}
+
+inline ScalarType compute_type(const Tensor& x) {
+  return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes), type);
+}
+inline Tensor no_tensor(const Tensor& like) { return new_tensor(like, {0}, like.scalar_type()); }
+
+inline const char* data(const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
+inline const char* data(const Optional& x) { return x.has_value() ? data(*x) : nullptr; }
+inline char* mutable_data(const Tensor& x) { return static_cast<char*>(x.mutable_data_ptr()); }
+
+// Every value of a small contiguous tensor of any floating type, as float64.
+inline std::vector<double> values(const Tensor& v) {
+  STD_TORCH_CHECK(v.is_contiguous(), "leannorm: per-channel values must be contiguous");
+  std::vector<double> read(v.numel());
+  const void* p = v.const_data_ptr();
+  for (size_t i = 0; i < read.size(); ++i) {
+    switch (element_type(v)) {
+      case kFloat: read[i] = static_cast<const float*>(p)[i]; break;
+      case kDouble: read[i] = static_cast<const double*>(p)[i]; break;
+      case kBFloat16: read[i] = static_cast<const c10::BFloat16*>(p)[i]; break;
+      default: read[i] = static_cast<const c10::Half*>(p)[i]; break;
+    }
+  }
+  return read;
+}
+inline std::vector<double> values(const Optional& v) {
+  return v.has_value() ? values(*v) : std::vector<double>();
+}
+
+}  // namespace leannorm

@@ -1,0 +1,143 @@
+"""Builds the C++ kernels into `leannorm/_C.so`; the package installs without them and says why.
+
+The library holds no Python: torch's stable ABI (2.10 on) serves every Python and every later torch, so
+the wheel is tagged for the platform alone. `csrc/*_kernels.cpp` is compiled once for each instruction
+set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+INSTRUCTION_SETS = {
+    "base": [],
+    **({"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if X86 else {}),
+}
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-g0",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wno-psabi",  # vectors wider than the machine's never cross a call that is not inlined
+    "-Wno-uninitialized",  # the compiler's own intrinsics
+    "-Wno-maybe-uninitialized",
+    "-DTORCH_TARGET_VERSION=0x020a000000000000",
+]
+
+
+class BuildError(Exception):
+    """Why the kernels cannot be built here."""
+
+
+class BuildKernels(build_ext):
+    """Compiles every source (kernels once an instruction set) and links them; never fails an install."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def run(self) -> None:
+        library = Path(self.build_lib, "leannorm", "_C.so")
+        reason = library.with_suffix(".reason")
+        for stale in (library, reason):
+            stale.unlink(missing_ok=True)
+        in_place, self.inplace = self.inplace, False
+        try:
+            if os.environ.get("LEANNORM_BUILD_CPP", "1") == "0":
+                raise BuildError("the package was built with LEANNORM_BUILD_CPP=0")
+            if sys.platform == "win32":
+                raise BuildError("the kernels are not built on Windows")
+            super().run()
+        except Exception as error:  # whatever a compiler can do: the reference serves in its place
+            message = " ".join(str(error).split())
+            print(f"leannorm: installing without the C++ kernels: {message}", file=sys.stderr)
+            reason.parent.mkdir(parents=True, exist_ok=True)
+            reason.write_text(message + "\n")
+        finally:
+            self.inplace = in_place
+        if in_place:
+            self._copy_to_source(library, reason)
+
+    def _copy_to_source(self, *built: Path) -> None:
+        package = Path(self.get_finalized_command("build_py").get_package_dir("leannorm"))
+        for file in built:
+            target = package / file.name
+            target.unlink(missing_ok=True)  # a loaded library keeps its inode
+            if file.exists():
+                target.write_bytes(file.read_bytes())
+
+    def build_extension(self, ext: Extension) -> None:
+        torch_root = self._torch_root()
+        include = torch_root / "include"
+        flags = [*FLAGS, f"-I{include}"]
+        jobs = [
+            (source, instructions)
+            for source in ext.sources
+            for instructions in (INSTRUCTION_SETS if source.endswith("_kernels.cpp") else ("",))
+        ]
+
+        def compiled(job: tuple[str, str]) -> str:
+            source, instructions = job
+            extra = (
+                [f"-DLEANNORM_ISA={instructions}", *INSTRUCTION_SETS[instructions]] if instructions else []
+            )
+            return self.compiler.compile(
+                [source],
+                output_dir=os.path.join(self.build_temp, instructions or "common"),
+                extra_postargs=[*flags, *extra, *INSTRUCTION_SETS.get(instructions, [])],
+                depends=ext.depends,
+            )[0]
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compiled, jobs))
+        apple = sys.platform == "darwin"
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(ext.name),
+            library_dirs=[str(torch_root / "lib")],
+            libraries=["torch_cpu"],
+            extra_postargs=["-undefined", "dynamic_lookup"] if apple else ["-Wl,--as-needed", "-s"],
+            target_lang="c++",
+        )
+
+    @staticmethod
+    def _torch_root() -> Path:
+        try:
+            import torch
+        except ImportError as error:
+            raise BuildError(
+                "torch could not be imported while building; install with --no-build-isolation"
+            ) from error
+        release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+        if release < (2, 10):
+            raise BuildError(f"building needs torch >= 2.10 for its stable ABI, found {torch.__version__}")
+        return Path(torch.__file__).parent
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python: the library is for the platform only."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, system = super().get_tag()
+        return "py3", "none", system
+
+
+here = Path(__file__).parent
+sources = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("*.cpp"))
+headers = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("*.h"))
+setup(
+    ext_modules=[Extension("leannorm._C", sources, depends=[*headers, *sources], language="c++")],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+)
