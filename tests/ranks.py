@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import socket
 import time
@@ -48,7 +49,9 @@ def outcomes(
         sender.close()
         try:
             if receiver.poll(max(0.0, stop - time.monotonic())):
-                result.value, result.error, result.seconds = receiver.recv()
+                result.value, result.error, result.seconds = torch.load(
+                    io.BytesIO(receiver.recv_bytes()), weights_only=False
+                )
         except EOFError:
             pass
         process.join(max(0.1, stop - time.monotonic()))
@@ -91,6 +94,9 @@ def _rank(
         value = function(rank, *args)
     except Exception as exception:
         error = f"{type(exception).__name__}: {exception}\n{traceback.format_exc()}"
-    end.send((value, error, time.monotonic() - start))
+    # as bytes: tensors sent as they are would be shared with a process that has ended
+    answer = io.BytesIO()
+    torch.save((value, error, time.monotonic() - start), answer)
+    end.send_bytes(answer.getvalue())
     if error is None:
         dist.destroy_process_group()

@@ -7,6 +7,7 @@ from leannorm.functional.layer import add_layer_norm as add_layer_norm
 from leannorm.functional.layer import add_rms_norm as add_rms_norm
 from leannorm.functional.layer import layer_norm as layer_norm
 from leannorm.functional.layer import rms_norm as rms_norm
+from leannorm.functional.sync import sync_batch_norm as sync_batch_norm
 
 __all__ = [
     "add_layer_norm",
@@ -16,4 +17,5 @@ __all__ = [
     "conv_batch_norm",
     "layer_norm",
     "rms_norm",
+    "sync_batch_norm",
 ]
