@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import os
 import socket
 import time
 import traceback
@@ -14,9 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the children: what they raise is looked at
+
 # a server that has imported torch once, and whose children are forked from it: 0.1 s a rank instead of 3
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "leannorm", "tests.ranks"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "leannorm"])
 
 
 class Outcome:

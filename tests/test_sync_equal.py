@@ -10,13 +10,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from ranks import ranks
+from sync_cases import Case, random_cases
 from torch import nn as torch_nn
 
 from leannorm import functional, nn
 from leannorm._types import Moments
 from leannorm.ops.sums import moments_of, sums_of
-from tests.ranks import ranks
-from tests.sync_cases import Case, random_cases
 
 CASES = 60  # for each of 4 world sizes
 
@@ -24,7 +24,9 @@ CASES = 60  # for each of 4 world sizes
 def layer_of(case, cls):
     """Parameters and buffers are float64 for float64 input, else float32."""
     channels = case.shapes[0][1]
-    layer = cls(channels, momentum=case.momentum, affine=case.affine, track_running_stats=case.track_running_stats)
+    layer = cls(
+        channels, momentum=case.momentum, affine=case.affine, track_running_stats=case.track_running_stats
+    )
     if case.affine:
         with torch.no_grad():
             layer.weight.copy_(torch.linspace(0.5, 1.5, channels))
@@ -43,14 +45,18 @@ def results(layer, x, dy):
 def whole(case, cls):
     """A one-process layer on all ranks' values at once; half precision in float32, as torch computes it."""
     dtype = torch.float32 if case.dtype.itemsize == 2 else case.dtype
-    return results(layer_of(case, cls), case.flat(case.inputs()).to(dtype), case.flat(case.gradients()).to(dtype))
+    return results(
+        layer_of(case, cls), case.flat(case.inputs()).to(dtype), case.flat(case.gradients()).to(dtype)
+    )
 
 
 def exactly(case):
     """The formulas in 80-bit floating point, on (C, L)."""
     layer = layer_of(case, torch_nn.BatchNorm1d)
-    x, dy = (case.flat(t)[0].double().numpy().astype(np.longdouble) for t in (case.inputs(), case.gradients()))
-    n, means = x.shape[1], dict(axis=1, keepdims=True)
+    x, dy = (
+        case.flat(t)[0].double().numpy().astype(np.longdouble) for t in (case.inputs(), case.gradients())
+    )
+    n, means = x.shape[1], {"axis": 1, "keepdims": True}
     mean, var = x.mean(**means), x.var(**means)
     tracked = case.track_running_stats
     if tracked and not case.training:
@@ -123,7 +129,11 @@ def test_any_split_equals_one_process(world):
 
 
 def one_rank_is_batch_norm(rank):
-    for cls, shape in ((nn.BatchNorm1d, (4, 3)), (nn.BatchNorm2d, (4, 3, 5, 5)), (nn.BatchNorm3d, (2, 3, 2, 5, 5))):
+    for cls, shape in (
+        (nn.BatchNorm1d, (4, 3)),
+        (nn.BatchNorm2d, (4, 3, 5, 5)),
+        (nn.BatchNorm3d, (2, 3, 2, 5, 5)),
+    ):
         torch.manual_seed(0)
         x = torch.randn(shape)
         ours, theirs = nn.SyncBatchNorm(3), cls(3)
@@ -166,7 +176,9 @@ def test_sums_keep_the_variance_of_a_large_mean(sets, ratio):
     """mean/std = ratio: plain float64 sums lose ratio**2 roundings, these 2**11 times fewer."""
     torch.manual_seed(0)
     xs = [torch.randn(20, dtype=torch.float64) + ratio for _ in range(sets)]
-    local = [Moments(x.mean(0, keepdim=True), torch.tensor([exact_m2(x)], dtype=torch.float64), 20) for x in xs]
+    local = [
+        Moments(x.mean(0, keepdim=True), torch.tensor([exact_m2(x)], dtype=torch.float64), 20) for x in xs
+    ]
     sums = torch.stack([sums_of(m) for m in local]).sum(0)
     merged = moments_of(sums, torch.tensor(20.0 * sets, dtype=torch.float64))
     exact = exact_m2(torch.cat(xs))

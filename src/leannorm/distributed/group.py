@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
@@ -28,7 +29,7 @@ _made: Counter[str] = Counter()
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
     """The communicator for statistics beside the process group `name`, made on the first call."""
-    parent = dist.distributed_c10d._resolve_process_group(name)
+    parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
     group = _groups.get(name)
     if group is None or group.parent is not parent:
         group = _groups[name] = StatisticsGroup(parent, call)
@@ -127,38 +128,41 @@ class StatisticsGroup:
                     f"device {total.device}; name one for each device, for example "
                     "init_process_group('cpu:gloo,cuda:nccl')"
                 ) from error
-            raise self._broken(call, str(error)) from error
+            raise self._broken(call, str(error), ask=0) from error
         if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
             work.wait()  # orders the streams; the host goes on
             return
         self._wait(work, call)
 
     def _wait(self, work: Any, call: Call) -> None:
-        """Until the sum is there; where it is not at once, tell the other ranks, and hear what they found."""
+        """Until the sum is there; where it is not soon, tell the other ranks, and hear what they found."""
         timeout = self._seconds(call)
-        grace = meeting.grace(timeout)
-        deadline = time.monotonic() + timeout - grace
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                work.wait(timedelta(seconds=max(0.001, min(grace / 2, left))))
-                return
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise self._broken(call, str(error)) from error
-            if left <= 0 or meeting.found(self, call):
+        step = meeting.step(timeout)
+        deadline = time.monotonic() + timeout
+        while not self._completes(work, call, step):
+            # ranks that wait have said so by now, but for those that came in the last moment
+            if meeting.found(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
-                raise self._broken(call, f"waited {timeout:g} s")
+                raise self._broken(call, f"waited {timeout:g} s", ask=step / 2)
+
+    def _completes(self, work: Any, call: Call, seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if work.is_completed():  # the first sentence says what happened, the others whom to ask
+                raise self._broken(call, str(error).split(". ")[0], ask=2 * seconds) from error
+            return False
+        return True
 
     def _seconds(self, call: Call) -> float:
         return min(call.timeout or self.timeout, self.timeout)
 
-    def _broken(self, call: Call, why: str) -> SyncError:
-        self.broken = meeting.who_is_missing(self, call, why, meeting.grace(self._seconds(call)))
+    def _broken(self, call: Call, why: str, ask: float) -> SyncError:
+        self.broken = meeting.who_is_missing(self, call, why, ask)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
-        """Look at the headers that have arrived from the device; those of the last calls may be on the way."""
+        """Look at the headers that have arrived from the device; the last ones may be on the way."""
         while self.unread and (wait or self.unread[0][3].query()):
             number, call, header, event = self.unread.pop(0)
             event.synchronize()

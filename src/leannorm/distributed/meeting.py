@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -32,20 +33,20 @@ def store_of(parent: dist.ProcessGroup, generation: int) -> dist.distributed_c10
     )
 
 
-def grace(seconds: float) -> float:
-    """The part of a timeout in which ranks tell one another where they wait."""
-    return min(2.0, seconds / 2)
+def step(timeout: float) -> float:
+    """How often, in seconds, a rank that waits says so, and how long it asks who is missing at the end."""
+    return min(1.0, timeout / 6)
 
 
-def gather(group: StatisticsGroup, call: Call, seconds: float) -> None:
+def gather(group: StatisticsGroup, call: Call, timeout: float) -> None:
     """Wait until all ranks are about to make the communicator."""
     post(group, call)
     if group.store.add("ready", 1) == group.world:
         group.store.set("go", "")
     try:
-        group.store.wait(["go"], timedelta(seconds=seconds - grace(seconds)))
+        group.store.wait(["go"], timedelta(seconds=timeout - step(timeout)))
     except RuntimeError as error:
-        raise SyncError(who_is_missing(group, call, f"waited {seconds:g} s", grace(seconds))) from error
+        raise SyncError(who_is_missing(group, call, f"waited {timeout:g} s", step(timeout))) from error
 
 
 def post(group: StatisticsGroup, call: Call) -> None:
@@ -81,12 +82,24 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
             text = f"{call}: {_ranks(group, missing)} did not come ({why}): {_CAUSES}"
         else:
             text = f"{call}: all ranks came, but the sum did not complete ({why}); look at the network"
-        return str(group.store.compare_set("found", "", text).decode())
+        return _told(group, text, len(here), seconds)
     except RuntimeError as error:
         return (
             f"{call}: the ranks did not come together ({why}), and the group's store is gone too ({error}); "
             "the rank that served it, often rank 0, has probably died"
         )
+
+
+def _told(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
+    """Tell the others, unless one has told already; a rank that serves the store stays until they heard."""
+    text = group.store.compare_set("found", "", text).decode()
+    deadline = time.monotonic() + seconds
+    with suppress(RuntimeError):  # the store is gone: they have heard
+        told = group.store.add("told", 1)
+        while told < here and time.monotonic() < deadline:
+            time.sleep(0.02)
+            told = group.store.add("told", 0)
+    return text
 
 
 def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:

@@ -70,7 +70,8 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
     if process_group is None:
         return _world()
     if isinstance(process_group, str):
-        return _node_group()
+        node: dist.ProcessGroup = _node_group()
+        return node
     # a non-member gets a sentinel in place of its group, or an object that does not know its rank
     if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise InputError(

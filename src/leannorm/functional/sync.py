@@ -48,6 +48,4 @@ def sync_batch_norm(
     group = sharing_group(process_group) if training or running_mean is None else None
     sharing = None if group is None else Sharing(group, name, timeout or 0.0, debug_consistency)
     tensors = (input, running_mean, running_var, None, weight, bias)
-    return tracked_batch_norm(
-        *tensors, training, momentum, eps, (2, 3, 4, 5), act, residual, sharing
-    )
+    return tracked_batch_norm(*tensors, training, momentum, eps, (2, 3, 4, 5), act, residual, sharing)
