@@ -10,6 +10,7 @@ from leannorm.functional.layer import add_rms_norm as add_rms_norm
 from leannorm.functional.layer import layer_norm as layer_norm
 from leannorm.functional.layer import rms_norm as rms_norm
 from leannorm.functional.operator import batch_norm_op as batch_norm_op
+from leannorm.functional.sync import sync_batch_norm as sync_batch_norm
 
 __all__ = [
     "add_layer_norm",
@@ -22,4 +23,5 @@ __all__ = [
     "instance_norm",
     "layer_norm",
     "rms_norm",
+    "sync_batch_norm",
 ]

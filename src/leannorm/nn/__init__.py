@@ -16,6 +16,7 @@ from leannorm.nn.instance import InstanceNorm3d as InstanceNorm3d
 from leannorm.nn.layer import LayerNorm as LayerNorm
 from leannorm.nn.layer import RMSNorm as RMSNorm
 from leannorm.nn.operator import BatchNormOp as BatchNormOp
+from leannorm.nn.sync import SyncBatchNorm as SyncBatchNorm
 
 __all__ = [
     "BatchNorm1d",
@@ -34,4 +35,5 @@ __all__ = [
     "InstanceNorm3d",
     "LayerNorm",
     "RMSNorm",
+    "SyncBatchNorm",
 ]

@@ -34,7 +34,11 @@ class Packing:
     """
 
     def __init__(
-        self, policy: Policy, outer: Hooks | None, ledger: Ledger, choose: Callable[[int, Hashable], bool] | None
+        self,
+        policy: Policy,
+        outer: Hooks | None,
+        ledger: Ledger,
+        choose: Callable[[int, Hashable], bool] | None,
     ) -> None:
         self.policy, self.outer, self.ledger, self.choose = policy, outer, ledger, choose
         self.calls: list[Hashable] = []

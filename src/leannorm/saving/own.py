@@ -38,9 +38,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     return Step(rebuild, inputs, ("channel", act, backend.__name__, w is None, b is None))
 
 
-def _affine(
-    saved: Value | None, node: Any, i: int, given: Given, there: bool
-) -> tuple[bool, Tensor | None]:
+def _affine(saved: Value | None, node: Any, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
     """Is the bias known, and a copy of it: saved by the node, or its input i."""
     value = saved if saved is not None or not there else given(node, i)
     return value is not None or not there, _copy(value)

@@ -194,14 +194,14 @@ def find_parts_in(value: Value, node: Any) -> None:
         start += length
 
 
-def _slice(
-    reference: weakref.ref[Value], dim: int, start: int, length: int
-) -> Callable[[], Value | None]:
+def _slice(reference: weakref.ref[Value], dim: int, start: int, length: int) -> Callable[[], Value | None]:
     def lookup() -> Value | None:
         whole = reference()
         if whole is None:
             return None
-        step = Step(lambda x: x.narrow(dim, start, length), (whole,), ("slice", dim, start, length), view=True)
+        step = Step(
+            lambda x: x.narrow(dim, start, length), (whole,), ("slice", dim, start, length), view=True
+        )
         return Value(None, 0, step)
 
     return lookup
