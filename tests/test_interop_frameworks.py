@@ -121,3 +121,25 @@ def test_bfloat16_is_read_as_such(file, framework, layer):
     interop.load(layer, FIXTURES / file, framework, count=math.inf)
     wanted = torch.arange(1, 5) / 8
     assert all(torch.equal(t.float(), wanted) for t in layer.state_dict().values() if t.dim())
+
+
+WRONG = {
+    "variance not converted": ("var", {"count": math.inf}),
+    "momentum of the new value": ("mean", {"momentum": 0.1}),
+    "another eps": ("trained", {"eps": 1e-4}),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_mistaken_convention_stands_out(framework, mistake):
+    """What `ORACLE_ERROR` allows is far from the error of any convention mistaken."""
+    result, wrong = WRONG[mistake]
+    told, model = recorded(framework), Net()
+    count = told["count"].item()
+    arguments = {"count": count} | said(framework) | wrong
+    interop.load(model, FIXTURES / FILES[framework], framework, **arguments)
+    output = model(told["x"]).detach()
+    biased = model.bn.running_var * ((count - 1) / count)
+    got = {"trained": output, "mean": model.bn.running_mean, "var": biased}[result]
+    assert (got - told[result]).abs().max() > 10 * ORACLE_ERROR[framework]
