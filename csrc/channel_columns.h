@@ -7,12 +7,15 @@
 namespace leannorm::LEANNORM_ISA {
 
 // run(first row, rows, first column, columns, strip) for every strip of every group of rows, where strip
-// is the number of vectors as a compile-time constant. A group is a whole number of runs.
+// is the number of vectors as a compile-time constant. A group is a whole number of
+// runs; while one is worked on the next is fetched, since the strips hide from the processor that all of it
+// lies in one piece.
 template <int N> struct Vectors { static constexpr int count = N; };
 constexpr int kStrip = kBytes == 64 ? 4 : 2;
 
+LEANNORM_INLINE int64_t row_group(int64_t columns) { return columns >= 64 ? kRun : kRun * (128 / (columns + 1)); }
 template <int W, class Run> LEANNORM_INLINE void each_strip(Block block, Run run) {
-  const int64_t runs = kRun * block.length < 8192 ? 8192 / (kRun * block.length) : 1, group = runs * kRun;
+  const int64_t group = row_group(block.length);
   for (int64_t r = 0; r < block.count; r += group) {
     const int64_t rows = block.count - r < group ? block.count - r : group;
     int64_t c = 0;
@@ -62,6 +65,7 @@ void column_moments(const void* base, Block block, const double* shift, double* 
   using E = Element<T>;
   using V = typename E::V;
   constexpr int W = E::W;
+  const int64_t fetch = row_group(block.length) * block.stride;
   each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t c, int64_t columns, auto strip) LEANNORM_BODY {
     constexpr int N = strip.count;
     const T* x = static_cast<const T*>(base) + r * block.stride + c;
@@ -73,6 +77,7 @@ void column_moments(const void* base, Block block, const double* shift, double* 
         rows,
         [&](int64_t i) LEANNORM_BODY {
           const T* row = x + i * block.stride;
+          for (int j = 0; j < N; ++j) __builtin_prefetch(row + fetch + j * W, 0, 2);
           if (columns < W) run[0].add_moments(E::load(row, columns, V{}), k[0]);
           else for (int j = 0; j < N; ++j) run[j].add_moments(E::load(row + j * W), k[j]);
         },
@@ -104,13 +109,14 @@ template <class T, Form form>
 void column_normalize(const Operands& o, Block block, const Coefficients& c, int act) {
   using V = typename Element<T>::V;
   constexpr int W = Element<T>::W;
+  const int64_t ahead = block.ahead != 0 ? block.ahead : row_group(block.length) * block.stride;
   each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t at, int64_t columns, auto strip) LEANNORM_BODY {
     constexpr int N = strip.count;
     Affine<V> affine[N];
     for (int j = 0; j < N; ++j) affine[j] = column_affine<V>(c, at + j * W, columns - j * W);
     for (int64_t i = 0, x = r * block.stride + at; i < rows; ++i, x += block.stride) {
-      if (columns < W) normalize_vector<T, form, false>({o, x}, columns, block.ahead, affine[0], act);
-      else for (int j = 0; j < N; ++j) normalize_vector<T, form, true>({o, x + j * W}, W, block.ahead, affine[j], act);
+      if (columns < W) normalize_vector<T, form, false>({o, x}, columns, ahead, affine[0], act);
+      else for (int j = 0; j < N; ++j) normalize_vector<T, form, true>({o, x + j * W}, W, ahead, affine[j], act);
     }
   });
 }
@@ -120,6 +126,7 @@ void column_grad_sums(const Operands& o, Block block, const Coefficients& c, int
                       double* sum_dz_centred) {
   using V = typename Element<T>::V;
   constexpr int W = Element<T>::W;
+  const int64_t fetch = row_group(block.length) * block.stride;
   each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t at, int64_t columns, auto strip) LEANNORM_BODY {
     constexpr int N = strip.count;
     Affine<V> affine[N];
@@ -131,6 +138,10 @@ void column_grad_sums(const Operands& o, Block block, const Coefficients& c, int
         rows,
         [&](int64_t i) LEANNORM_BODY {
           const int64_t row = x + i * block.stride;
+          for (int j = 0; j < N; ++j) {
+            Place<T>{o, row + j * W}.fetch(o.x, fetch);
+            Place<T>{o, row + j * W}.fetch(o.dy, fetch);
+          }
           if (columns < W) run[0].add(gradient<T, form, false>({o, row}, columns, affine[0], act));
           else for (int j = 0; j < N; ++j) run[j].add(gradient<T, form, true>({o, row + j * W}, W, affine[j], act));
         },
@@ -144,13 +155,14 @@ template <class T, Form form>
 void column_input_grad(const Operands& o, Block block, const Coefficients& c, int act) {
   using V = typename Element<T>::V;
   constexpr int W = Element<T>::W;
+  const int64_t ahead = block.ahead != 0 ? block.ahead : row_group(block.length) * block.stride;
   each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t at, int64_t columns, auto strip) LEANNORM_BODY {
     constexpr int N = strip.count;
     Backward<V> backward[N];
     for (int j = 0; j < N; ++j) backward[j] = column_backward<V>(c, at + j * W, columns - j * W);
     for (int64_t i = 0, x = r * block.stride + at; i < rows; ++i, x += block.stride) {
-      if (columns < W) input_grad_vector<T, form, false>({o, x}, columns, block.ahead, backward[0], act);
-      else for (int j = 0; j < N; ++j) input_grad_vector<T, form, true>({o, x + j * W}, W, block.ahead, backward[j], act);
+      if (columns < W) input_grad_vector<T, form, false>({o, x}, columns, ahead, backward[0], act);
+      else for (int j = 0; j < N; ++j) input_grad_vector<T, form, true>({o, x + j * W}, W, ahead, backward[j], act);
     }
   });
 }
