@@ -13,7 +13,7 @@ class DtypeError(InputError, TypeError):
     """A tensor has a dtype that the operation is not defined for."""
 
 
-class BackendUnavailable(LeannormError, RuntimeError):
+class BackendUnavailableError(LeannormError, RuntimeError):
     """A backend asked for by name cannot serve this call; `reasons` lists why."""
 
     def __init__(self, name: str, reasons: list[str]) -> None:
@@ -22,5 +22,9 @@ class BackendUnavailable(LeannormError, RuntimeError):
         self.reasons = reasons
 
 
-class MissingDependency(LeannormError, ImportError):
+class MissingDependencyError(LeannormError, ImportError):
     """An optional package is needed for what was asked; the message names the extra to install."""
+
+
+class SyncError(LeannormError, RuntimeError):
+    """Ranks that share statistics did not come together: one is missing, or they disagree."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from torch import Tensor
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """Statistics of a set of values, in the form that merges without cancellation.
 
     `mean` and `m2` (sum of squared deviations from the mean) share one shape, one entry a statistic;
@@ -18,12 +19,3 @@ class Moments(NamedTuple):
     mean: Tensor
     m2: Tensor
     count: int | Tensor
-
-
-class Grads(NamedTuple):
-    """Gradients of a per-channel norm; an entry that nobody asked for is None."""
-
-    input: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None

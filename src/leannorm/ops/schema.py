@@ -4,17 +4,21 @@ The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
 given where the derivative is to be read from it. `dz` (the residual's gradient) and `total` (input plus
-residual) are empty tensors where there is no residual, since an op may not return its own input.
+residual) are empty tensors where there is no residual, since an op may not return its own input; `dweight`
+and `dbias` of a row are empty where they are not wanted, and `dbias` of RMS norm always is.
 Callers hand in tensors that are contiguous or channels_last, all of one layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar, cast
+
 import torch
 from torch import Tensor
 
-from leannorm.ops.backends.reference import compute_dtype, statistics_dtype
 from leannorm.ops.plan import row_statistics_shape, statistics_shape
+from leannorm.ops.precision import compute_dtype, statistics_dtype
 
 LIBRARY = torch.library.Library("leannorm", "DEF")
 
@@ -36,8 +40,8 @@ _SCHEMAS = (
     " -> (Tensor dweight, Tensor dbias, Tensor dz)",
     "row_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int start, int stop, float eps,"
     " bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
-    "row_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start, int stop,"
-    " bool rms) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    "row_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start,"
+    " int stop, bool rms, bool want_affine) -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 
 for _schema in _SCHEMAS:
@@ -58,8 +62,11 @@ def _dz(x: Tensor, wanted: bool) -> Tensor:
     return torch.empty_like(x) if wanted else _none(x)
 
 
-def _fake(name: str):  # type: ignore[no-untyped-def]  # torch's decorator is untyped
-    return torch.library.register_fake(f"leannorm::{name}", lib=LIBRARY)
+Fake = TypeVar("Fake", bound=Callable[..., object])
+
+
+def _fake(name: str) -> Callable[[Fake], Fake]:
+    return cast(Callable[[Fake], Fake], torch.library.register_fake(f"leannorm::{name}", lib=LIBRARY))
 
 
 @_fake("channel_moments")
@@ -184,6 +191,7 @@ def _(
 @_fake("row_backward")
 def _(
     dy: Tensor,
+    dtotal: Tensor | None,
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
@@ -191,6 +199,9 @@ def _(
     start: int,
     stop: int,
     rms: bool,
+    want_affine: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dweight, dbias = (x.new_empty(x.shape[start:stop], dtype=compute_dtype(x)) for _ in range(2))
-    return torch.empty_like(x), dweight, dbias
+    def affine(wanted: bool) -> Tensor:
+        return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
+
+    return torch.empty_like(x), affine(want_affine), affine(want_affine and not rms)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
-from leannorm._errors import BackendUnavailable, InputError
+from leannorm._errors import BackendUnavailableError, InputError
 from leannorm.ops.backends import BACKENDS
+from leannorm.ops.modes import transformed as transformed
 
 AUTO = "auto"
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
@@ -46,7 +46,7 @@ def pick(*tensors: Tensor | None) -> ModuleType:
         backend = _named(_chosen)
         reasons = backend.why_not(*tensors)
         if reasons:
-            raise BackendUnavailable(_chosen, reasons)
+            raise BackendUnavailableError(_chosen, reasons)
         return backend
     for backend in BACKENDS.values():
         if not backend.why_not(*tensors):
@@ -57,14 +57,3 @@ def pick(*tensors: Tensor | None) -> ModuleType:
 def explain(*tensors: Tensor | None) -> dict[str, list[str]]:
     """For every backend, in order of preference, the reasons why it cannot serve (none: it can)."""
     return {name: backend.why_not(*tensors) for name, backend in BACKENDS.items()}
-
-
-def transformed(*tensors: Tensor | None) -> bool:
-    """Is a functorch transform or forward-mode AD at work? Then only plain torch operations will do."""
-    if torch.compiler.is_compiling():
-        return False
-    from torch.autograd import forward_ad
-
-    return forward_ad._current_level >= 0 or any(
-        t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors
-    )

@@ -7,17 +7,16 @@ and tensors beside it are brought into its layout.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.ops import schema  # noqa: F401  (the schemas come before the kernels)
-from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel, or have none yet)
+from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
     merge,
-    row_backward,
-    row_forward,
     rstd_of,
 )
 from leannorm.ops.plan import channel_plan
@@ -55,8 +54,8 @@ def why_not(*tensors: Tensor | None) -> list[str]:
             reasons.append(f"the kernels run on the CPU, a tensor is on {t.device}")
         if t.dtype not in _DTYPES:
             reasons.append(f"the kernels take float32, float64, bfloat16 and float16, a tensor is {t.dtype}")
-        if t.layout != torch.strided:
-            reasons.append(f"the kernels take strided tensors, one is {t.layout}")
+        if t.is_sparse or t.is_mkldnn:
+            reasons.append("the kernels take strided tensors, one is not")
     return list(dict.fromkeys(reasons))
 
 
@@ -68,6 +67,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
 
+@overload
+def _like(x: Tensor, other: Tensor) -> Tensor: ...
+@overload
+def _like(x: Tensor, other: None) -> None: ...
 def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
@@ -145,8 +148,9 @@ def channel_input_grad(
     q: Tensor | None = None,
     act: str = "identity",
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted."""
+    """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted; `into` is left alone."""
     x = _dense(x)
     dy = _like(x, dy)
     dx, dz = _ops.channel_input_grad(
@@ -202,11 +206,12 @@ def channel_backward(
     act: str = "identity",
     groups: int = 0,
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
     x = _dense(x)
     dy = _like(x, dy)
-    dx, dweight, dbias, dz = _ops.channel_backward(
+    arguments: tuple[Any, ...] = (
         dy,
         x,
         mean.contiguous(),
@@ -219,4 +224,40 @@ def channel_backward(
         groups,
         want_dz and act != "identity",
     )
+    if into is x:
+        dweight, dbias, dz = _ops.channel_backward_(*arguments)
+        return x, dweight, dbias, _given(dy, dz, act, want_dz)
+    dx, dweight, dbias, dz = _ops.channel_backward(*arguments)
     return dx, dweight, dbias, _given(dy, dz, act, want_dz)
+
+
+def row_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    start: int,
+    stop: int,
+    eps: float,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, x + residual (x itself where there is none), mean, rstd; the kernel takes any layout."""
+    y, total, mean, rstd = _ops.row_forward(x, residual, weight, bias, start, stop, eps, rms)
+    return y, x if residual is None else total, mean, rstd
+
+
+def row_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    start: int,
+    stop: int,
+    rms: bool = False,
+    want_affine: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
+    dx, dweight, dbias = _ops.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
+    return dx, dweight if want_affine else None, dbias if want_affine and not rms else None

@@ -6,8 +6,10 @@ statistics of every (outer, inner) (layer, RMS norm). Both are five verbs:
 
     moments -> merge -> normalize -> gradient sums -> input gradient
 
-Everything here is differentiable torch, so autograd can differentiate it again; the other backends
-compute the same numbers faster. Half precision is computed in float32 and cast once, at the end.
+Everything here is differentiable torch, so autograd can differentiate it again; where nobody
+differentiates, the channel family works through the batch in slices that stay in cache, so that no
+temporary is as large as the input. The other backends compute the same numbers faster. Half precision is
+computed in float32 and cast once, at the end. The row family stands in `reference_rows.py`.
 """
 
 from __future__ import annotations
@@ -17,28 +19,38 @@ from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.plan import channel_plan, row_plan, statistics_shape
+from leannorm.ops.backends.reference_rows import row_backward as row_backward
+from leannorm.ops.backends.reference_rows import row_forward as row_forward
+from leannorm.ops.backends.reference_rows import row_moments as row_moments
+from leannorm.ops.modes import differentiable
+from leannorm.ops.plan import channel_plan, statistics_shape
+from leannorm.ops.precision import compute_dtype as compute_dtype
+from leannorm.ops.precision import statistics_dtype as statistics_dtype
+from leannorm.ops.precision import sum_of_squares
+
+_SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Element arithmetic: float64 for float64 input, float32 for everything else."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
+def _slices(x: Tensor, *others: Tensor | None) -> list[slice]:
+    """Ranges of samples that stay in cache together; one range where somebody differentiates."""
+    if x.numel() <= _SLICE or differentiable(x, *others):
+        return [slice(None)]
+    samples = max(1, _SLICE * x.shape[0] // x.numel())
+    return [slice(i, i + samples) for i in range(0, x.shape[0], samples)]
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Per-channel statistics: float64 (they are few), float32 on devices that have no float64."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
+def _rows(v: Tensor | None, part: slice) -> Tensor | None:
+    return None if v is None else v[part]
 
 
-# ---------------------------------------------------------------- channel family: (N, C, *)
+def _at(part: slice, statistics: Tensor) -> Tensor:
+    """The statistics of these samples: their own rows of (N, G), all of (C,)."""
+    return statistics[part] if statistics.dim() == 2 else statistics
 
 
 def _per_channel(v: Tensor, x: Tensor) -> Tensor:
-    """Statistics (C,) or (N, G), spread so that they broadcast against (N, C, *)."""
-    if v.dim() == 2:
-        v = v.repeat_interleave(x.shape[1] // max(v.shape[1], 1), dim=1)
-    else:
-        v = v.unsqueeze(0)
+    """(C,) or (N, G) values, spread so that they broadcast against x (N, C, *)."""
+    v = v.repeat_interleave(x.shape[1] // max(v.shape[1], 1), dim=1) if v.dim() == 2 else v[None]
     return v.reshape(*v.shape, *(1,) * (x.dim() - 2))
 
 
@@ -48,37 +60,40 @@ def channel_moments(x: Tensor, groups: int = 0) -> Moments:
     Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
     would be zero in exact arithmetic, mends the rounding of the first.
     """
-    plan = channel_plan(x.shape, groups)
-    count, shape, dtype = plan.outer * plan.inner, statistics_shape(x.shape, groups), statistics_dtype(x)
-    folded = x.reshape(plan).to(compute_dtype(x))
-    mean = folded.sum((0, 2), keepdim=True) / max(count, 1)
-    deviation = folded - mean
-    rest = deviation.sum((0, 2)).to(dtype) / max(count, 1)
-    m2 = _sum_of_squares(deviation, (0, 2), dtype).flatten() - rest * rest * count
-    return Moments((mean.flatten().to(dtype) + rest).reshape(shape), m2.clamp_min(0).reshape(shape), count)
+    plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
+    count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
+    parts = [slice(None)] if groups else _slices(x)
 
+    def folded(part: slice) -> Tensor:
+        return x[part].to(compute_dtype(x)).reshape(channel_plan(x[part].shape, groups))
 
-def _sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Sum of squares over `dims` (kept as 1), scaled by the largest so that 1e30 squared is no infinity."""
-    if deviation.numel() == 0:
-        return deviation.sum(dims, keepdim=True).to(dtype)
-    scale = deviation.detach().abs().amax(dims, keepdim=True)
-    scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    norm = torch.linalg.vector_norm(deviation / scale, dim=dims, keepdim=True)
-    return norm.to(dtype).square() * scale.to(dtype).square()
+    zero = x.new_zeros((plan.kept,), dtype=dtype)
+    mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
+    rounded = mean.to(compute_dtype(x)).unsqueeze(-1)
+    rest, m2 = zero, zero
+    for part in parts:
+        deviation = folded(part) - rounded
+        rest = rest + deviation.sum((0, 2)).to(dtype)
+        m2 = m2 + sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
+    rest = rest / max(count, 1)
+    m2 = (m2 - rest * rest * count).clamp_min(0)
+    return Moments((rounded.flatten().to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
 
 
 def rstd_of(moments: Moments, eps: float) -> Tensor:
     """1 / sqrt(biased variance + eps); an empty set has variance 0."""
-    count = moments.count
-    divisor = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
-    return torch.rsqrt(moments.m2 / divisor + eps)
+    return torch.rsqrt(moments.m2 / at_least_one(moments.count) + eps)
+
+
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """A count to divide by: the sum over no value is 0, whatever it is divided by."""
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def merge(moments: Moments, dim: int = 0) -> Moments:
     """Merge the sets stacked along `dim` into one (parallel variance, Chan et al.); empty sets do nothing."""
-    mean, m2, count = moments
-    n = torch.as_tensor(count, dtype=mean.dtype, device=mean.device).expand_as(mean)
+    mean, m2 = moments.mean, moments.m2
+    n = torch.as_tensor(moments.count, dtype=mean.dtype, device=mean.device).expand_as(mean)
     total = n.sum(dim)
     merged = (mean * n).sum(dim) / total.clamp_min(1)
     between = (n * (mean - merged.unsqueeze(dim)).square()).sum(dim)
@@ -94,10 +109,12 @@ def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     return centred * _per_channel(rstd.to(dtype), x)
 
 
-def _affine(xhat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if weight is not None:
-        xhat = xhat * _per_channel(weight.to(xhat.dtype), xhat)
-    return xhat if bias is None else xhat + _per_channel(bias.to(xhat.dtype), xhat)
+def _before_activation(
+    xhat: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    z = xhat if weight is None else xhat * _per_channel(weight.to(xhat.dtype), xhat)
+    z = z if bias is None else z + _per_channel(bias.to(z.dtype), z)
+    return z if residual is None else z + residual.to(z.dtype)
 
 
 def channel_normalize(
@@ -110,10 +127,19 @@ def channel_normalize(
     act: str = "identity",
 ) -> Tensor:
     """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
-    z = _affine(_xhat(x, mean, rstd), weight, bias)
-    if residual is not None:
-        z = z + residual.to(z.dtype)
-    return ACTIVATIONS[act].forward(z).to(x.dtype)
+
+    def normalize(part: slice) -> Tensor:
+        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+        z = _before_activation(xhat, weight, bias, _rows(residual, part))
+        return ACTIVATIONS[act].forward(z).to(x.dtype)
+
+    parts = _slices(x, mean, weight, bias, residual)
+    if len(parts) == 1:
+        return normalize(parts[0])
+    y = torch.empty_like(x)
+    for part in parts:
+        y[part] = normalize(part)
+    return y
 
 
 def _activation_grad(
@@ -131,10 +157,7 @@ def _activation_grad(
         return dz
     if out is not None and activation.grad_from_output is not None:
         return dz * activation.grad_from_output(out.to(xhat.dtype))
-    z = _affine(xhat, weight, bias)
-    if residual is not None:
-        z = z + residual.to(z.dtype)
-    return dz * activation.grad(z)
+    return dz * activation.grad(_before_activation(xhat, weight, bias, residual))
 
 
 def channel_grad_sums(
@@ -149,12 +172,23 @@ def channel_grad_sums(
     act: str = "identity",
 ) -> tuple[Tensor, Tensor]:
     """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, (N, C) where per sample."""
-    xhat, dtype = _xhat(x, mean, rstd), statistics_dtype(x)
-    dz = _activation_grad(dy, xhat, weight, bias, residual, out, act)
-    dims = [d for d in range(x.dim()) if d != 1 and not (d == 0 and mean.dim() == 2)]
-    if not dims:  # (N, C) input with per-sample statistics: nothing to add up
-        return dz.to(dtype), (dz * xhat).to(dtype)
-    return dz.sum(dims).to(dtype), (dz * xhat).sum(dims).to(dtype)
+    dtype, per_sample = statistics_dtype(x), mean.dim() == 2
+    sums = []
+    for part in _slices(x, dy, mean, weight):
+        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+        dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+        folded = torch.stack((dz, dz * xhat)).reshape(2, *channel_plan(dz.shape))
+        sums.append(folded.sum(3 if per_sample else (1, 3)).to(dtype))
+    total = torch.cat(sums, dim=1) if per_sample else torch.stack(sums).sum(0)
+    return total[0], total[1]
+
+
+def _laid_out_as(x: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in x's memory layout where that is channels_last: what is computed of both keeps it."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    if layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
+        return gradient
+    return gradient.contiguous(memory_format=layout)
 
 
 def channel_input_grad(
@@ -170,30 +204,44 @@ def channel_input_grad(
     q: Tensor | None = None,
     act: str = "identity",
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
 
     p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
-    None where the statistics are constants (evaluation).
+    None where the statistics are constants (evaluation). `into`, for example x, may be overwritten with dx.
     """
-    xhat = _xhat(x, mean, rstd)
-    dz = _activation_grad(dy, xhat, weight, bias, residual, out, act)
-    inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), x)
-    if p is not None and q is not None:
-        inner = inner - _per_channel(p.to(dz.dtype), x) - xhat * _per_channel(q.to(dz.dtype), x)
-    dx = (inner * _per_channel(rstd.to(dz.dtype), x)).to(x.dtype)
-    return dx, dz.to(x.dtype) if want_dz else None
+
+    def grad(part: slice) -> tuple[Tensor, Tensor]:
+        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+        dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+        inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), dz)
+        if p is not None and q is not None:
+            inner = inner - _per_channel(_at(part, p).to(dz.dtype), dz)
+            inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
+        return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
+
+    dy, parts = _laid_out_as(x, dy), _slices(x, dy, mean, weight)
+    if len(parts) == 1 and into is None:
+        dx, dz = grad(parts[0])
+        return dx, dz if want_dz else None
+    dx = torch.empty_like(x) if into is None else into
+    all_dz = torch.empty_like(x) if want_dz else None
+    for part in parts:
+        dx[part], dz = grad(part)
+        if all_dz is not None:
+            all_dz[part] = dz
+    return dx, all_dz
 
 
 def channel_means(
     sum_dz: Tensor, sum_dz_xhat: Tensor, weight: Tensor | None, groups: int, count: int | Tensor
 ) -> tuple[Tensor, Tensor]:
     """p and q of `channel_input_grad`: the gradient sums, weighted, added up in groups, over the count."""
-    divisor = count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
     def mean(s: Tensor) -> Tensor:
         s = s if weight is None else s * weight.to(s.dtype)
-        return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / divisor
+        return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / at_least_one(count)
 
     return mean(sum_dz), mean(sum_dz_xhat)
 
@@ -210,12 +258,8 @@ def channel_forward(
     """moments and normalize as one call: y, mean, m2, rstd."""
     moments = channel_moments(x, groups)
     rstd = rstd_of(moments, eps)
-    return (
-        channel_normalize(x, moments.mean, rstd, weight, bias, residual, act),
-        moments.mean,
-        moments.m2,
-        rstd,
-    )
+    y = channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
+    return y, moments.mean, moments.m2, rstd
 
 
 def channel_backward(
@@ -230,125 +274,15 @@ def channel_backward(
     act: str = "identity",
     groups: int = 0,
     want_dz: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """gradient sums and input gradient as one call: dx, dweight, dbias (statistics dtype, (C,)), dz."""
     plan = channel_plan(x.shape, groups)
     sums = channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
     p, q = channel_means(*sums, weight, groups, plan.outer * plan.inner)
-    dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz)
+    dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into)
     dbias, dweight = sums if groups == 0 else (s.sum(0) for s in sums)
     return dx, dweight, dbias, dz
-
-
-# ---------------------------------------------------------------- row family: axes start..stop-1
-
-
-def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
-    """weight or bias of the normalized shape, spread so that it broadcasts against x."""
-    return v.reshape(*x.shape[start:stop], *(1,) * (x.dim() - stop))
-
-
-def row_moments(x: Tensor, start: int, stop: int, eps: float, rms: bool = False) -> tuple[Tensor, Tensor]:
-    """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
-    dims, dtype = tuple(range(start, stop)), compute_dtype(x)
-    x = x.to(dtype)
-    count = max(row_plan(x.shape, start, stop).kept, 1)
-    if rms:
-        square = _sum_of_squares(x, dims, statistics_dtype(x)) / count
-        return torch.zeros_like(square, dtype=dtype), torch.rsqrt(square + eps).to(dtype)
-    mean = x.sum(dims, keepdim=True) / count
-    deviation = x - mean
-    rest = deviation.sum(dims, keepdim=True) / count
-    square = _sum_of_squares(deviation, dims, statistics_dtype(x)) / count - rest.square()
-    return mean + rest, torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
-
-
-def row_normalize(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """(x - mean) * rstd * weight + bias, in x's dtype."""
-    y = (x.to(mean.dtype) - mean) * rstd
-    y = y if weight is None else y * _along_row(weight.to(y.dtype), x, start, stop)
-    y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
-    return y.to(x.dtype)
-
-
-def row_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, x + residual (x itself where there is none), mean, rstd."""
-    total = x if residual is None else x + residual.to(x.dtype)
-    mean, rstd = row_moments(total, start, stop, eps, rms)
-    return row_normalize(total, mean, rstd, weight, bias, start, stop), total, mean, rstd
-
-
-def row_grad_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """dweight = sum over rows of dy * (x - mean) * rstd; dbias = sum of dy."""
-    dy = dy.to(mean.dtype)
-    dims = [d for d in range(x.dim()) if not start <= d < stop]
-    shape = x.shape[start:stop]
-    dgamma, dbeta = dy * ((x.to(mean.dtype) - mean) * rstd), dy
-    if dims:
-        dgamma, dbeta = dgamma.sum(dims), dbeta.sum(dims)
-    return dgamma.reshape(shape), dbeta.reshape(shape)
-
-
-def row_input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-) -> Tensor:
-    """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c.
-
-    With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
-    a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
-    Written here for xhat = (x - mean)*rstd in place of x, which is the same formula without the
-    cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
-    """
-    dims = tuple(range(start, stop))
-    count = max(row_plan(x.shape, start, stop).kept, 1)
-    g = dy.to(mean.dtype)
-    g = g if weight is None else g * _along_row(weight.to(g.dtype), x, start, stop)
-    xhat = (x.to(mean.dtype) - mean) * rstd
-    inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
-    if not rms:
-        inner = inner - g.sum(dims, keepdim=True) / count
-    return (rstd * inner).to(x.dtype)
-
-
-def row_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dweight, dbias (both of the normalized shape, compute dtype)."""
-    dweight, dbias = row_grad_sums(dy, x, mean, rstd, start, stop)
-    return row_input_grad(dy, x, mean, rstd, weight, start, stop, rms), dweight, dbias
 
 
 def why_not(*tensors: Tensor | None) -> list[str]:

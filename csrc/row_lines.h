@@ -1,0 +1,166 @@
+// Rows that are lines of memory.
+#pragma once
+
+#include "row_sums.h"
+
+namespace leannorm::LEANNORM_ISA::rows {
+
+struct LineMoments { double mean, rstd; };
+
+template <class T> inline LineMoments wide_line_moments(const T* x, int64_t n, double eps, bool rms) {
+  using V = VectorOf<T>;
+  constexpr int W = lanes<V>;
+  double mean = 0;
+  if (!rms) {
+    Wide<V> sum{};
+    each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
+      sum = sum + widen(load<decltype(extent)>(x + i, count));
+    });
+    mean = total(sum) / n;
+  }
+  const Wide<V> centre = splat_wide<V>(mean);
+  const V rest = splat<V>(mean);  // lanes past the end: all but nothing, taken away below
+  Wide<V> square{};
+  int64_t past = 0;
+  each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
+    const Wide<V> d = widen(load<decltype(extent)>(x + i, count, rest)) - centre;
+    square = square + d * d;
+    past += W - count;
+  });
+  const double off = static_cast<double>(static_cast<ScalarOf<T>>(mean)) - mean;
+  return {mean, rstd_of(total(square) - past * off * off, 0, n, eps)};
+}
+
+template <class T> inline LineMoments line_moments(const T* x, int64_t n, double eps, bool rms) {
+  using V = VectorOf<T>;
+  double mean = 0;
+  if (!rms) {
+    const auto value = [&](auto extent, int64_t i, int64_t count) {
+      return Pair<V>{load<decltype(extent)>(x + i, count), V{}};
+    };
+    mean = static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
+  }
+  const V centre = splat<V>(mean);
+  const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
+    const V d = load<decltype(extent)>(x + i, count, centre) - centre;
+    return Pair<V>{d, d * d};
+  });
+  if (sizeof(ScalarOf<T>) == 4 && !in_range(sums.second)) return wide_line_moments(x, n, eps, rms);
+  // What the deviations add up to, which would be 0 in exact arithmetic, mends the mean's rounding.
+  const double rest = rms ? 0 : sums.first / n;
+  return {mean + rest, rstd_of(sums.second, rest, n, eps)};
+}
+
+template <class T, bool kStream> inline void line_forward_as(const RowForward& a, int64_t begin, int64_t end) {
+  using V = VectorOf<T>;
+  using S = ScalarOf<T>;
+  constexpr int W = lanes<V>;
+  const int64_t n = a.shape.kept;
+  const S *weight = static_cast<const S*>(a.weight), *bias = static_cast<const S*>(a.bias);
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(a.x) + row * n;
+    T* y = static_cast<T*>(a.y) + row * n;
+    if (a.residual != nullptr) {
+      const T* residual = static_cast<const T*>(a.residual) + row * n;
+      T* sum = static_cast<T*>(a.total) + row * n;
+      each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
+        using E = decltype(extent);
+        store<E>(sum + i, load<E>(x + i, count) + load<E>(residual + i, count), count);
+      });
+      x = sum;
+    }
+    const LineMoments moments = line_moments(x, n, a.eps, a.rms);
+    const S mean = moments.mean, rstd = moments.rstd;
+    static_cast<S*>(a.mean)[row] = mean;
+    static_cast<S*>(a.rstd)[row] = rstd;
+    const V m = splat<V>(mean), r = splat<V>(rstd);
+    each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
+      using E = decltype(extent);
+      V v = (load<E>(x + i, count) - m) * r;
+      if (weight != nullptr) v = v * load<E>(weight + i, count);
+      if (bias != nullptr) v = v + load<E>(bias + i, count);
+      put<E, kStream>(y + i, v, count);
+      __builtin_prefetch(x + n + i);
+    });
+  }
+}
+
+template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
+  if (a.stream) line_forward_as<T, true>(a, begin, end);
+  else line_forward_as<T, false>(a, begin, end);
+}
+
+// What one row's gradient needs: dx = rstd * (dy * weight - first - xhat * second) + dtotal.
+template <class V> struct LineGrad { V mean, rstd, first, second; };
+
+template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, int64_t row) {
+  using V = VectorOf<T>;
+  using S = ScalarOf<T>;
+  const int64_t n = a.shape.kept;
+  const T *x = static_cast<const T*>(a.x) + row * n, *dy = static_cast<const T*>(a.dy) + row * n;
+  const S* weight = static_cast<const S*>(a.weight);
+  const S mean = static_cast<const S*>(a.mean)[row], rstd = static_cast<const S*>(a.rstd)[row];
+  const V m = splat<V>(mean), r = splat<V>(rstd);
+  const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
+    using E = decltype(extent);
+    V h = load<E>(dy + i, count);
+    if (weight != nullptr) h = h * load<E>(weight + i, count);
+    return Pair<V>{h, h * ((load<E>(x + i, count, m) - m) * r)};
+  });
+  return {m, r, splat<V>(a.rms ? 0 : sums.first / n), splat<V>(sums.second / n)};
+}
+
+// kRows rows at once, so that the parameters' gradients are loaded and stored once for all of them.
+template <class T, int kRows, bool kParameters, bool kStream>
+inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight, void* dbias) {
+  using V = VectorOf<T>;
+  using S = ScalarOf<T>;
+  const int64_t n = a.shape.kept, at = row * n;
+  const T *x = static_cast<const T*>(a.x) + at, *dy = static_cast<const T*>(a.dy) + at;
+  const T* dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + at;
+  T* dx = static_cast<T*>(a.dx) + at;
+  const S* weight = static_cast<const S*>(a.weight);
+  S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
+  LineGrad<V> grad[kRows];
+  for (int k = 0; k < kRows; ++k) grad[k] = line_grad<T>(a, row + k);
+  each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
+    using E = decltype(extent);
+    const V w = weight == nullptr ? splat<V>(1) : load<E>(weight + i, count);
+    V sum_dw{}, sum_db{};
+#pragma GCC unroll 4
+    for (int k = 0; k < kRows; ++k) {
+      const LineGrad<V>& g = grad[k];
+      const int64_t j = k * n + i;
+      const V d = load<E>(dy + j, count), xhat = (load<E>(x + j, count) - g.mean) * g.rstd;
+      V v = g.rstd * (d * w - g.first - xhat * g.second);
+      if (dtotal != nullptr) v = v + load<E>(dtotal + j, count);
+      put<E, kStream>(dx + j, v, count);
+      __builtin_prefetch(x + kRows * n + j);
+      __builtin_prefetch(dy + kRows * n + j);
+      if constexpr (kParameters) {
+        sum_dw = sum_dw + d * xhat;
+        sum_db = sum_db + d;
+      }
+    }
+    if constexpr (kParameters) {
+      store<E>(dw + i, load<E>(dw + i, count) + sum_dw, count);
+      if (db != nullptr) store<E>(db + i, load<E>(db + i, count) + sum_db, count);
+    }
+  });
+}
+
+template <class T, bool kParameters, bool kStream>
+inline void line_backward_as(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
+  int64_t row = begin;
+  for (; row + 4 <= end; row += 4) line_backward_rows<T, 4, kParameters, kStream>(a, row, dweight, dbias);
+  for (; row < end; ++row) line_backward_rows<T, 1, kParameters, kStream>(a, row, dweight, dbias);
+}
+
+template <class T>
+void line_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
+  if (dweight == nullptr) return line_backward_as<T, false, false>(a, begin, end, dweight, dbias);
+  if (a.stream) return line_backward_as<T, true, true>(a, begin, end, dweight, dbias);
+  line_backward_as<T, true, false>(a, begin, end, dweight, dbias);
+}
+
+}  // namespace leannorm::LEANNORM_ISA::rows

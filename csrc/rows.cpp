@@ -1,0 +1,220 @@
+// row_forward and row_backward: how the tensors lie, how the work is shared out, what the caller gets.
+#include "rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "tensors.h"
+
+namespace leannorm {
+namespace {
+
+constexpr int64_t kGrain = 32768;           // elements that are worth a thread
+const int64_t kStreamed = std::getenv("LNS") ? std::atol(std::getenv("LNS")) : 8 << 20;
+constexpr int64_t kPanelBytes = 256 << 10;  // of the input: what the second cache holds with its output
+
+int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
+  int64_t p = 1;
+  for (int64_t d = begin; d < end; ++d) p *= sizes[d];
+  return p;
+}
+
+// Does x lie densely, the axes start..stop-1 next to each other and in order, the others in order too?
+// Then it is (outer, kept, inner) in memory, and so are its statistics.
+std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop) {
+  const auto size = x.sizes(), stride = x.strides();
+  std::vector<int64_t> axes;
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (size[d] != 1) axes.push_back(d);
+  std::stable_sort(axes.begin(), axes.end(), [&](int64_t a, int64_t b) { return stride[a] > stride[b]; });
+  const auto kept = [&](int64_t d) { return start <= d && d < stop; };
+  RowShape shape{1, 1, 1, 1, 1};
+  int64_t expected = x.numel(), last_kept = -1, last_other = -1;
+  bool past = false;  // behind the normalized axes
+  for (const int64_t d : axes) {
+    expected /= size[d];
+    int64_t& last = kept(d) ? last_kept : last_other;
+    if (stride[d] != expected || d < last || (kept(d) && past)) return std::nullopt;
+    last = d;
+    past = past || (!kept(d) && last_kept >= 0);
+    (kept(d) ? shape.kept : past ? shape.inner : shape.outer) *= size[d];
+  }
+  return shape;
+}
+
+// x as it is where it lies as `dense_shape` wants it, else a contiguous copy.
+int64_t units_of(const RowShape& s) { return s.outer * s.panels; }
+
+struct Rows {
+  Tensor x;
+  RowShape shape;
+  bool copied;
+
+  Rows(const Tensor& given, int64_t start, int64_t stop, int tensors) : x(given), copied(false) {
+    auto found = dense_shape(given, start, stop);
+    if (!found) {
+      x = torch::stable::contiguous(given);
+      copied = true;
+      const auto size = given.sizes();
+      found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1, 1};
+    }
+    shape = *found;
+    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size()) * tensors;
+    int64_t most = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(column, 1), vector, 1024);
+    most = most / vector * vector;
+    if (shape.inner == 1) return;
+    const int64_t panels = (shape.inner + most - 1) / most;
+    shape.panel = ((shape.inner + panels - 1) / panels + vector - 1) / vector * vector;
+    shape.panels = (shape.inner + shape.panel - 1) / shape.panel;
+  }
+
+  // Is the output so large that the caches would not keep it, and every line of it aligned?
+  bool stream(const Tensor& out) const {
+    const int64_t size = static_cast<int64_t>(x.element_size()), line = shape.inner == 1 ? shape.kept : shape.inner;
+    return x.numel() * size >= kStreamed && line * size % 64 == 0 &&
+           reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
+  }
+
+  Tensor like() const { return torch::stable::empty_like(x); }
+
+  // `other`, of x's shape, in x's dtype and layout.
+  Tensor match(const Tensor& other) const {
+    const auto a = x.strides(), b = other.strides();
+    const auto size = x.sizes();
+    bool same = other.scalar_type() == x.scalar_type();
+    for (size_t d = 0; d < size.size(); ++d) same = same && (a[d] == b[d] || size[d] == 1);
+    if (same) return other;
+    Tensor matched = like();
+    torch::stable::copy_(matched, other);
+    return matched;
+  }
+
+  Optional match(const Optional& other) const {
+    if (!other) return std::nullopt;
+    return match(*other);
+  }
+
+  // A result of the layout of `x`, in the layout that a tensor like `given` has.
+  Tensor unmatch(Tensor result, const Tensor& given) const {
+    if (!copied) return result;
+    Tensor out = torch::stable::empty_like(given);
+    torch::stable::copy_(out, result);
+    return out;
+  }
+};
+
+// A parameter or statistic, contiguous and of the given type.
+Tensor plain(const Tensor& v, ScalarType type) {
+  if (v.scalar_type() == type && v.is_contiguous()) return v;
+  const auto size = v.sizes();
+  Tensor copy = new_tensor(v, {size.begin(), size.end()}, type);
+  torch::stable::copy_(copy, v);
+  return copy;
+}
+Optional plain(const Optional& v, ScalarType type) {
+  if (!v) return std::nullopt;
+  return plain(*v, type);
+}
+
+int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
+
+std::vector<int64_t> statistics_size(const Tensor& x, int64_t start, int64_t stop) {
+  const auto size = x.sizes();
+  std::vector<int64_t> kept(size.begin(), size.end());
+  std::fill(kept.begin() + start, kept.begin() + stop, 1);
+  return kept;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, const Optional& residual,
+                                                       const Optional& weight, const Optional& bias,
+                                                       int64_t start, int64_t stop, double eps, bool rms) {
+  const ScalarType type = compute_type(given);
+  Tensor mean = new_tensor(given, statistics_size(given, start, stop), type);
+  Tensor rstd = torch::stable::empty_like(mean);
+  if (given.numel() == 0) {
+    torch::stable::fill_(mean, 0);
+    torch::stable::fill_(rstd, 1 / std::sqrt(eps));
+    Tensor total = residual ? torch::stable::empty_like(given) : no_tensor(given);
+    return {torch::stable::empty_like(given), total, mean, rstd};
+  }
+  const Rows rows(given, start, stop, 1);
+  const Tensor y = rows.like(), total = residual ? rows.like() : no_tensor(given);
+  const Optional added = rows.match(residual);
+  const Optional w = plain(weight, type), b = plain(bias, type);
+  const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
+                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
+                        rows.stream(y)};
+  const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
+  const int64_t units = units_of(rows.shape);
+  torch::stable::parallel_for(0, units, grain(given.numel() / units),
+                              [&](int64_t begin, int64_t end) { forward(args, begin, end); });
+  return {rows.unmatch(y, given), residual ? rows.unmatch(total, given) : total, mean, rstd};
+}
+
+// Units are summed in chunks, whose number depends on the shape alone, so that the sums do not depend on
+// the number of threads: no more than 256 rows to a chunk, no fewer than 16 where rows are short.
+int64_t chunk_length(const RowShape& s) {
+  const int64_t units = units_of(s);
+  if (s.inner > 1) return (units + 63) / 64;
+  const int64_t fewest = s.kept < 16384 ? 16 : std::min<int64_t>(16, (units + 3) / 4);
+  return std::clamp<int64_t>((units + 63) / 64, fewest, 256);
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Optional& given_dtotal,
+                                                const Tensor& given, const Tensor& given_mean,
+                                                const Tensor& given_rstd, const Optional& weight,
+                                                int64_t start, int64_t stop, bool rms, bool want_affine) {
+  const ScalarType type = compute_type(given);
+  const auto size = given.sizes();
+  const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop);
+  const auto parameter = [&](bool wanted) { return new_tensor(given, wanted ? normalized : std::vector<int64_t>{0}, type); };
+  Tensor dweight = parameter(want_affine), dbias = parameter(want_affine && !rms);
+  if (given.numel() == 0) {
+    torch::stable::zero_(dweight);
+    torch::stable::zero_(dbias);
+    return {torch::stable::empty_like(given), dweight, dbias};
+  }
+  const Rows rows(given, start, stop, 2);
+  const RowShape& shape = rows.shape;
+  const Tensor dx = rows.like(), dy = rows.match(given_dy);
+  const Optional dtotal = rows.match(given_dtotal);
+  const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
+  const Optional w = plain(weight, type);
+  const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
+                         data(mean), data(rstd), data(w),      mutable_data(dx), rms, rows.stream(dx)};
+  const RowKernels& kernels = LEANNORM_PICK(row_kernels);
+  const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
+
+  const int64_t units = units_of(shape), length = chunk_length(shape), chunks = (units + length - 1) / length;
+  const int64_t vectors = !want_affine ? 0 : rms ? 1 : 2;
+  const Tensor shares = new_tensor(given, {chunks, vectors, shape.kept}, type);
+  const int64_t bytes = shape.kept * static_cast<int64_t>(shares.element_size());
+  char* const share = mutable_data(shares);
+  torch::stable::parallel_for(0, chunks, grain(given.numel() / chunks), [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      char* const at = share + chunk * vectors * bytes;
+      std::fill_n(at, vectors * bytes, 0);
+      backward(args, chunk * length, std::min(units, (chunk + 1) * length), vectors > 0 ? at : nullptr,
+               vectors > 1 ? at + bytes : nullptr);
+    }
+  });
+  const auto sum = kernels.sum[type == ScalarType::Double];
+  torch::stable::parallel_for(0, vectors > 0 ? shape.kept : 0, grain(chunks * vectors), [&](int64_t begin, int64_t end) {
+    sum(share, chunks, vectors * shape.kept, begin, end, mutable_data(dweight));
+    if (vectors > 1) sum(share + bytes, chunks, vectors * shape.kept, begin, end, mutable_data(dbias));
+  });
+  return {rows.unmatch(dx, given), dweight, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(leannorm, CPU, library) {
+  library.impl("row_forward", TORCH_BOX(&row_forward));
+  library.impl("row_backward", TORCH_BOX(&row_backward));
+}
+
+}  // namespace leannorm

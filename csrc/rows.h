@@ -1,0 +1,50 @@
+// The per-row kernels of one instruction set: what the driver (rows.cpp) may call.
+//
+// A tensor is (outer, kept, inner) in memory; every (outer, inner) is a row of `kept` values. With
+// inner = 1 a row is a line of memory; else neighbouring rows lie side by side, and `panel` of them are
+// worked on together, so that every load is of neighbours.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+
+namespace leannorm {
+
+struct RowShape {
+  int64_t outer, kept, inner;
+  int64_t panel, panels;  // rows in a panel, panels to an outer index
+};
+
+// weight, bias, mean, rstd are of the compute type; null where there is none.
+struct RowForward {
+  RowShape shape;
+  const void *x, *residual, *weight, *bias;
+  void *y, *total, *mean, *rstd;
+  double eps;
+  bool rms, stream;  // stream: write past the caches
+};
+
+struct RowBackward {
+  RowShape shape;
+  const void *dy, *dtotal, *x, *mean, *rstd, *weight;
+  void* dx;
+  bool rms, stream;
+};
+
+struct RowKernels {
+  using Forward = void (*)(const RowForward&, int64_t begin, int64_t end);
+  // Adds the units' share to dweight and dbias, compute type, of length kept; null where unwanted.
+  using Backward = void (*)(const RowBackward&, int64_t begin, int64_t end, void* dweight, void* dbias);
+  // to = the sum of `count` vectors, `stride` elements apart, of columns begin..end.
+  using Sum = void (*)(const void* from, int64_t count, int64_t stride, int64_t begin, int64_t end, void* to);
+
+  // [lines, panels][ElementType]
+  Forward forward[2][4];
+  Backward backward[2][4];
+  Sum sum[2];  // float, double
+};
+
+LEANNORM_DECLARE(RowKernels, row_kernels)
+
+}  // namespace leannorm

@@ -1,0 +1,210 @@
+"""One function per rule on inputs; called by functional/ before anything is computed or changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import prod
+
+from torch import Tensor
+
+from leannorm._errors import DtypeError, InputError
+from leannorm.ops.activation import ACTIVATIONS
+
+
+def floating(name: str, tensor: Tensor) -> None:
+    if not tensor.is_floating_point():
+        raise DtypeError(
+            f"{name} must be floating point (float32, float64, bfloat16 or float16), got {tensor.dtype}; "
+            f"convert it first, for example with {name}.float()"
+        )
+
+
+def rank(tensor: Tensor, ranks: Sequence[int]) -> None:
+    if tensor.dim() not in ranks:
+        wanted = " or ".join(f"{r}D" for r in ranks)
+        raise InputError(
+            f"expected {wanted} input (got {tensor.dim()}D input of shape {tuple(tensor.shape)}); "
+            "use the layer of the input's rank, or add or remove an axis"
+        )
+
+
+def at_least_2d(tensor: Tensor) -> None:
+    if tensor.dim() < 2:
+        raise InputError(
+            f"expected at least 2D input (N, C, ...), got shape {tuple(tensor.shape)}; "
+            "add a batch axis with input.unsqueeze(0)"
+        )
+
+
+def channels(name: str, vector: Tensor | None, input: Tensor) -> None:
+    if vector is not None and tuple(vector.shape) != (input.shape[1],):
+        raise InputError(
+            f"{name} must have one entry per channel, shape ({input.shape[1]},) for input "
+            f"{tuple(input.shape)}, got {tuple(vector.shape)}; "
+            "make num_features equal to the input's axis 1"
+        )
+
+
+def same_device(name: str, tensor: Tensor | None, input: Tensor) -> None:
+    if tensor is not None and tensor.device != input.device:
+        raise InputError(
+            f"{name} must be on the input's device {input.device}, got {tensor.device}; "
+            "move the layer or the input with .to(device)"
+        )
+
+
+def positive_eps(eps: float) -> None:
+    if not eps > 0:
+        raise InputError(f"eps must be positive, got {eps}; the default is 1e-5")
+
+
+def momentum(value: float | Tensor | None) -> None:
+    if isinstance(value, (int, float)) and not 0 <= value <= 1:
+        raise InputError(
+            f"momentum must be in [0, 1] or None (cumulative average), got {value}; "
+            "it weighs the new value: frameworks that weigh the old one write 1 - momentum"
+        )
+
+
+def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) -> None:
+    if (mean is None) != (var is None):
+        raise InputError("running_mean and running_var must both be given or both be None; one is None")
+    if mean is None and not training:
+        raise InputError(
+            "evaluation needs running_mean and running_var, got None; "
+            "pass them, or training=True to use the batch's own statistics"
+        )
+
+
+def more_than_one_value(input: Tensor, count: int) -> None:
+    if count == 1:
+        raise InputError(
+            f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)}; "
+            "use a larger batch (drop_last=True drops a last batch of one), or evaluation mode"
+        )
+
+
+def activation(act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise InputError(f"act must be one of {', '.join(ACTIVATIONS)}; got {act!r}")
+
+
+def same_shape(name: str, tensor: Tensor | None, input: Tensor) -> None:
+    if tensor is not None and tensor.shape != input.shape:
+        raise InputError(
+            f"{name} must have the input's shape {tuple(input.shape)}, got {tuple(tensor.shape)}; "
+            f"broadcast it first, for example with {name}.expand_as(input)"
+        )
+
+
+def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def parameters(input: Tensor, **tensors: Tensor | None) -> None:
+    """Every one given is floating point, on the input's device, with one entry per channel."""
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            floating(name, tensor)
+            same_device(name, tensor, input)
+            channels(name, tensor, input)
+
+
+def one_per_output_channel(name: str, vector: Tensor | None, conv_weight: Tensor) -> None:
+    if vector is None:
+        return
+    floating(name, vector)
+    same_device(name, vector, conv_weight)
+    if tuple(vector.shape) != (conv_weight.shape[0],):
+        raise InputError(
+            f"{name} must have one entry per output channel, shape ({conv_weight.shape[0]},), got "
+            f"{tuple(vector.shape)}; make the norm's num_features equal to the convolution's out_channels"
+        )
+
+
+def non_negative_eps(eps: float) -> None:
+    if not eps >= 0:
+        raise InputError(f"eps must not be negative, got {eps}; the usual value is 1e-5")
+
+
+def single_axis(normalized_shape: Sequence[int], dim: int | None) -> None:
+    if dim is not None and len(normalized_shape) != 1:
+        raise InputError(
+            f"dim normalizes a single axis, got normalized_shape={tuple(normalized_shape)}; "
+            "leave dim out for several"
+        )
+
+
+def normalized_axes(input: Tensor, normalized_shape: Sequence[int], dim: int | None) -> tuple[int, int]:
+    """First and one past the last normalized axis, where `normalized_shape` fits the input there."""
+    wanted, rank = tuple(normalized_shape), input.dim()
+    if not wanted:
+        raise InputError("normalized_shape must name at least one axis, got (); pass the size of the last")
+    single_axis(wanted, dim)
+    if dim is None:
+        start, place = rank - len(wanted), f"the last {len(wanted)} sizes"
+    else:
+        start, place = dim + rank if dim < 0 else dim, f"the size of axis {dim}"
+    stop = start + len(wanted)
+    if start < 0 or stop > rank or tuple(input.shape[start:stop]) != wanted:
+        raise InputError(
+            f"normalized_shape {wanted} must equal {place} of the input, got an input of shape "
+            f"{tuple(input.shape)}; change normalized_shape or move the axes of the input"
+        )
+    return start, stop
+
+
+def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Tensor | None) -> None:
+    """Every one given is floating point, on the input's device, of the normalized shape."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        floating(name, tensor)
+        same_device(name, tensor, input)
+        if tuple(tensor.shape) != tuple(normalized_shape):
+            raise InputError(
+                f"{name} must have the shape normalized_shape = {tuple(normalized_shape)}, "
+                f"got {tuple(tensor.shape)}; reshape it or leave it out"
+            )
+
+
+def divisible_groups(input: Tensor, num_groups: int) -> None:
+    if num_groups < 1 or input.shape[1] % num_groups:
+        raise InputError(
+            f"Expected number of channels in input to be divisible by num_groups, got {input.shape[1]} "
+            f"channels (input {tuple(input.shape)}) and num_groups={num_groups}; choose a divisor"
+        )
+
+
+def more_than_one_spatial_element(input: Tensor) -> None:
+    if prod(input.shape[2:]) == 1:
+        raise InputError(
+            f"Expected more than 1 spatial element when training, got input size {tuple(input.shape)}; "
+            "instance norm of a single value is always 0: use another norm here"
+        )
+
+
+def instance_channels(input: Tensor, dim: int, num_features: int, affine: bool) -> None:
+    """The layer's channels against the input's axis `dim`; without parameters a mismatch only warns."""
+    channels = input.shape[dim]
+    if channels == num_features:
+        return
+    if affine:
+        raise InputError(
+            f"expected input's size at dim={dim} to match num_features ({num_features}), but got: "
+            f"{channels}; make num_features equal to it"
+        )
+    warnings.warn(
+        f"input's size at dim={dim} does not match num_features. You can silence this warning by not "
+        "passing in num_features, which is not used because affine=False",
+        stacklevel=4,
+    )
+
+
+def timeout(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise InputError(
+            f"timeout must be positive seconds, or None for the process group's own, got {seconds}"
+        )

@@ -1,0 +1,1 @@
+"""What each norm keeps for the backward pass, and how its gradient goes back."""

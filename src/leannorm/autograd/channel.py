@@ -1,0 +1,180 @@
+"""Per-channel norms as autograd functions: what is kept for the backward pass, and how it goes back.
+
+Kept, in bytes per input element: the input itself (4 in float32, 2 in half precision) and nothing else of
+its size, with one exception: an activation behind a residual keeps its output (which the next layer
+keeps anyway) where that tells the derivative, else the residual. Statistics are C float64 values each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends import reference
+from leannorm.ops.plan import channel_plan
+from leannorm.ops.select import pick, transformed
+
+
+def twice_differentiable() -> bool:
+    """Is the backward pass itself being recorded? Then it is made of plain torch operations."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Does autograd record this call? Without it a Function only costs time."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
+    """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
+    return [
+        gradient.to(dtype) if need and gradient is not None else None
+        for gradient, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
+    ]
+
+
+def keep_for_backward(
+    ctx: Any,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    act: str,
+    *more: Tensor,
+) -> None:
+    """Save for the backward pass only what the derivative of `act` needs; the bias only behind one."""
+    dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
+    out = None
+    if residual is not None and ACTIVATIONS[act].grad_from_output is not None:
+        residual, out = None, None if act == "identity" else y
+    ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, residual, out, *more)
+    ctx.act = act
+    ctx.dtypes = dtypes
+
+
+class ChannelNorm(torch.autograd.Function):
+    """act(norm(x) * weight + bias + residual) by the input's own statistics; also returns mean and M2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        act: str,
+        groups: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.backend = pick(x, weight, bias, residual)
+        y, mean, m2, rstd = ctx.backend.channel_forward(x, weight, bias, residual, eps, act, groups)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        ctx.eps, ctx.groups = eps, groups
+        ctx.mark_non_differentiable(mean, m2)
+        ctx.set_materialize_grads(False)
+        return y, mean, m2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 7
+        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
+        backend = ctx.backend
+        if twice_differentiable():
+            backend, moments = reference, reference.channel_moments(x, ctx.groups)
+            mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
+        needed = ctx.needs_input_grad[:4]
+        dx, dweight, dbias, dz = backend.channel_backward(
+            dy, x, mean, rstd, weight, bias, residual, out, ctx.act, ctx.groups, needed[3]
+        )
+        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
+
+
+class ChannelAffine(torch.autograd.Function):
+    """act((x - mean) * rstd * weight + bias + residual) by given statistics, which are constants."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        act: str,
+    ) -> Tensor:
+        ctx.backend = pick(x, weight, bias, residual)
+        y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
+        backend = reference if twice_differentiable() else ctx.backend
+        needed = need_x, need_weight, need_bias, need_residual = [
+            ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
+        ]
+        dweight = dbias = dx = dz = None
+        statistics = (x, mean, rstd, weight, bias, residual, out)
+        if need_weight or need_bias:
+            dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
+        if need_x or need_residual:
+            dx, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=need_residual)
+        dx, *others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
+        return (dx, None, None, *others, None)
+
+
+def channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str,
+    groups: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
+    if transformed(x, weight, bias, residual):
+        y, mean, m2, _ = reference.channel_forward(x, weight, bias, residual, eps, act, groups)
+        return y, mean, m2
+    if not recorded(x, weight, bias, residual):
+        y, mean, m2, _ = pick(x, weight, bias, residual).channel_forward(
+            x, weight, bias, residual, eps, act, groups
+        )
+        return y, mean, m2
+    result: tuple[Tensor, Tensor, Tensor] = ChannelNorm.apply(x, weight, bias, residual, eps, act, groups)
+    return result
+
+
+def channel_affine(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+) -> Tensor:
+    """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
+    if transformed(x, mean, rstd, weight, bias, residual):
+        return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+    if not recorded(x, weight, bias, residual):
+        backend = pick(x, weight, bias, residual)
+        return cast(Tensor, backend.channel_normalize(x, mean, rstd, weight, bias, residual, act))
+    y: Tensor = ChannelAffine.apply(x, mean, rstd, weight, bias, residual, act)
+    return y
+
+
+def values_per_channel(x: Tensor) -> int:
+    """How many values stand behind each channel's statistics."""
+    plan = channel_plan(x.shape)
+    return plan.outer * plan.inner

@@ -1,0 +1,235 @@
+"""Convolution and batch norm as one autograd function that keeps only the convolution's input.
+
+Kept, in bytes per element of the convolution's input: its own size; of its output: nothing. The backward
+pass runs the convolution again, turns the rebuilt output into its own gradient in place, and hands it to
+one `convolution_backward`: beside the incoming gradient one tensor of the output's size exists.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm._types import Moments
+from leannorm.autograd.channel import twice_differentiable, values_per_channel
+from leannorm.ops.backends import reference
+from leannorm.ops.modes import differentiable
+from leannorm.ops.select import pick, transformed
+
+aten = torch.ops.aten
+
+
+def _slices(dz: Tensor, x: Tensor) -> list[slice]:
+    """Quarters of a large batch, one slice of a small one or where somebody differentiates.
+
+    The CPU's convolutions copy their operands into layouts of their own. A sample's input gradient does
+    not depend on the others, so these copies need not be of the whole batch; with 16 samples or more the
+    same algorithm serves a slice as the whole, and the gradient is the same to the bit.
+    """
+    samples = -(-x.shape[0] // 4)
+    large = samples >= 16 and x.shape[0] % samples in (0, *range(16, samples)) and dz.numel() >= 1 << 20
+    if not large or dz.device.type != "cpu" or differentiable(dz, x):
+        return [slice(None)]
+    return [slice(i, i + samples) for i in range(0, x.shape[0], samples)]
+
+
+class Convolution(NamedTuple):
+    """A convolution's arguments; `pad` is what F.pad adds before it (last axis first), in `padding_mode`."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    pad: tuple[int, ...]
+    padding_mode: str
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        none = (0,) * len(self.stride)
+        return torch.convolution(
+            self.padded(x), weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
+        )
+
+    def padded(self, x: Tensor) -> Tensor:
+        return F.pad(x, self.pad, mode=self.padding_mode) if any(self.pad) else x
+
+    def backward(
+        self, dz: Tensor, x: Tensor, weight: Tensor, bias: bool, needed: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of x, weight and bias; None where not needed."""
+        padded = self.padded(x)
+
+        def gradients(part: slice, mask: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+            result: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
+                dz[part],
+                padded[part],
+                weight,
+                [weight.shape[0]] if bias else None,
+                self.stride,
+                self.padding,
+                self.dilation,
+                False,
+                (0,) * len(self.stride),
+                self.groups,
+                mask,
+            )
+            return result
+
+        parts = _slices(dz, padded) if needed[0] else []
+        if len(parts) <= 1:
+            dx, dweight, dbias = gradients(slice(None), needed)
+        else:
+            _, dweight, dbias = gradients(slice(None), (False, *needed[1:]))
+            dx = torch.empty_like(padded)
+            for part in parts:
+                dx[part] = gradients(part, (True, False, False))[0]
+        return self._unpadded(dx, x) if needed[0] else None, dweight, dbias
+
+    def _unpadded(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """The adjoint of `padded`: what was padded with a value goes back to where the value came from."""
+        if not any(self.pad):
+            return gradient
+        if self.padding_mode == "constant":
+            return F.pad(gradient, [-p for p in self.pad])
+        if self.padding_mode == "circular":
+            for axis in range(2, x.dim()):
+                before, after = self.pad[2 * (x.dim() - 1 - axis) :][:2]
+                size = x.shape[axis]
+                head = gradient.narrow(axis, 0, before)
+                body = gradient.narrow(axis, before, size)
+                tail = gradient.narrow(axis, before + size, after)
+                spread = [0] * (2 * (x.dim() - axis))
+                spread[-2:] = [size - before, 0]
+                body = body + F.pad(head, spread)
+                spread[-2:] = [0, size - after]
+                gradient = body + F.pad(tail, spread)
+            return gradient
+        kind = {"reflect": "reflection", "replicate": "replication"}[self.padding_mode]
+        adjoint = getattr(aten, f"{kind}_pad{x.dim() - 2}d_backward")
+        result: Tensor = adjoint(gradient, x, self.pad)
+        return result
+
+    def values_per_channel(self, x: Tensor, weight: Tensor) -> int:
+        """How many values of the output stand behind each channel's statistics."""
+        count = x.shape[0]
+        for axis in range(x.dim() - 2):
+            before, after = self.pad[2 * (x.dim() - 3 - axis) :][:2]
+            size = x.shape[2 + axis] + before + after + 2 * self.padding[axis]
+            reach = self.dilation[axis] * (weight.shape[2 + axis] - 1)
+            count *= max((size - reach - 1) // self.stride[axis] + 1, 0)
+        return count
+
+
+def rstd_outside(variance: Tensor, eps: float) -> Tensor:
+    """1 / (sqrt(variance) + eps): epsilon outside of the root."""
+    return (variance.sqrt() + eps).reciprocal()
+
+
+def _unbiased(moments: Moments) -> Tensor:
+    assert isinstance(moments.count, int)
+    return moments.m2 / max(moments.count - 1, 1)
+
+
+def _statistics(z: Tensor, eps: float, outside: bool) -> tuple[Moments, Tensor]:
+    moments = reference.channel_moments(z)
+    rstd = rstd_outside(_unbiased(moments), eps) if outside else reference.rstd_of(moments, eps)
+    return moments, rstd
+
+
+class ConvNorm(torch.autograd.Function):
+    """norm(conv(x)) * weight + bias by the batch's statistics, or by the given ones; also mean and M2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        rstd: Tensor | None,
+        convolution: Convolution,
+        eps: float,
+        outside: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        z = convolution(x, conv_weight, conv_bias)
+        backend = ctx.backend = pick(z, weight, bias)
+        m2 = None
+        ctx.constant = mean is not None
+        if mean is not None and rstd is not None:
+            y = backend.channel_normalize(z, mean, rstd, weight, bias)
+        elif outside:
+            moments = backend.channel_moments(z)
+            mean, m2 = moments.mean, moments.m2
+            rstd = rstd_outside(_unbiased(moments), eps)
+            y = backend.channel_normalize(z, mean, rstd, weight, bias)
+        else:
+            y, mean, m2, rstd = backend.channel_forward(z, weight, bias, None, eps)
+        ctx.save_for_backward(x, conv_weight, conv_bias, weight, mean, rstd)
+        ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
+        ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
+        if m2 is not None:
+            ctx.mark_non_differentiable(mean, m2)
+        ctx.set_materialize_grads(False)
+        return y, mean, m2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return (None,) * 10
+        x, conv_weight, conv_bias, weight, mean, rstd = ctx.saved_tensors
+        z = ctx.convolution(x, conv_weight, conv_bias)
+        backend, into = ctx.backend, z
+        if twice_differentiable():
+            backend, into = reference, None
+            if not ctx.constant:
+                moments, rstd = _statistics(z, ctx.eps, ctx.outside)
+                mean = moments.mean
+        if ctx.constant or ctx.outside:
+            dbias, dweight = backend.channel_grad_sums(dy, z, mean, rstd)
+            p = q = None
+            if not ctx.constant:
+                count = values_per_channel(z)
+                p, q = reference.channel_means(dbias, dweight, weight, 0, count)
+                # d rstd / d x is that of eps inside the root, but for this factor
+                q = q * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
+            dz, _ = backend.channel_input_grad(dy, z, mean, rstd, weight, p=p, q=q, into=into)
+        else:
+            dz, dweight, dbias, _ = backend.channel_backward(
+                dy, z, mean, rstd, weight, None, None, None, into=into
+            )
+        needed = ctx.needs_input_grad
+        gradients = ctx.convolution.backward(dz, x, conv_weight, conv_bias is not None, needed[:3])
+        affine = [
+            v.to(dtype) if need else None
+            for v, dtype, need in zip((dweight, dbias), ctx.dtypes, needed[3:5], strict=True)
+        ]
+        return (*gradients, *affine, None, None, None, None, None)
+
+
+def conv_norm(
+    x: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    convolution: Convolution,
+    eps: float,
+    outside: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`ConvNorm`, or its formula in plain torch where a transform has to look inside."""
+    if transformed(x, conv_weight, conv_bias, weight, bias):
+        z, m2 = convolution(x, conv_weight, conv_bias), None
+        if mean is None or rstd is None:
+            moments, rstd = _statistics(z, eps, outside)
+            mean, m2 = moments.mean, moments.m2
+        return reference.channel_normalize(z, mean, rstd, weight, bias), mean, m2
+    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(
+        x, conv_weight, conv_bias, weight, bias, mean, rstd, convolution, eps, outside
+    )
+    return result

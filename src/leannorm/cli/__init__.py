@@ -1,0 +1,42 @@
+"""The command line: one file a subcommand, each parse → call → render."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+CHECK_FELL_SHORT, BAD_USAGE, INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `leannorm ARGUMENTS`; returns the exit status.
+
+    0: all is well. 1: a check fell short. 2: bad usage, with one line on stderr that says what to change.
+    130: interrupted from the keyboard; files are complete or not there.
+    """
+    import typer
+
+    from leannorm._errors import LeannormError
+    from leannorm.cli.app import app
+
+    # click's own class of every wrong option and command, wherever this typer keeps its click
+    usage_error: type[Any] = typer.BadParameter.__mro__[1]
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = app(args=given or ["--help"], prog_name="leannorm", standalone_mode=False)
+        if status == INTERRUPTED:  # newer typers return it, older ones raise Abort
+            raise KeyboardInterrupt
+        return int(status or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        print("leannorm: stopped; no file was left half-written", file=sys.stderr)
+        return INTERRUPTED
+    except LeannormError as error:
+        return _complain(str(error))
+    except usage_error as error:
+        return _complain(f"{error.format_message()} (see leannorm --help)")
+
+
+def _complain(message: str) -> int:
+    print("leannorm: " + " ".join(message.split()), file=sys.stderr)
+    return BAD_USAGE

@@ -1,0 +1,19 @@
+"""The table of subcommands."""
+
+from __future__ import annotations
+
+import typer
+
+from leannorm.cli.check import check
+from leannorm.cli.convert_checkpoint import convert_checkpoint
+from leannorm.cli.demo import demo
+from leannorm.cli.info import info
+
+app = typer.Typer(
+    help="Normalization layers for PyTorch that train in about half the memory.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (demo, check, convert_checkpoint, info):
+    app.command()(command)

@@ -1,0 +1,25 @@
+"""`leannorm info`: what is installed here, and which backends can serve."""
+
+from __future__ import annotations
+
+from leannorm.cli.options import JsonFile
+
+
+def info(
+    json: JsonFile = None,
+) -> None:
+    """Versions, devices, threads and backends, with the reason for each backend that cannot serve."""
+    from rich.console import Console
+
+    from leannorm.report.files import check_writable, write_json
+    from leannorm.report.info import installation
+    from leannorm.report.render import Table
+
+    check_writable(json)
+    here = installation()
+    console = Console()
+    console.print(Table(["", "here"], list(here.facts.items()), numbers_from=2).rich())
+    rows = [[name, "; ".join(reasons) or "available"] for name, reasons in here.backends.items()]
+    console.print(Table(["backend, best first", "here"], rows, numbers_from=2).rich())
+    if json:
+        write_json(json, here._asdict())

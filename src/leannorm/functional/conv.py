@@ -1,0 +1,170 @@
+"""Convolution with batch norm as one function that keeps only the convolution's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from leannorm import _checks
+from leannorm._errors import InputError
+from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
+from leannorm.functional.batch import count_batch, running_mean_and_rstd, update_running_statistics
+from leannorm.ops.precision import statistics_dtype
+
+EPS_MODES = ("inside", "outside")
+PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
+
+
+def conv_batch_norm(
+    input: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    training: bool = False,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    eps_mode: str = "inside",
+    num_batches_tracked: Tensor | None = None,
+) -> Tensor:
+    r"""Convolve (1-D to 3-D), then normalize each channel over the batch, keeping no convolution output.
+
+    .. math:: z = \mathrm{conv}(x), \quad y = (z - \mathrm{E}[z]) / s \cdot \gamma + \beta
+
+    with :math:`s = \sqrt{\mathrm{Var}[z] + \epsilon}` (biased variance) for `eps_mode="inside"`, and
+    :math:`s = \sqrt{\mathrm{Var}[z]} + \epsilon` (unbiased variance in training) for `"outside"`.
+    The backward pass runs the convolution a second time.
+
+    Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,).
+    `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1 / that count.
+    Gradients are those of the convolution and `batch_norm` run apart, bit for bit.
+    Kept for the backward pass: the input, and 2 D float64 values.
+    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> x, w = torch.randn(2, 3, 8, 8), torch.randn(5, 3, 3, 3)
+    >>> F.conv_batch_norm(x, w, None, None, None, padding=1, training=True).shape
+    torch.Size([2, 5, 8, 8])
+    """
+    tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
+    if has_torch_function_variadic(*tensors):
+        return handle_torch_function(
+            conv_batch_norm,
+            tensors,
+            *tensors,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            padding_mode=padding_mode,
+            training=training,
+            momentum=momentum,
+            eps=eps,
+            eps_mode=eps_mode,
+            num_batches_tracked=num_batches_tracked,
+        )
+    _check_convolution(input, conv_weight, conv_bias, groups)
+    _checks.one_of("eps_mode", eps_mode, EPS_MODES)
+    _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
+    _checks.positive_eps(eps)
+    _checks.momentum(momentum)
+    training = training or (running_mean is None and num_batches_tracked is None)
+    _checks.running_statistics(running_mean, running_var, training)
+    for name, v in (
+        ("running_mean", running_mean),
+        ("running_var", running_var),
+        ("bn_weight", bn_weight),
+        ("bn_bias", bn_bias),
+    ):
+        _checks.one_per_output_channel(name, v, conv_weight)
+    convolution = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
+    count = convolution.values_per_channel(input, conv_weight)
+    outside = eps_mode == "outside"
+    mean = rstd = None
+    if training:
+        _checks.more_than_one_value(input, count)
+    elif running_mean is not None and running_var is not None:
+        mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
+        if outside:
+            rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
+    if torch.is_autocast_enabled(input.device.type):
+        dtype = torch.get_autocast_dtype(input.device.type)
+        input, conv_weight = input.to(dtype), conv_weight.to(dtype)
+        conv_bias = None if conv_bias is None else conv_bias.to(dtype)
+    with torch.autocast(input.device.type, enabled=False):
+        y, mean, m2 = conv_norm(
+            input, conv_weight, conv_bias, bn_weight, bn_bias, mean, rstd, convolution, eps, outside
+        )
+    if running_mean is not None and running_var is not None and m2 is not None:
+        factor: float | Tensor = 0.0 if momentum is None else momentum
+        if num_batches_tracked is not None and momentum is None:
+            factor = (num_batches_tracked.to(statistics_dtype(input)) + 1).reciprocal()
+        update_running_statistics(running_mean, running_var, mean, m2, count, factor)
+    count_batch(num_batches_tracked)
+    return y
+
+
+def _check_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
+    _checks.floating("input", input)
+    _checks.rank(input, (3, 4, 5))
+    if weight.dim() != input.dim():
+        raise InputError(
+            f"conv_weight must have as many axes as the input ({input.dim()}), got shape "
+            f"{tuple(weight.shape)}; use the layer of the input's rank"
+        )
+    if weight.shape[1] * groups != input.shape[1]:
+        raise InputError(
+            f"the input must have {weight.shape[1] * groups} channels (conv_weight {tuple(weight.shape)}, "
+            f"groups={groups}), got {input.shape[1]} in {tuple(input.shape)}; set in_channels to match"
+        )
+    _checks.one_per_output_channel("conv_bias", bias, weight)
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    stride: int | Sequence[int],
+    padding: int | Sequence[int] | str,
+    dilation: int | Sequence[int],
+    groups: int,
+    padding_mode: str,
+) -> Convolution:
+    axes = input.dim() - 2
+
+    def each(v: int | Sequence[int]) -> tuple[int, ...]:
+        return (v,) * axes if isinstance(v, int) else tuple(v) * (axes if len(v) == 1 else 1)
+
+    stride, dilation, none = each(stride), each(dilation), (0,) * axes
+    if padding == "same":
+        if any(s != 1 for s in stride):
+            raise InputError(f"padding='same' needs stride 1, got {stride}; give the padding in numbers")
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        before, after = [t // 2 for t in total], [t - t // 2 for t in total]
+    elif isinstance(padding, str):
+        _checks.one_of("padding", padding, ("same", "valid"))
+        before = after = list(none)
+    else:
+        before = after = list(each(padding))
+    symmetric = before == after and padding_mode == "zeros"
+    pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
+    return Convolution(
+        stride,
+        tuple(before) if symmetric else none,
+        dilation,
+        groups,
+        none * 2 if symmetric else tuple(pad),
+        PADDING_MODES[padding_mode],
+    )

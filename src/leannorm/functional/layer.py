@@ -1,0 +1,208 @@
+"""Layer norm and RMS norm: statistics of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from leannorm import _checks
+from leannorm.autograd.rows import row_norm
+from leannorm.ops.precision import compute_dtype
+
+
+def _row_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    dim: int | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    _checks.floating("input", input)
+    start, stop = _checks.normalized_axes(input, normalized_shape, dim)
+    _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
+    if residual is not None:
+        _checks.floating("residual", residual)
+        _checks.same_device("residual", residual, input)
+        _checks.same_shape("residual", residual, input)
+    if eps is None:
+        eps = torch.finfo(compute_dtype(input)).eps
+    _checks.non_negative_eps(eps)
+    return row_norm(input, residual, weight, bias, start, stop, eps, rms)
+
+
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dim: int | None = None,
+) -> Tensor:
+    """Normalize every row to mean 0 and variance 1, then scale and shift it.
+
+    y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias, with E and the biased Var over the normalized axes.
+
+    Args:
+        input: any shape; float32, float64, bfloat16 or float16.
+        normalized_shape: the sizes of the last axes, which are normalized together.
+        weight, bias: of shape `normalized_shape`, of any floating dtype, or None.
+        eps: added to the variance; in units of the input squared.
+        dim: normalize this single axis instead of the last ones, without moving it:
+            `dim=1` of (N, C, H, W) is the channel norm of ConvNeXt.
+
+    Returns:
+        The input's shape and dtype, and its layout where it is dense. Computed in float32 at least.
+
+    Kept for the backward pass: the input itself, two statistics a row (8 bytes), the weight.
+
+    Raises:
+        DtypeError: a tensor is not floating.
+        InputError: `normalized_shape` or a parameter's shape does not fit, or eps is negative.
+
+    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; `torch.nn.functional.layer_norm`.
+
+    >>> x = torch.tensor([[1.0, 3.0], [10.0, 30.0]])
+    >>> layer_norm(x, (2,), eps=0.0)
+    tensor([[-1.,  1.],
+            [-1.,  1.]])
+    """
+    if has_torch_function_variadic(input, weight, bias):
+        return handle_torch_function(
+            layer_norm,
+            (input, weight, bias),
+            input,
+            normalized_shape,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            dim=dim,
+        )
+    return _row_norm(input, None, normalized_shape, weight, bias, eps, dim, rms=False)[0]
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dim: int | None = None,
+) -> Tensor:
+    """Divide every row by its root mean square, then scale it.
+
+    y = x / sqrt(E[x^2] + eps) * weight, with E over the normalized axes.
+
+    Args:
+        input: any shape; float32, float64, bfloat16 or float16.
+        normalized_shape: the sizes of the last axes, which are normalized together.
+        weight: of shape `normalized_shape`, of any floating dtype, or None.
+        eps: added to the mean square; None is the machine epsilon of the arithmetic (float64's for
+            float64 input, else float32's), as in torch.
+        dim: normalize this single axis instead of the last ones, without moving it.
+
+    Returns:
+        The input's shape and dtype, and its layout where it is dense. Computed in float32 at least.
+
+    Kept for the backward pass: the input itself, two statistics a row (8 bytes), the weight.
+
+    Raises:
+        DtypeError: a tensor is not floating.
+        InputError: `normalized_shape` or the weight's shape does not fit, or eps is negative.
+
+    Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019; `torch.nn.functional.rms_norm`.
+
+    >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
+    tensor([[3., 4.]])
+    """
+    if has_torch_function_variadic(input, weight):
+        return handle_torch_function(
+            rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, dim=dim
+        )
+    return _row_norm(input, None, normalized_shape, weight, None, eps, dim, rms=True)[0]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add the residual, then layer-normalize the sum: the step between two blocks of a transformer.
+
+    r = input + residual, y = layer_norm(r, ...); both are returned, in the input's dtype.
+
+    Args:
+        input, residual: of one shape; the other arguments are those of `layer_norm`.
+
+    Kept for the backward pass: r (an output, so no further bytes), two statistics a row, the weight.
+
+    Raises:
+        DtypeError, InputError: as `layer_norm`, and where the residual's shape is not the input's.
+
+    >>> y, r = add_layer_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]]), (2,), eps=0.0)
+    >>> y, r
+    (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
+    """
+    if has_torch_function_variadic(input, residual, weight, bias):
+        return handle_torch_function(
+            add_layer_norm,
+            (input, residual, weight, bias),
+            input,
+            residual,
+            normalized_shape,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            dim=dim,
+        )
+    return _row_norm(input, residual, normalized_shape, weight, bias, eps, dim, rms=False)
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add the residual, then RMS-normalize the sum: the step between two blocks of a transformer.
+
+    r = input + residual, y = rms_norm(r, ...); both are returned, in the input's dtype.
+
+    Args:
+        input, residual: of one shape; the other arguments are those of `rms_norm`.
+
+    Kept for the backward pass: r (an output, so no further bytes), two statistics a row, the weight.
+
+    Raises:
+        DtypeError, InputError: as `rms_norm`, and where the residual's shape is not the input's.
+
+    >>> y, r = add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), (2,), eps=0.0)
+    >>> r
+    tensor([[3., 4.]])
+    """
+    if has_torch_function_variadic(input, residual, weight):
+        return handle_torch_function(
+            add_rms_norm,
+            (input, residual, weight),
+            input,
+            residual,
+            normalized_shape,
+            weight=weight,
+            eps=eps,
+            dim=dim,
+        )
+    return _row_norm(input, residual, normalized_shape, weight, None, eps, dim, rms=True)

@@ -1,0 +1,44 @@
+"""What the batch-norm layers share: torch's parameters, buffers and state_dict, and our one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from leannorm.autograd.sync import Sharing
+from leannorm.functional.batch import tracked_batch_norm
+
+
+class BatchNormBase(_BatchNorm):
+    """`forward` of every batch norm; `ranks` are the numbers of axes that a subclass accepts."""
+
+    ranks: Sequence[int] = (2, 3, 4, 5)
+
+    def _sharing(self) -> Sharing | None:
+        """With whom this layer shares its statistics now: with nobody, but for SyncBatchNorm."""
+        return None
+
+    def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
+        # no look at the input here: it may be torch.fx's proxy
+        updates = self.training and self.track_running_stats
+        reads = updates or not self.training
+        return tracked_batch_norm(
+            input,
+            self.running_mean if reads else None,
+            self.running_var if reads else None,
+            self.num_batches_tracked if updates else None,
+            self.weight,
+            self.bias,
+            self.training,
+            self.momentum,
+            self.eps,
+            self.ranks,
+            act,
+            residual,
+            self._sharing() if self.training or self.running_mean is None else None,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self._normalize(input)

@@ -1,0 +1,26 @@
+"""What kind of call this is: traced, transformed, or plain eager."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Is a functorch transform or forward-mode AD at work? Then only plain torch operations will do."""
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or any(
+        t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors
+    )
+
+
+def differentiable(*tensors: Tensor | None) -> bool:
+    """May autograd, a transform or a compiler look inside? Then nothing may be written in place."""
+    return torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*tensors)
+
+
+def rebuilding() -> bool:
+    """Does a backward pass run this forward pass again (checkpointing), for what it did not keep?"""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,27 @@
+"""In which dtype arithmetic is done and statistics are kept, and squares that leave neither's range."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Element arithmetic: float64 for float64 input, float32 for everything else."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """Per-channel statistics: float64 (they are few), float32 on devices that have no float64."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Sum of squares over `dims` (kept as 1), scaled by the largest so that 1e30 squared is no infinity."""
+    if deviation.numel() == 0:
+        return deviation.sum(dims, keepdim=True).to(dtype)
+    scale = deviation.detach().abs().amax(dims, keepdim=True)
+    scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
+    # squares and not a norm: a norm has no second derivative at 0, which constant input reaches
+    squares: Tensor = (deviation / scale).square().sum(dims, keepdim=True)
+    return squares.to(dtype) * scale.to(dtype).square()

@@ -1,0 +1,50 @@
+"""What is installed, as data."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+import torch
+
+from leannorm.ops.select import explain
+
+_OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
+
+
+class Installation(NamedTuple):
+    """Facts by name; every backend, best first, with the reasons why it cannot serve (none: it can)."""
+
+    facts: dict[str, str]
+    backends: dict[str, list[str]]
+
+
+def installation() -> Installation:
+    """What a bug report needs to know of this machine.
+
+    >>> installation().backends["reference"]
+    []
+    """
+    from leannorm import __version__
+
+    facts = {
+        "leannorm": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+        "CUDA devices": ", ".join(_cuda_devices()) or "none",
+    }
+    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, explain())
+
+
+def _cuda_devices() -> list[str]:
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,132 @@
+"""The one way in which leannorm measures the memory of a training step."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C._autograd import DeviceType
+
+from leannorm._errors import InputError
+
+_MARK = "leannorm::forward"
+
+
+class StepMemory(NamedTuple):
+    """Bytes of one training step, all relative to its start.
+
+    `held`: allocated by the forward pass and still alive at its end. `peak`: the most that was alive at
+    once. `timeline`: (seconds since the start, bytes alive) at every change, and `forward_end` in the same
+    seconds; on the CPU only, else empty and 0.
+    """
+
+    held: int
+    peak: int
+    timeline: tuple[tuple[float, int], ...] = ()
+    forward_end: float = 0.0
+
+
+def measure_step(
+    forward: Callable[[], Tensor],
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    device: torch.device | str = "cpu",
+) -> StepMemory:
+    """Run `backward(forward())` once and return what it held and its peak.
+
+    CPU: every block that torch's allocator hands out or takes back, as `torch.profiler` records it
+    (`profile_memory=True`); scratch memory of vendor libraries is not torch's and not seen. A block that
+    was there before the step counts as 0 and stays 0 when it is freed: set gradients to None first.
+    Blocks allocated in threads that `forward` itself starts are not seen.
+    CUDA: `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated`.
+
+    The time that the recording costs is part of `timeline`: never time a step with it.
+
+    Raises InputError on a device that has neither record.
+
+    >>> x = torch.zeros(1000, requires_grad=True)
+    >>> memory = measure_step(lambda: x.exp().sum())  # keeps exp(x), and the loss
+    >>> memory.held, memory.peak
+    (4004, 8008)
+    """
+    kind = torch.device(device).type
+    gc.collect()
+    if kind == "cpu":
+        return _measure_cpu(forward, backward)
+    if kind == "cuda":
+        return _measure_cuda(forward, backward, torch.device(device))
+    raise InputError(f"memory is measured on cpu and cuda; got device {str(device)!r}: use one of these")
+
+
+def _measure_cuda(
+    forward: Callable[[], Tensor], backward: Callable[[Tensor], object], device: torch.device
+) -> StepMemory:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = forward()
+    held = torch.cuda.memory_allocated(device) - before
+    backward(loss)
+    return StepMemory(held, torch.cuda.max_memory_allocated(device) - before)
+
+
+def _measure_cpu(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> StepMemory:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with record_function(_MARK):
+            loss = forward()
+        backward(loss)
+    events = recorded.profiler.kineto_results.events()
+    mark = next(event for event in events if event.name() == _MARK)
+    return _add_up(events, mark.start_ns(), mark.start_ns() + mark.duration_ns())
+
+
+def _add_up(events: list[Any], start: int, end_of_forward: int) -> StepMemory:
+    changes = sorted(
+        ((event.start_ns(), event.nbytes()) for event in events if _is_cpu_allocation(event)),
+        key=lambda change: change[0],
+    )
+    alive = held = peak = 0
+    timeline = [(0.0, 0)]
+    for time_ns, nbytes in changes:
+        alive += nbytes
+        peak = max(peak, alive)
+        if time_ns <= end_of_forward:
+            held = alive
+        timeline.append(((time_ns - start) / 1e9, alive))
+    return StepMemory(held, peak, tuple(timeline), (end_of_forward - start) / 1e9)
+
+
+def _is_cpu_allocation(event: Any) -> bool:
+    return bool(event.name() == "[memory]" and event.device_type() == DeviceType.CPU)
+
+
+@contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """The profiler's library greets on stderr; it reads its log level when it first starts."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "6"  # above its trace points, the loudest that it has
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def time_step(step: Callable[[], object], device: torch.device | str = "cpu") -> float:
+    """Seconds that one call of `step` takes, the device's queue waited for on both sides."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

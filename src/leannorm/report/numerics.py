@@ -1,0 +1,196 @@
+"""Every equality that the layers promise, measured on this machine against its error budget.
+
+The budget of a number is twice the error that torch's own operation makes against float64 in the same
+dtype, plus one rounding of the result. Where two of leannorm's paths must agree bit for bit it is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm import functional, nn
+
+# Of the central differences, in float64, and their relative budget: they are themselves off by some 1e-9.
+_GRADCHECK_STEP = 1e-6
+
+
+class Check(NamedTuple):
+    """One equality: the largest error measured, what is allowed, and what it was measured against."""
+
+    name: str
+    error: float
+    budget: float
+    against: str
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.budget
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self._asdict(), "passed": self.passed}
+
+
+def run_checks(seed: int = 0) -> Iterator[Check]:
+    """Measure one check after the other; torch's random state is left as it was.
+
+    >>> all(check.passed for check in run_checks())
+    True
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield from _batch_norm()
+        for momentum in (0.1, None):
+            yield from _running_statistics(momentum)
+        yield _untracked()
+        yield from _layer_norm()
+        yield from _conv_batch_norm()
+
+
+def _within(name: str, ours: Tensor, torchs: Tensor, exact: Tensor) -> Check:
+    budget = 2 * _distance(torchs, exact) + torch.finfo(ours.dtype).eps / 2 * float(exact.abs().max())
+    return Check(name, _distance(ours, exact), budget, "float64")
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a.detach().double() - b.detach().double()).abs().max())
+
+
+def _gradients(run: Callable[..., Tensor], dy: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients of `run(*inputs)`, computed in the inputs' dtype."""
+    leaves = [v.detach().requires_grad_() for v in inputs]
+    y = run(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def _three_ways(
+    name: str,
+    ours: Callable[..., Tensor],
+    torchs: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+) -> Iterator[Check]:
+    """Output and gradients of (x, weight, bias): ours and torch's against the formula in float64."""
+    dy = torch.randn_like(inputs[0])
+    exact = _gradients(formula, dy, [v.double() for v in inputs])
+    parts = ("forward", "gradient of the input", "gradient of weight", "gradient of bias")
+    measured = zip(_gradients(ours, dy, inputs), _gradients(torchs, dy, inputs), exact, strict=True)
+    for part, results in zip(parts, measured, strict=True):
+        yield _within(f"{name}, {part}", *results)
+
+
+def _normalized(x: Tensor, dims: Sequence[int], eps: float = 1e-5) -> Tensor:
+    variance, mean = torch.var_mean(x, tuple(dims), correction=0, keepdim=True)
+    return (x - mean) / torch.sqrt(variance + eps)
+
+
+def _per_channel(v: Tensor) -> Tensor:
+    return v[:, None, None]
+
+
+def _batch_norm() -> Iterator[Check]:
+    yield from _three_ways(
+        "batch norm",
+        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        lambda x, w, b: _normalized(x, (0, 2, 3)) * _per_channel(w) + _per_channel(b),
+        (torch.randn(8, 3, 20, 20), torch.rand(3) + 0.5, torch.randn(3)),
+    )
+
+
+def _running_statistics(momentum: float | None) -> Iterator[Check]:
+    """Ten batches, then evaluation by what they left."""
+    ours, torchs = nn.BatchNorm2d(3, momentum=momentum), torch.nn.BatchNorm2d(3, momentum=momentum)
+    mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for batch in range(1, 11):
+        x = torch.randn(8, 3, 20, 20) * 2 + 1
+        ours(x)
+        torchs(x)
+        factor = 1 / batch if momentum is None else momentum
+        batch_var, batch_mean = torch.var_mean(x.double(), (0, 2, 3), correction=1)
+        mean, var = mean + factor * (batch_mean - mean), var + factor * (batch_var - var)
+    label = f"10 batches, momentum {momentum}"
+    for name, exact in (("running_mean", mean), ("running_var", var)):
+        yield _within(f"{name} after {label}", getattr(ours, name), getattr(torchs, name), exact)
+    x = torch.randn(8, 3, 20, 20)
+    exact = (x.double() - _per_channel(mean)) / torch.sqrt(_per_channel(var) + 1e-5)
+    yield _within(f"evaluation after {label}", ours.eval()(x), torchs.eval()(x), exact)
+
+
+def _untracked() -> Check:
+    """Evaluation without running statistics normalizes by the batch's own."""
+    x = torch.randn(8, 3, 20, 20) * 2 + 1
+    ours = nn.BatchNorm2d(3, track_running_stats=False).eval()(x)
+    torchs = torch.nn.BatchNorm2d(3, track_running_stats=False).eval()(x)
+    exact = _normalized(x.double(), (0, 2, 3))
+    return _within("evaluation, track_running_stats=False", ours, torchs, exact)
+
+
+def _layer_norm() -> Iterator[Check]:
+    yield from _three_ways(
+        "layer norm",
+        lambda x, w, b: functional.layer_norm(x, (64,), w, b),
+        lambda x, w, b: F.layer_norm(x, (64,), w, b),
+        lambda x, w, b: _normalized(x, (-1,)) * w + b,
+        (torch.randn(32, 10, 64), torch.rand(64) + 0.5, torch.randn(64)),
+    )
+
+
+def _conv_batch_norm() -> Iterator[Check]:
+    for eps_mode in ("inside", "outside"):
+        layer = nn.ConvBatchNorm2d(2, 3, 3, padding=1, eps=1e-3, eps_mode=eps_mode, dtype=torch.float64)
+        yield _gradcheck(f"conv-BN gradcheck, eps {eps_mode}", layer, torch.rand(2, 2, 4, 4).double())
+    yield from _fused_against_unfused()
+
+
+def _gradcheck(name: str, layer: torch.nn.Module, x: Tensor) -> Check:
+    """Central differences of a random projection of the output, for the input and every parameter."""
+    x.requires_grad_()
+    leaves = [x, *layer.parameters()]
+    projection = torch.randn_like(layer(x))
+    analytic = torch.autograd.grad((layer(x) * projection).sum(), leaves)
+    error = budget = 0.0
+    for leaf, gradient in zip(leaves, analytic, strict=True):
+        numeric = _central_differences(lambda: float((layer(x) * projection).sum()), leaf)
+        error = max(error, _distance(gradient, numeric))
+        budget = max(budget, _GRADCHECK_STEP * float(numeric.abs().max()))
+    return Check(name, error, budget, "central differences")
+
+
+@torch.no_grad()
+def _central_differences(value: Callable[[], float], leaf: Tensor) -> Tensor:
+    numeric, flat = torch.empty_like(leaf).flatten(), leaf.view(-1)
+    for i in range(leaf.numel()):
+        before = float(flat[i])
+        flat[i] = before + _GRADCHECK_STEP
+        above = value()
+        flat[i] = before - _GRADCHECK_STEP
+        numeric[i] = (above - value()) / (2 * _GRADCHECK_STEP)
+        flat[i] = before
+    return numeric.view_as(leaf)
+
+
+def _fused_against_unfused() -> Iterator[Check]:
+    fused = nn.ConvBatchNorm2d(8, 16, 3)
+    conv, norm = torch.nn.Conv2d(8, 16, 3, bias=False), nn.BatchNorm2d(16)
+    conv.weight.data.copy_(fused.conv.weight.detach())
+    x = torch.randn(4, 8, 14, 14)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    one, other = fused(leaves[0]), norm(conv(leaves[1]))
+    dy = torch.randn_like(one)
+    one.backward(dy)
+    other.backward(dy)
+    pairs = {
+        "output": (one, other),
+        "gradient of the input": (leaves[0].grad, leaves[1].grad),
+        "gradient of the filters": (fused.conv.weight.grad, conv.weight.grad),
+        "gradient of weight": (fused.bn.weight.grad, norm.weight.grad),
+        "running_var": (fused.bn.running_var, norm.running_var),
+    }
+    for name, (a, b) in pairs.items():
+        error = _distance(a, b) if a is not None and b is not None else float("inf")
+        yield Check(f"conv-BN fused, {name}", error, 0.0, "unfused")

@@ -1,0 +1,201 @@
+"""Data to text and HTML: tables for the terminal, and one page with everything inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from leannorm._errors import MissingDependencyError
+from leannorm.report.numerics import Check
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d7c0f", "#0e7490")
+
+
+def megabytes(nbytes: float) -> str:
+    """Decimal megabytes, as the papers and the GPU makers count."""
+    return f"{nbytes / 1e6:,.1f} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header; columns from `numbers_from` on are set flush right."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    numbers_from: int = 1
+
+    def rich(self) -> RichTable:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+
+        table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD)
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if i >= self.numbers_from else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """One row a check: what was measured, what is allowed."""
+    rows = [
+        ["ok" if one.passed else "FELL SHORT", one.name, f"{one.error:.1e}", f"{one.budget:.1e}", one.against]
+        for one in checks
+    ]
+    return Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a heading, a sentence, and a picture, a table or both."""
+
+    heading: str
+    text: str = ""
+    figure: Any = None
+    table: Table | None = None
+    wide: bool = True
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of the headline row, with what it is measured against."""
+
+    value: str
+    label: str
+
+
+def require_page() -> None:
+    """Raises MissingDependencyError where a page could not be made: ask before the work, not after it."""
+    for name in ("jinja2", "plotly"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise MissingDependencyError(
+                f"the HTML report needs {name}, which is not installed: pip install 'leannorm[report]'"
+            ) from None
+
+
+def page(
+    title: str, lead: str, facts: Sequence[Fact], sections: Sequence[Section], foot: Mapping[str, str]
+) -> str:
+    """One self-contained HTML file: styles, pictures and their script inside, nothing fetched.
+
+    Raises MissingDependencyError where jinja2 or plotly is not installed.
+    """
+    require_page()
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("leannorm.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pictures = [None if section.figure is None else _picture(section.figure) for section in sections]
+    return environment.get_template("page.html").render(
+        title=title,
+        lead=lead,
+        facts=facts,
+        parts=list(zip(sections, pictures, strict=True)),
+        script=_plotly_script(),
+        foot=foot,
+    )
+
+
+def line_figure(
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    x: str,
+    y: str,
+    *,
+    steps: bool = False,
+) -> Any:
+    """Named lines (xs, ys) in one frame: points of integer x, or `steps`, values that hold until the next."""
+    go = _graph_objects()
+    figure = go.Figure()
+    for i, (name, (xs, ys)) in enumerate(lines.items()):
+        figure.add_scatter(
+            name=name,
+            x=list(xs),
+            y=list(ys),
+            mode="lines" if steps else "lines+markers",
+            line={
+                "color": COLORS[i % len(COLORS)],
+                "width": 1.6 if steps else 2.5 if i else 6,  # the first shows under those that cover it
+                "shape": "hv" if steps else "linear",
+            },
+            marker={"size": 7 if i else 11},
+        )
+    if not steps:
+        figure.update_xaxes(tickformat="d", nticks=10, dtick=1 if len(xs) <= 10 else None)
+    return _styled(figure, x, y)
+
+
+def bar_figure(bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: str, unit: str = "") -> Any:
+    """Named bars side by side, one cluster a group, the value written above each."""
+    go = _graph_objects()
+    figure = go.Figure()
+    for i, (name, values) in enumerate(bars.items()):
+        figure.add_bar(
+            name=name,
+            x=list(groups),
+            y=list(values),
+            marker={"color": COLORS[i % len(COLORS)]},
+            texttemplate=f"%{{y:,.1f}}{unit}",
+            textposition="outside",
+            cliponaxis=False,
+        )
+    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.08)
+    return _styled(figure, "", y)
+
+
+def _styled(figure: Any, x: str, y: str) -> Any:
+    axis = {"gridcolor": "#e5e9f0", "zerolinecolor": "#cbd2dd", "linecolor": "#cbd2dd", "automargin": True}
+    figure.update_layout(
+        template="none",
+        font={
+            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
+            "size": 13,
+            "color": "#334155",
+        },
+        margin={"l": 60, "r": 20, "t": 36, "b": 48},
+        height=340,
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        xaxis={**axis, "title": {"text": x}, "showgrid": False},
+        yaxis={**axis, "title": {"text": y}, "rangemode": "tozero"},
+        hovermode="x unified",
+    )
+    return figure
+
+
+def _graph_objects() -> Any:
+    require_page()
+    import plotly.graph_objects
+
+    return plotly.graph_objects
+
+
+def _plotly_script() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _picture(figure: Any) -> str:
+    return str(
+        figure.to_html(
+            full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
+        )
+    )

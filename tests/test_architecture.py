@@ -1,0 +1,113 @@
+"""The tree keeps its shape: imports go one way, files stay short, exports are complete, imports are cheap."""
+
+import ast
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import leannorm
+
+SOURCE = Path(leannorm.__file__).parent
+ROOT = Path(__file__).parent.parent
+# what a room may import stands before it; rooms of one set do not know each other
+ORDER = [
+    {"_errors", "_types", "_build"},
+    {"ops"},
+    {"_checks", "distributed"},
+    {"autograd"},
+    {"functional"},
+    {"nn"},
+    {"saving", "transforms", "program", "interop"},
+    {"report"},
+    {"demo"},
+    {"cli"},
+]
+LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
+FILES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or p.stem != "__init__")
+
+
+def room(path):
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "leannorm":
+            parts = node.module.split(".")
+            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = (alias.name.split(".") for alias in node.names)
+            yield from (parts[1] for parts in names if parts[0] == "leannorm" and len(parts) > 1)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_go_one_way(path):
+    here = room(path)
+    if here == "__main__":
+        return
+    for other in imported_rooms(path):
+        if other in LEVEL:
+            assert other == here or LEVEL[other] < LEVEL[here], f"{here} may not import {other}"
+
+
+def test_backends_do_not_import_each_other():
+    folder = SOURCE / "ops" / "backends"
+    names = {p.stem for p in folder.glob("*.py")} - {"__init__"}
+    for path in folder.rglob("*.py"):
+        text = path.read_text()
+        for other in names - {path.stem}:
+            if other.startswith("reference"):
+                continue  # the specification: its statistics are everybody's
+            if path.stem != "__init__":
+                assert not re.search(rf"^from leannorm\.ops\.backends(\.| import ){other}\b", text, re.M)
+
+
+def test_no_file_is_long():
+    tracked = [*SOURCE.rglob("*.py"), *(ROOT / "csrc").glob("*"), *(ROOT / "tests").rglob("*.py")]
+    tracked += (ROOT / "benchmarks").glob("*.py")
+    long = {str(p.relative_to(ROOT)): n for p in tracked if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def modules():
+    return [leannorm, *(importlib.import_module(f"leannorm.{name}") for name in ("functional", "nn"))]
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda m: m.__name__)
+def test_exports_are_complete_sorted_and_documented(module):
+    public = {k for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, type(sys))}
+    rooms = {m.name for m in pkgutil.iter_modules(module.__path__)}
+    assert set(module.__all__) - rooms == public - rooms - {"annotations"}
+    assert list(module.__all__) == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name).__doc__, name
+
+
+EXTRAS = ["h5py", "jinja2", "matplotlib", "msgpack", "onnx", "plotly", "rich", "safetensors", "sklearn", "timm"]
+EXTRAS += ["torchvision", "triton", "typer"]
+
+
+def test_a_fresh_import_needs_no_extra():
+    code = f"""
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in {EXTRAS}:
+            raise ModuleNotFoundError(f'{{name}} is blocked')
+import torch
+already = set(sys.modules)
+sys.meta_path.insert(0, Block())
+import leannorm
+x = torch.randn(4, 3, 2, 2)
+leannorm.nn.BatchNorm2d(3)(x)
+new = set(sys.modules) - already
+print(sorted(({{m.split('.')[0] for m in new}} & set({EXTRAS})) | (new & {{'torch._dynamo', 'torch._inductor'}})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
