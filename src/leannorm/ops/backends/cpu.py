@@ -7,6 +7,7 @@ and tensors beside it are brought into its layout.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -66,6 +67,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
 
+@overload
+def _like(x: Tensor, other: Tensor) -> Tensor: ...
+@overload
+def _like(x: Tensor, other: None) -> None: ...
 def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
@@ -206,7 +211,7 @@ def channel_backward(
     """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
     x = _dense(x)
     dy = _like(x, dy)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         dy,
         x,
         mean.contiguous(),
