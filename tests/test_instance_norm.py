@@ -1,4 +1,4 @@
-"""Instance norm against torch and against float64: values, running statistics, ranks, and the layer's life."""
+"""Instance norm against torch and float64: values, running statistics, ranks, and the layer's life."""
 
 import copy
 import pickle

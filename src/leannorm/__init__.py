@@ -11,6 +11,7 @@ from leannorm.ops.select import explain as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.freed_memory import FreedMemory as FreedMemory
 from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.transforms import convert as convert
 
 __version__ = "0.1.0"
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "LeannormError",
     "MissingDependencyError",
     "backends",
+    "convert",
     "functional",
     "keep_freed_memory",
     "nn",

@@ -126,11 +126,12 @@ def _rewrite(traced: Traced, matches: list[Match]) -> str | None:
     for match in matches:
         input, norm = match.norm.args[0], str(match.norm.target)
         with graph.inserting_before(match.act):
-            if match.addition is None:
+            if match.addition is None or match.residual is None:
                 fused = graph.call_module(norm, (input,))
             else:
                 in_place = match.addition.target is operator.iadd
-                arguments: tuple[Any, ...] = (graph.get_attr(norm), input, match.residual, in_place)
+                residual = match.addition.args[match.residual]
+                arguments: tuple[Any, ...] = (graph.get_attr(norm), input, residual, in_place)
                 fused = graph.call_function(norm_add_act, arguments)
         match.act.replace_all_uses_with(fused)
         chain = {match.norm, match.act, match.addition, *match.between}

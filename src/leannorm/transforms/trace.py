@@ -47,13 +47,16 @@ _TRACERS_OWN = sys.stdlib_module_names | {"torch"}
 
 
 class Match(NamedTuple):
-    """A norm's call, perhaps an addition of `residual`, an activation: each used by the next one alone."""
+    """A norm's call, perhaps an addition, an activation: each used by the next one alone.
+
+    `residual` is the place among the addition's arguments of what is added.
+    """
 
     norm: fx.Node
     act: fx.Node
     name: str
     addition: fx.Node | None
-    residual: fx.Node | None
+    residual: int | None
     between: tuple[fx.Node, ...]
 
 
@@ -214,15 +217,15 @@ def _activation(node: fx.Node, of: fx.Node, block: Module) -> str | None:
     return name if all(_DEFAULTS.get(k, v) == v for k, v in options.items()) else None
 
 
-def _added(node: fx.Node, to: fx.Node) -> fx.Node | None:
-    """What this node adds to `to`; None where it does something else."""
+def _added(node: fx.Node, to: fx.Node) -> int | None:
+    """The place among the arguments of what this node adds to `to`; None where it does something else."""
     if node.op != "call_function" or node.target not in _ADDITIONS or node.kwargs or len(node.args) != 2:
         return None
     first, second = node.args
-    if first is to and second is not to:
-        return second if isinstance(second, fx.Node) else None
-    if second is to and node.target is not operator.iadd:
-        return first if isinstance(first, fx.Node) else None
+    if first is to and second is not to and isinstance(second, fx.Node):
+        return 1
+    if second is to and isinstance(first, fx.Node) and first is not to and node.target is not operator.iadd:
+        return 0
     return None
 
 
