@@ -1,6 +1,7 @@
 """Normalization layers for PyTorch that train in about half the memory."""
 
 from leannorm import functional as functional
+from leannorm import interop as interop
 from leannorm import nn as nn
 from leannorm._errors import BackendUnavailableError as BackendUnavailableError
 from leannorm._errors import DtypeError as DtypeError
@@ -24,6 +25,7 @@ __all__ = [
     "backends",
     "convert",
     "functional",
+    "interop",
     "keep_freed_memory",
     "nn",
     "use_backend",
