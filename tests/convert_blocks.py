@@ -221,6 +221,29 @@ class ByModeWithModules(Block):
         return y if self.training else y * 2
 
 
+class PartOfASequence(Block):
+    """The pair stands in a Sequential, and is called one by one all the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())
+
+    def forward(self, x):
+        y = self.layers[0](x)
+        return self.layers[1](y) + y
+
+
+class OfAnother(Block):
+    """The norm belongs to a block that activates; here it is called without."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Modules()
+
+    def forward(self, x):
+        return self.inner(x) + self.inner.bn(x)
+
+
 BLOCKS = [
     Modules,
     Function,
@@ -247,4 +270,6 @@ BLOCKS = [
     ByGradMode,
     ByChance,
     ByModeWithModules,
+    PartOfASequence,
+    OfAnother,
 ]

@@ -61,10 +61,11 @@ class Match(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A block's graph, the matches in it, and whether the graph holds for every call."""
+    """A block's graph, the matches in it, the modules it calls, and whether it holds for every call."""
 
     graph: fx.Graph
     matches: list[Match]
+    called: list[Module]
     lasting: bool
 
 
@@ -142,7 +143,8 @@ def trace(block: Module, norms: Mapping[str, Module]) -> Traced | None:
     if len(codes) > 1:  # keep what both ways have in common
         in_evaluation = {(m.norm.target, m.act.target) for m in found[0]}
         found[1] = [m for m in found[1] if (m.norm.target, m.act.target) in in_evaluation]
-    return Traced(graphs[1], found[1], len(codes) == 1 and not seen and not constants)
+    called = [block.get_submodule(str(n.target)) for n in graphs[1].nodes if n.op == "call_module"]
+    return Traced(graphs[1], found[1], called, len(codes) == 1 and not seen and not constants)
 
 
 def _matches(graph: fx.Graph, block: Module, norms: Mapping[str, Module]) -> Iterator[Match]:
