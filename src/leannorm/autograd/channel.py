@@ -29,7 +29,7 @@ def recorded(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _gradients(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
+def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
     """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
     return [
         gradient.to(dtype) if need and gradient is not None else None
@@ -37,7 +37,7 @@ def _gradients(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> l
     ]
 
 
-def _keep(
+def keep_for_backward(
     ctx: Any,
     x: Tensor,
     mean: Tensor,
@@ -47,13 +47,14 @@ def _keep(
     residual: Tensor | None,
     y: Tensor,
     act: str,
+    *more: Tensor,
 ) -> None:
     """Save for the backward pass only what the derivative of `act` needs; the bias only behind one."""
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
     out = None
     if residual is not None and ACTIVATIONS[act].grad_from_output is not None:
         residual, out = None, None if act == "identity" else y
-    ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, residual, out)
+    ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, residual, out, *more)
     ctx.act = act
     ctx.dtypes = dtypes
 
@@ -74,7 +75,7 @@ class ChannelNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.backend = pick(x, weight, bias, residual)
         y, mean, m2, rstd = ctx.backend.channel_forward(x, weight, bias, residual, eps, act, groups)
-        _keep(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
@@ -93,7 +94,7 @@ class ChannelNorm(torch.autograd.Function):
         dx, dweight, dbias, dz = backend.channel_backward(
             dy, x, mean, rstd, weight, bias, residual, out, ctx.act, ctx.groups, needed[3]
         )
-        return (*_gradients(ctx, needed, dx, dweight, dbias, dz), None, None, None)
+        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
 
 
 class ChannelAffine(torch.autograd.Function):
@@ -112,7 +113,7 @@ class ChannelAffine(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        _keep(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         return y
 
     @staticmethod
@@ -128,7 +129,7 @@ class ChannelAffine(torch.autograd.Function):
             dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
         if need_x or need_residual:
             dx, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=need_residual)
-        dx, *others = _gradients(ctx, needed, dx, dweight, dbias, dz)
+        dx, *others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
         return (dx, None, None, *others, None)
 
 
