@@ -13,6 +13,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -46,23 +47,21 @@ REACH = {
 BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)
 
 
-def torchvision_names() -> None:
-    """timm asks for torchvision, which wants two operators that its CPU-less build does not bring."""
-    library = torch.library.Library("torchvision", "DEF")
-    with contextlib.suppress(RuntimeError):
+@cache
+def torchvision_operators() -> torch.library.Library:
+    """torchvision registers two operators in its compiled part, which needs another build of torch."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    with contextlib.suppress(RuntimeError):  # there already
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _KEEP.append(library)
-
-
-_KEEP: list[Any] = []
+    return library
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if name == "digits":
         return DigitNetwork(stock_pair), torch.randn(512, 1, 28, 28)
-    torchvision_names()
+    torchvision_operators()
     import timm
 
     batch, size = (4, 224) if name.startswith(("vit", "swin")) else (8, 160)

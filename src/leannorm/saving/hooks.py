@@ -181,13 +181,13 @@ class Packing:
         known = find(node, output)
         if known is not None:
             return known.version == version
-        if hasattr(node, "_saved_result"):
+        if hasattr(type(node), "_saved_result"):  # asked of the node itself, it would unpack
             result = saved(node, "result")  # None: this is the node, saving its own output
             return result is None or result.version == version
         if node.name() in views.ALIASES:
             producer, number = node.next_functions[0]
             return self._unedited(producer, number, version)
-        if version == 1 and hasattr(node, "_saved_self"):  # in place, these save a copy of their input
+        if version == 1 and hasattr(type(node), "_saved_self"):  # in place, these save a copy of their input
             source = saved(node, "self")
             return source is not None and source.name == "CloneBackward0"
         return False

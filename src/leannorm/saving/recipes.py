@@ -42,7 +42,7 @@ def _bias(node: Any, i: int, given: Given) -> tuple[bool, Tensor | None]:
     before the backward pass changes nothing.
     """
     if node.next_functions[i][0] is None:  # no bias, or one that is frozen and out of reach
-        return node._saved_weight is None, None
+        return saved(node, "weight") is None, None
     value = given(node, i)
     return value is not None, None if value is None else value.look()
 
