@@ -7,6 +7,7 @@ import typer
 from leannorm.cli.check import check
 from leannorm.cli.demo import demo
 from leannorm.cli.info import info
+from leannorm.cli.profile import profile
 
 app = typer.Typer(
     help="Normalization layers for PyTorch that train in about half the memory.",
@@ -14,5 +15,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, info):
+for command in (demo, check, info, profile):
     app.command()(command)
