@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from leannorm.report.layers import Layer
 from leannorm.report.profile import Measured, MemoryReport
@@ -113,13 +113,13 @@ def html(report: MemoryReport) -> str:
         Fact(megabytes(report.parameter_bytes), "parameters (not in the other numbers)"),
     ]
     sections = [Section("Settings", "Ratios are to stock, in the same run.", table=setting_table(report))]
-    timelines = {s.name: _thinned(s.timeline) for s in report.settings if s.timeline}
+    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
     if timelines:
         sections.append(
             Section(
                 "Memory over one step",
-                "Bytes above the step's start, forward then backward. Recording slows the step down.",
-                line_figure(timelines, "milliseconds", "MB", steps=True),
+                "Bytes above the step's start. What is held when the forward pass ends stands at 1.",
+                line_figure(timelines, "forward pass: 0 to 1, backward pass: 1 to 2", "MB", steps=True),
             )
         )
     counted, names = _counted(report)
@@ -151,10 +151,16 @@ def _per_layer(layers: Mapping[str, Layer], names: Iterable[str]) -> list[float]
     return [layers[name].kept / 1e6 if name in layers else 0.0 for name in names]
 
 
-def _thinned(timeline: Sequence[tuple[float, int]]) -> tuple[list[float], list[float]]:
-    """At most so many points; of those that share a place, the highest stays, so that the peak does."""
+def _thinned(measured: Measured) -> tuple[list[float], list[float]]:
+    """The timeline with the forward pass on 0 to 1 and the backward pass on 1 to 2, so that settings line up.
+
+    At most so many points; of those that share a place, the highest stays, so that the peak does.
+    """
+    timeline, middle = measured.timeline, measured.forward_end
+    length = max(timeline[-1][0] - middle, 1e-9)
     stride = -(-len(timeline) // _MOST_POINTS)
     kept = [
         max(timeline[i : i + stride], key=lambda point: point[1]) for i in range(0, len(timeline), stride)
     ]
-    return [seconds * 1e3 for seconds, _ in kept], [nbytes / 1e6 for _, nbytes in kept]
+    places = [t / middle if t <= middle else 1 + (t - middle) / length for t, _ in kept]
+    return places, [nbytes / 1e6 for _, nbytes in kept]
