@@ -190,7 +190,7 @@ def test_sizes_that_are_none_are_refused(text):
 
 def test_the_command_writes_both_files(tmp_path, capsys):
     files = tmp_path / "a.json", tmp_path / "a.html"
-    asked = "profile tests.test_profile:small --input 4x3x34x34 --budget 0.9 --steps 1".split()
+    asked = ["profile", "tests.test_profile:small", "--input", "4x3x34x34", "--budget", "0.9", "--steps", "1"]
     status = main([*asked, "--json", str(files[0]), "--report", str(files[1])])
     assert status == 0
     assert "budget 0.9" in capsys.readouterr().out

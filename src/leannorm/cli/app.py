@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from leannorm.cli.check import check
+from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
 from leannorm.cli.info import info
 from leannorm.cli.profile import profile
@@ -15,5 +16,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, info, profile):
+COMMANDS = (
+    demo,
+    check,
+    profile,
+    convert_checkpoint,
+    info,
+)
+for command in COMMANDS:
     app.command()(command)

@@ -7,14 +7,13 @@ the first time that its like is met and its answer compared with the tensor. Wha
 from __future__ import annotations
 
 from collections.abc import Hashable
-from functools import lru_cache
 from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.values import Step, Value, run
+from leannorm.saving.values import Step, Value, run, without_autocast
 
 _SEEN: dict[Hashable, float | None] = {}
 _MOST = 1 << 14
@@ -38,7 +37,7 @@ def layout(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def _try(step: Step, tensor: Tensor) -> float | None:
-    with torch.no_grad(), without_autocast(tensor.device.type):
+    with torch.no_grad(), without_autocast():
         packed = [value.look() if value.layout or value.step is None else None for value in step.inputs]
         start = perf_counter()  # what nobody packed is part of this rebuild
         pairs = zip(packed, step.inputs, strict=True)
@@ -63,13 +62,3 @@ def _signature_of(value: Value) -> Hashable:
     if value.step is not None:
         return _signature(value.step)
     return layout(value.tensor) if value.tensor is not None else None
-
-
-@lru_cache
-def _autocasts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device)
-
-
-def without_autocast(device: str) -> torch.autocast:
-    """Rebuilding repeats kernels on given dtypes; a surrounding autocast may not change them."""
-    return torch.autocast(device if _autocasts(device) else "cpu", enabled=False)

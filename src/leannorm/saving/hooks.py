@@ -34,7 +34,11 @@ class Packing:
     """
 
     def __init__(
-        self, policy: Policy, outer: Hooks | None, ledger: Ledger, choose: Callable[[int, Hashable], bool] | None
+        self,
+        policy: Policy,
+        outer: Hooks | None,
+        ledger: Ledger,
+        choose: Callable[[int, Hashable], bool] | None,
     ) -> None:
         self.policy, self.outer, self.ledger, self.choose = policy, outer, ledger, choose
         self.calls: list[Hashable] = []
@@ -190,7 +194,8 @@ class Packing:
             result = saved(node, "result")  # None: this is the node, saving its own output
             return result is None or result.version == version
         if node.name() in views.ALIASES:
-            return self._unedited(*node.next_functions[0], version)
+            producer, number = node.next_functions[0]
+            return self._unedited(producer, number, version)
         if version == 1 and hasattr(node, "_saved_self"):  # in place, these save a copy of their input
             source = saved(node, "self")
             return source is not None and source.name == "CloneBackward0"
@@ -199,14 +204,14 @@ class Packing:
 
 def _nbytes(node: Any, output: int) -> int:
     metadata = node._input_metadata[output]
-    return prod(metadata.shape) * int(metadata.dtype.itemsize)
+    return int(prod(metadata.shape) * metadata.dtype.itemsize)
 
 
 def _in_memory(step: Step) -> bool:
     """Is it a view of a tensor that is held? Then holding it costs nothing."""
-    while step.view and step.inputs:
+    while step.view and step.inputs and not step.copies:
         value = step.inputs[0]
         if value.step is None:
-            return value.restore is None and step.constants[:1] != ("clone",)
+            return value.restore is None
         step = value.step
     return False

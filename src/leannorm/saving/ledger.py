@@ -36,7 +36,9 @@ class Ledger:
         root = value
         while root.step is not None and root.step.view and root.step.inputs:
             root = root.step.inputs[0]
-        self._rebuilt[root if root.step is not None else value] = Entry(0, tensor.nbytes if nbytes is None else nbytes)
+        self._rebuilt[root if root.step is not None else value] = Entry(
+            0, tensor.nbytes if nbytes is None else nbytes
+        )
         self._closed = None
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from leannorm.saving.recipes import Given, _bias, _copy, recipe
+from leannorm.saving.recipes import Given, _copy, recipe
 from leannorm.saving.values import Step, Value, saved_by_function
 
 
@@ -16,7 +16,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     values = saved_by_function(node, 7)
     if output or values is None:  # not all there yet: the node is saving its own output
         return None
-    x, mean, rstd, weight, bias, residual, out = values
+    x, mean, rstd, weight, bias, residual, _ = values
     inputs_before_bias = 2 if node.name() == "ChannelNormBackward" else 4
     if x is None or mean is None or rstd is None:
         return None
@@ -38,9 +38,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     return Step(rebuild, inputs, ("channel", act, backend.__name__, w is None, b is None))
 
 
-def _affine(
-    saved: Value | None, node: Any, i: int, given: Given, there: bool
-) -> tuple[bool, Tensor | None]:
+def _affine(saved: Value | None, node: Any, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
     """Is the bias known, and a copy of it: saved by the node, or its input i."""
     value = saved if saved is not None or not there else given(node, i)
     return value is not None or not there, _copy(value)
@@ -49,11 +47,11 @@ def _affine(
 @recipe("RowNormBackward")
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     values = saved_by_function(node, 4)
-    if output or values is None or values[0] is None:
+    if output or values is None:
         return None
     x, _, _, weight = values
     known, b = _affine(None, node, 3, given, node.dtypes[3] is not None)
-    if not known:
+    if x is None or not known:
         return None
     w, (start, stop), eps, rms, backend = _copy(weight), node.span, node.eps, node.rms, node.backend
 

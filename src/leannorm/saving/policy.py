@@ -101,4 +101,6 @@ def check(recompute: str, budget: float | None) -> None:
     if recompute not in ("norm", "conv"):
         raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}')
     if budget is not None and not 0 < budget <= 1:
-        raise InputError(f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}")
+        raise InputError(
+            f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
+        )

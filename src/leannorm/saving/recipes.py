@@ -47,7 +47,7 @@ def _bias(node: Any, i: int, given: Given) -> tuple[bool, Tensor | None]:
     return value is not None, None if value is None else value.look()
 
 
-_TRAIN_AGAIN = {
+_TRAIN_AGAIN: dict[str, Callable[..., Any]] = {
     "NativeBatchNormBackward0": torch.native_batch_norm,
     "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
     "MiopenBatchNormBackward0": torch.miopen_batch_norm,
@@ -170,7 +170,7 @@ SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER)
 def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     function, names = _FROM_SAVED_INPUT[node.name()]
     x, constants = saved(node, "self"), tuple(_constant(node, name) for name in names)
-    return x and Step(lambda x: function(x, *constants), (x,), (node.name(), *constants))
+    return None if x is None else Step(lambda x: function(x, *constants), (x,), (node.name(), *constants))
 
 
 @recipe(*_FROM_PRODUCER)
@@ -179,18 +179,22 @@ def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | 
     function, in_place, names = _FROM_PRODUCER[node.name()]
     name, constants = node.name(), tuple(_constant(node, name) for name in names)
     x = given(node, 0)
-    return x and Step(
-        lambda x: function(x, *constants),
-        (x,),
-        (name, *constants),
-        overwrite=lambda x: in_place(x, *constants),
+    return (
+        None
+        if x is None
+        else Step(
+            lambda x: function(x, *constants),
+            (x,),
+            (name, *constants),
+            overwrite=lambda x: in_place(x, *constants),
+        )
     )
 
 
 @recipe("PreluKernelBackward0")
 def prelu(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "self"), saved(node, "weight")
-    return x and weight and Step(torch._prelu_kernel, (x, weight), "prelu")
+    return None if x is None or weight is None else Step(torch._prelu_kernel, (x, weight), "prelu")
 
 
 # ---------------------------------------------------------------- products: scale, gate, dropout's mask
@@ -201,13 +205,13 @@ def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     """LayerScale, squeeze-and-excite, dropout (input times mask): whichever factor is not saved is sought."""
     a = saved(node, "self") or given(node, 0)
     b = saved(node, "other") or given(node, 1)
-    return a and b and Step(torch.mul, (a, b), "mul", kind="scale")
+    return None if a is None or b is None else Step(torch.mul, (a, b), "mul", kind="scale")
 
 
 @recipe("MulBackward1")
 def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, number = given(node, 0), node._saved_other
-    return x and Step(lambda x: x * number, (x,), ("mul", number), kind="scale")
+    return None if x is None else Step(lambda x: x * number, (x,), ("mul", number), kind="scale")
 
 
 @recipe("NativeDropoutBackward0")

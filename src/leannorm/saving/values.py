@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ class Step(NamedTuple):
     """How to rebuild a tensor: `rebuild(*inputs)`.
 
     `constants` are what `rebuild` closes over, for telling two steps apart; `overwrite` computes the same
-    in the memory of the first input; `view` says that the result may share its input's memory; `kind` is
-    what policies go by; `flops` are those of one rebuild (a matrix product or convolution; else 0).
+    in the memory of the first input; `view` says that the result may share its input's memory,
+    `copies` that it need not; `kind` is what policies go by; `flops` are those of one rebuild, where they
+    are many.
     """
 
     rebuild: Callable[..., Tensor]
@@ -27,6 +29,7 @@ class Step(NamedTuple):
     constants: Hashable = ()
     overwrite: Callable[..., Tensor] | None = None
     view: bool = False
+    copies: bool = False
     kind: str = "norm"
     flops: int = 0
 
@@ -121,10 +124,11 @@ class Value:
         assert tensor is not None
         if tensor._version != self.version:
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" [{tensor.type()} {list(tensor.shape)}], which is output of {self.name or 'a leaf'}, is at version"
-                f" {tensor._version}; expected version {self.version} instead. It is held by leannorm.lean() for the"
-                " backward pass: edit a copy of it, or edit it after backward()."
+                "one of the variables needed for gradient computation has been modified by an inplace"
+                f" operation: [{tensor.type()} {list(tensor.shape)}], which is output of"
+                f" {self.name or 'a leaf'}, is at version {tensor._version}; expected version"
+                f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
+                " it, or edit it after backward()."
             )
         return tensor
 
@@ -139,23 +143,23 @@ def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> Tensor:
 # ------------------------------------------------ from a node's output to the value that stands for it
 
 
-def register(node: Node, output: int, lookup: Callable[[], Value | None]) -> None:
+def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
     """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node."""
     node.metadata.setdefault(_KEY, {})[output] = lookup
 
 
-def find(node: Node, output: int) -> Value | None:
+def find(node: Any, output: int) -> Value | None:
     known = node.metadata.get(_KEY)
     lookup = known.get(output) if known else None
     return lookup() if lookup else None
 
 
-def wait(node: Node, output: int, value: weakref.ref[Value]) -> None:
+def wait(node: Any, output: int, value: weakref.ref[Value]) -> None:
     """Note that `value` could be rebuilt if only that output were at hand."""
     node.metadata.setdefault(_WAITING, {}).setdefault(output, []).append(value)
 
 
-def waiting(node: Node, output: int) -> list[Value]:
+def waiting(node: Any, output: int) -> list[Value]:
     references = node.metadata.get(_WAITING, {}).pop(output, ())
     return [value for value in (reference() for reference in references) if value is not None]
 
@@ -171,14 +175,25 @@ def unpack(value: Value) -> Tensor:
     if seen is not None:
         seen.append(value)
         return torch.empty(0)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         return value.read()
+
+
+def without_autocast() -> ExitStack:
+    """Rebuilding repeats kernels on given dtypes; a surrounding autocast may not change them."""
+    stack = ExitStack()
+    if torch._C._is_any_autocast_enabled():
+        for device in ("cpu", "cuda", "xpu", "mps"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
 
 
 def saved(node: Any, name: str) -> Value | None:
     """What the node saved under `name`: the value packed here, or a reading of what others packed."""
     attribute = f"_saved_{name}"
-    _peek.seen = seen = []
+    seen: list[Value] = []
+    _peek.seen = seen
     try:
         tensor = getattr(node, attribute)
     except RuntimeError:  # edited since, or already freed: autograd will say so where it matters
@@ -194,7 +209,8 @@ def saved(node: Any, name: str) -> Value | None:
 
 def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
     """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
-    _peek.seen = seen = []
+    seen: list[Value] = []
+    _peek.seen = seen
     try:
         tensors = node.saved_tensors
     except RuntimeError:

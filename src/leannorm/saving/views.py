@@ -31,13 +31,13 @@ def _shape(node: Any, output: int) -> tuple[int, ...]:
 )
 def reshape(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, shape = given(node, 0), _shape(node, output)
-    return x and Step(lambda x: x.reshape(shape), (x,), ("reshape", shape), view=True)
+    return None if x is None else Step(lambda x: x.reshape(shape), (x,), ("reshape", shape), view=True)
 
 
 @recipe("ExpandBackward0")
 def expand(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, shape = given(node, 0), _shape(node, output)
-    return x and Step(lambda x: x.expand(shape), (x,), ("expand", shape), view=True)
+    return None if x is None else Step(lambda x: x.expand(shape), (x,), ("expand", shape), view=True)
 
 
 ALIASES = {"ExpandBackward0", "ViewBackward0", "UnsqueezeBackward0", "SqueezeBackward0", "SqueezeBackward1"}
@@ -56,7 +56,11 @@ _VIEWS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 def view(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     function, names = _VIEWS[node.name()]
     x, constants = given(node, 0), tuple(_constant(node, name) for name in names)
-    return x and Step(lambda x: function(x, *constants), (x,), (node.name(), *constants), view=True)
+    return (
+        None
+        if x is None
+        else Step(lambda x: function(x, *constants), (x,), (node.name(), *constants), view=True)
+    )
 
 
 ALIASES |= {*_VIEWS, "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"}
@@ -73,26 +77,26 @@ def part(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     function, names = _PARTS[node.name()]
     x, constants = given(node, 0), tuple(_constant(node, name) for name in names)
     key = (node.name(), output, *constants)
-    return x and Step(lambda x: function(x, *constants)[output], (x,), key, view=True)
+    return None if x is None else Step(lambda x: function(x, *constants)[output], (x,), key, view=True)
 
 
 @recipe("RollBackward0")
 def roll(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, shifts, dims = given(node, 0), _constant(node, "shifts"), _constant(node, "dims")
-    return x and Step(lambda x: torch.roll(x, shifts, dims), (x,), ("roll", shifts, dims))
+    return None if x is None else Step(lambda x: torch.roll(x, shifts, dims), (x,), ("roll", shifts, dims))
 
 
 @recipe("ConstantPadNdBackward0")
 def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """Padding by nothing is a copy; what real padding was filled with, the node does not keep."""
     x, widths = given(node, 0), _constant(node, "pad")
-    return x and Step(torch.clone, (x,), "pad by nothing") if not any(widths) else None
+    return None if x is None else Step(torch.clone, (x,), "pad by nothing") if not any(widths) else None
 
 
 @recipe("RepeatBackward0")
 def repeat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, repeats = given(node, 0), _constant(node, "repeats")
-    return x and Step(lambda x: x.repeat(repeats), (x,), ("repeat", repeats))
+    return None if x is None else Step(lambda x: x.repeat(repeats), (x,), ("repeat", repeats))
 
 
 @recipe("CloneBackward0")
@@ -104,7 +108,11 @@ def clone(node: Any, output: int, given: Given, like: Tensor | None) -> Step | N
         form = torch.preserve_format
         if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
             form = torch.channels_last
-    return x and Step(lambda x: x.contiguous(memory_format=form), (x,), ("clone", form), view=True)
+    return (
+        None
+        if x is None
+        else Step(lambda x: x.contiguous(memory_format=form), (x,), ("clone", form), view=True, copies=True)
+    )
 
 
 @recipe("ToCopyBackward0")
@@ -143,7 +151,7 @@ def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
 def laid_out_as(value: Value, like: Tensor) -> Step | None:
     """A value that is at hand in another layout, copied into this one."""
     shape, stride = tuple(like.shape), like.stride()
-    if not torch._prims_common.is_non_overlapping_and_dense(like):
+    if sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 != like.numel():  # gaps
         return None
 
     def rebuild(x: Tensor) -> Tensor:
@@ -194,14 +202,14 @@ def find_parts_in(value: Value, node: Any) -> None:
         start += length
 
 
-def _slice(
-    reference: weakref.ref[Value], dim: int, start: int, length: int
-) -> Callable[[], Value | None]:
+def _slice(reference: weakref.ref[Value], dim: int, start: int, length: int) -> Callable[[], Value | None]:
     def lookup() -> Value | None:
         whole = reference()
         if whole is None:
             return None
-        step = Step(lambda x: x.narrow(dim, start, length), (whole,), ("slice", dim, start, length), view=True)
+        step = Step(
+            lambda x: x.narrow(dim, start, length), (whole,), ("slice", dim, start, length), view=True
+        )
         return Value(None, 0, step)
 
     return lookup
