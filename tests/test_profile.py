@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from math import prod
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_layers_keep_what_is_counted_by_hand():
 def test_the_layers_add_up_to_what_is_kept(ran):
     for setting in ran[0].settings[:4]:
         total = sum(layer.kept for layer in setting.layers)
-        assert setting.kept == pytest.approx(total, rel=0.2)  # with the loss, without the input
+        # measured from outside there is the loss's input, too, and there is not the batch itself
+        assert -4 * prod(X) <= setting.kept - total <= 4 * prod((4, 16, 32, 32)) + 4096
     assert sum(layer.rebuilt for layer in ran[0].settings[1].layers) > 0
     assert ran[0].settings[2].rebuilt[0].nbytes > 0
 
