@@ -7,6 +7,7 @@ import typer
 from leannorm.cli.check import check
 from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
+from leannorm.cli.fit import fit
 from leannorm.cli.info import info
 from leannorm.cli.profile import profile
 
@@ -20,6 +21,7 @@ COMMANDS = (
     demo,
     check,
     profile,
+    fit,
     convert_checkpoint,
     info,
 )

@@ -52,24 +52,44 @@ class _Meter(TorchDispatchMode):
         self.alive -= nbytes
 
 
-def fake_step(
-    model: nn.Module, mode: FakeTensorMode, setting: Callable[[nn.Module], Setting], shape: tuple[int, ...]
-) -> StepMemory:
-    """What a training step on an input of `shape` would hold and its peak; `model` was made under `mode`.
+def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """The model that `make` makes, with fake tensors for parameters and buffers.
 
-    Gradients of parameters are part of the peak, as in `measure_step`.
+    Made on the meta device, which takes no memory; for real where its making looks at values.
     """
-    chosen = setting(model)
+    try:
+        with torch.device("meta"):
+            model = make()
+    except (RuntimeError, NotImplementedError):
+        model = make()
+    with mode:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, shape: tuple[int, ...]) -> StepMemory:
+    """What a training step on an input of `shape` would hold, and its peak, gradients of parameters included.
+
+    `model` is of `fake_model`, under the same `mode`; `setting` runs it. Scratch memory inside of single
+    operations is not seen.
+    """
     with mode:
         images = torch.empty(shape)
         meter = _Meter()
         meter.know([images, list(model.parameters()), list(model.buffers())])
         with meter:
-            with chosen.around():
-                loss = mean_square(chosen.run(images))
+            with setting.around():
+                loss = mean_square(setting.run(images))
             held = meter.alive
             loss.backward()
-    peak = meter.peak
-    for parameter in model.parameters():
-        parameter.grad = None
+            peak = meter.peak
+        for parameter in model.parameters():
+            parameter.grad = None
     return StepMemory(held, peak)
