@@ -129,36 +129,26 @@ class TestSameAsStock:
 
         assert_same(run(lambda: lean(**setting)), run(Stock))
 
-    def test_offload_inside_and_outside(self, setting):
-        model = network()
-
-        def run(outside, inside):
-            model.zero_grad()
-            packed = []
+    def test_offload_around(self, setting):
+        def run(make_context):
+            model, packed = network(), []
             hooks = saved_tensors_hooks(lambda t: packed.append(t.shape) or t.detach().clone(), lambda t: t)
-            with outside(hooks), lean(**setting):
-                x = model[:2](IMAGE)
-                with inside(hooks):
-                    x = model[2:4](x)
-                loss = model[4:](x).square().mean()
-            loss.backward()
-            return {n: p.grad for n, p in model.named_parameters()}, len(packed)
+            with hooks, make_context():
+                loss = model(IMAGE).square().mean()
+            return gradients(model, [loss]), packed
 
-        def nothing(hooks):
-            return torch.enable_grad()
+        (ours, packed), (stock, expected) = run(lambda: lean(**setting)), run(torch.enable_grad)
+        assert_same(ours, stock)
+        assert packed == expected
 
-        stock = {k: v for k, v in step(copy.deepcopy(model), IMAGE, Stock())[0].items() if "." in k}
-        stock = {n: stock[n] for n, _ in model.named_parameters()}
-        for places in [(lambda h: h, nothing), (nothing, lambda h: h)]:
-            ours, packed = run(*places)
-            assert_same(ours, stock)
-            assert packed  # what is held goes through the hooks of the caller
-
-    def test_save_on_cpu(self, setting):
+    def test_offload_within(self, setting):
         def run(context):
             model = network()
-            with context, save_on_cpu():
-                loss = model(IMAGE).square().mean()
+            with context:
+                x = model[:2](IMAGE)
+                with save_on_cpu():
+                    x = model[2:4](x)
+                loss = model[4:](x).square().mean()
             return gradients(model, [loss])
 
         assert_same(run(lean(**setting)), run(Stock()))
@@ -204,11 +194,10 @@ class TestSameAsStock:
 
     def test_threads(self, setting):
         stock = step(network(), IMAGE, Stock())[0]
-        results = {}
+        results, models = {}, [network() for _ in range(3)]
 
         def work(i):
-            with torch.random.fork_rng():
-                results[i] = step(network(), IMAGE, lean(**setting))[0]
+            results[i] = step(models[i], IMAGE, lean(**setting))[0]
 
         threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
         for thread in threads:
@@ -468,6 +457,15 @@ def test_compiled_code_is_left_alone():
             y = compiled(IMAGE)
         y.square().mean().backward()
         assert torch.allclose(y, expected["output"], atol=1e-5)
+
+
+def test_function_transforms_are_left_alone():
+    model = make_lean(nn.Sequential(nn.Linear(32, 32), nn.GELU()))
+    x = torch.randn(64, 32)
+    slope = torch.func.grad(lambda x: model(x).sum())(x)
+    y = x.clone().requires_grad_()
+    model(y).sum().backward()
+    assert torch.allclose(slope, y.grad)
 
 
 def test_saves_what_the_loss_needs_too():
