@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.saving.values import Step, Value, saved
 
@@ -123,11 +124,14 @@ def _eps(x: Tensor, rstd: Tensor, shape: tuple[int, ...]) -> float | None:
     """The node does not keep eps: of the usual ones, that which gives the first row's rstd."""
     first = x[(slice(0, 1),) * (x.dim() - len(shape))]
     for eps in _LAYER_NORM_EPS:
-        if torch.equal(
-            torch.native_layer_norm(first, shape, None, None, eps)[2].flatten(), rstd.flatten()[:1]
-        ):
+        if _equal(torch.native_layer_norm(first, shape, None, None, eps)[2].flatten(), rstd.flatten()[:1]):
             return eps
     return None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Fake tensors have no values to differ in."""
+    return isinstance(a, FakeTensor) or torch.equal(a, b)
 
 
 def _layer_norm(
@@ -137,7 +141,7 @@ def _layer_norm(
     found = _eps(x, rstd, shape)
     for eps in () if found is None else (found, *_LAYER_NORM_EPS):
         y, _, again = torch.native_layer_norm(x, shape, w, b, eps)
-        if torch.equal(again, rstd):
+        if _equal(again, rstd):
             return y
     y = (x.to(rstd.dtype) - mean) * rstd
     if w is not None and b is not None:
