@@ -8,7 +8,7 @@ keeps anyway) where that tells the derivative, else the residual. Statistics are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ from leannorm.ops.select import pick, transformed
 def twice_differentiable() -> bool:
     """Is the backward pass itself being recorded? Then it is made of plain torch operations."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Does autograd record this call? Without it a Function only costs time."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
@@ -141,6 +146,11 @@ def channel_norm(
     if transformed(x, weight, bias, residual):
         y, mean, m2, _ = reference.channel_forward(x, weight, bias, residual, eps, act, groups)
         return y, mean, m2
+    if not recorded(x, weight, bias, residual):
+        y, mean, m2, _ = pick(x, weight, bias, residual).channel_forward(
+            x, weight, bias, residual, eps, act, groups
+        )
+        return y, mean, m2
     result: tuple[Tensor, Tensor, Tensor] = ChannelNorm.apply(x, weight, bias, residual, eps, act, groups)
     return result
 
@@ -157,6 +167,9 @@ def channel_affine(
     """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, mean, rstd, weight, bias, residual):
         return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+    if not recorded(x, weight, bias, residual):
+        backend = pick(x, weight, bias, residual)
+        return cast(Tensor, backend.channel_normalize(x, mean, rstd, weight, bias, residual, act))
     y: Tensor = ChannelAffine.apply(x, mean, rstd, weight, bias, residual, act)
     return y
 

@@ -3,6 +3,8 @@
 from leannorm.functional.batch import batch_norm as batch_norm
 from leannorm.functional.batch import batch_norm_act as batch_norm_act
 from leannorm.functional.conv import conv_batch_norm as conv_batch_norm
+from leannorm.functional.group import group_norm as group_norm
+from leannorm.functional.group import instance_norm as instance_norm
 from leannorm.functional.layer import add_layer_norm as add_layer_norm
 from leannorm.functional.layer import add_rms_norm as add_rms_norm
 from leannorm.functional.layer import layer_norm as layer_norm
@@ -15,6 +17,8 @@ __all__ = [
     "batch_norm",
     "batch_norm_act",
     "conv_batch_norm",
+    "group_norm",
+    "instance_norm",
     "layer_norm",
     "rms_norm",
     "sync_batch_norm",

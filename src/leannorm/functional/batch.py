@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.autograd.sync import Sharing, sync_norm
-from leannorm.ops.modes import rebuilding
+from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.precision import statistics_dtype
 
 
@@ -232,13 +232,18 @@ def update_running_statistics(
     """
     if isinstance(count, int) and count == 0:
         return
-    with torch.no_grad():
-        degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-        for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
-            value = _unwrapped(value.detach(), running)
-            with _outside_of_transforms(running, value):
-                old = running.to(value.dtype)
-                running.copy_(old + (value - old) * factor)
+    degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
+    if isinstance(count, Tensor):  # on the device: empty on all ranks
+        factor = factor * (count > 0)
+    for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
+        value = _unwrapped(value.detach() if value.requires_grad else value, running)
+        dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
+        weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
+        with _outside_of_transforms(running, value):
+            if running.dtype == dtype and not transformed(running, value):  # lerp_ has no batching rule
+                running.lerp_(value.to(dtype), weight)
+            else:
+                running.copy_(torch.lerp(running.to(dtype), value.to(dtype), weight))
 
 
 def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
