@@ -52,7 +52,9 @@ def train(model, rows, wrapped=None, micro=1):
 
 def differs(model, other):
     pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
-    return max((a - (b.full_tensor() if hasattr(b, "full_tensor") else b)).abs().max().item() for a, b in pairs)
+    return max(
+        (a - (b.full_tensor() if hasattr(b, "full_tensor") else b)).abs().max().item() for a, b in pairs
+    )
 
 
 def share(rank):
