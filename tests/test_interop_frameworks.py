@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import zipfile
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from interop_cases import FILES, FIXTURES, Net, defaults, recorded, said
 
-from leannorm import functional, interop, nn
+from leannorm import interop, nn
 from leannorm.interop import CONVENTIONS
 
 FRAMEWORKS = sorted(FILES)
@@ -20,7 +19,6 @@ LAYERS = 7
 # Keras casts to float32 inside its batch norm, whatever its dtype; the others compute in float64 throughout.
 # The wrong convention is never so near: 2e-2 in the variance, 1e-3 in eps, 1e-8 for float32 attributes.
 ORACLE_ERROR = {"paddle": 1e-11, "keras": 1e-5, "flax": 1e-11, "onnx": 1e-11}
-NODES = json.loads((FIXTURES / "onnx_nodes.json").read_text())
 
 
 def loaded(framework, kinds, dtype, count):
@@ -123,42 +121,3 @@ def test_bfloat16_is_read_as_such(file, framework, layer):
     interop.load(layer, FIXTURES / file, framework, count=math.inf)
     wanted = torch.arange(1, 5) / 8
     assert all(torch.equal(t.float(), wanted) for t in layer.state_dict().values() if t.dim())
-
-
-@pytest.mark.parametrize("node", NODES, ids=lambda node: node["name"])
-def test_onnxs_published_node_tests(node):
-    with np.load(FIXTURES / "onnx_nodes.npz") as file:
-        data = {k: torch.from_numpy(file[k]) for k in file.files if k.rpartition("/")[0] == node["name"]}
-    inputs, outputs = (
-        [data[f"{node['name']}/{kind}{i}"] for i in range(sum(f"/{kind}" in key for key in data))]
-        for kind in ("in", "out")
-    )
-    table, attributes = CONVENTIONS["onnx"], node["attributes"]
-    eps = attributes.get("epsilon", table.eps)
-    momentum = table.torch_momentum(attributes.get("momentum", table.momentum))
-    if node["op"] == "LayerNormalization":
-        x, *affine = inputs
-        got = functional.layer_norm(
-            x, x.shape[attributes.get("axis", -1) :], *affine_of(affine, x, attributes), eps
-        )
-        torch.testing.assert_close(got, outputs[0], rtol=1e-3, atol=1e-7)
-        return
-    x, scale, bias, mean, var = inputs
-    training = bool(attributes.get("training_mode", 0))
-    count = x.numel() / x.shape[1]
-    running = [mean.clone(), var * (count / (count - 1))]
-    got = [
-        functional.batch_norm(
-            x, *(running if training else (mean, var)), scale, bias, training, momentum, eps
-        )
-    ]
-    got += [running[0], running[1] * ((count - 1) / count)][: len(outputs) - 1]
-    for ours, theirs in zip(got, outputs, strict=True):
-        # ONNX's own tolerances for these cases
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-7)
-
-
-def affine_of(affine, x, attributes):
-    """Weight and bias in the normalized shape."""
-    shape = x.shape[attributes.get("axis", -1) :]
-    return [tensor.reshape(shape) for tensor in affine]

@@ -170,13 +170,6 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
             )
 
 
-def timeout(seconds: float | None) -> None:
-    if seconds is not None and not seconds > 0:
-        raise InputError(
-            f"timeout must be positive seconds, or None for the process group's own, got {seconds}"
-        )
-
-
 def divisible_groups(input: Tensor, num_groups: int) -> None:
     if num_groups < 1 or input.shape[1] % num_groups:
         raise InputError(
@@ -208,3 +201,10 @@ def instance_channels(input: Tensor, dim: int, num_features: int, affine: bool) 
         "passing in num_features, which is not used because affine=False",
         stacklevel=4,
     )
+
+
+def timeout(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise InputError(
+            f"timeout must be positive seconds, or None for the process group's own, got {seconds}"
+        )

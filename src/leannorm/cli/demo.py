@@ -46,7 +46,7 @@ def demo(
         highlight=False,
     )
     if json:
-        write_json(json, result.to_json())
+        write_json(json, result.as_dict())
         console.print(f"numbers: {json}", highlight=False)
     if report:
         write_text(report, page.html(result))

@@ -9,6 +9,7 @@ from leannorm.functional.layer import add_layer_norm as add_layer_norm
 from leannorm.functional.layer import add_rms_norm as add_rms_norm
 from leannorm.functional.layer import layer_norm as layer_norm
 from leannorm.functional.layer import rms_norm as rms_norm
+from leannorm.functional.operator import batch_norm_op as batch_norm_op
 from leannorm.functional.sync import sync_batch_norm as sync_batch_norm
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "add_rms_norm",
     "batch_norm",
     "batch_norm_act",
+    "batch_norm_op",
     "conv_batch_norm",
     "group_norm",
     "instance_norm",

@@ -14,7 +14,8 @@ from torch import Tensor
 from leannorm.interop.arrays import Checkpoint, optional, to_array, to_tensor
 
 WEIGHTS, CONFIG = "model.weights.h5", "config.json"
-NORMS = {"BatchNormalization": ("moving_mean", "moving_variance"), "LayerNormalization": ()}
+STATISTICS = ("moving_mean", "moving_variance")
+NORMS = ("BatchNormalization", "LayerNormalization", "GroupNormalization", "RMSNormalization")
 
 
 def _norms(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -78,7 +79,7 @@ def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[
             if theirs in stated
         }
         affine = [leaf for leaf, flag in (("gamma", "scale"), ("beta", "center")) if stated.get(flag, True)]
-        leaves = [*affine, *NORMS[layer["class_name"]]]
+        leaves = [*affine, *(STATISTICS if layer["class_name"] == NORMS[0] else ())]
         numbers = [
             key for key in places if key.rpartition(".")[0] == name and key.rpartition(".")[2].isdigit()
         ]

@@ -25,6 +25,8 @@ KINDS: tuple[tuple[tuple[type[torch.nn.Module], ...], str], ...] = (
 )
 
 
+# of torch, but no layers: what they hold is the model's own
+HOLDERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -79,6 +81,24 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield role, buffer
 
 
+def _leaves(
+    module: torch.nn.Module, role: str, learned: Sequence[str], theirs: Convention
+) -> tuple[str, ...]:
+    """The names that the framework may have for this tensor of this layer."""
+    kind = kind_of(module)
+    if theirs.framework == "torch":
+        return (role,)
+    if kind is not None:
+        leaves = theirs.names.get(kind, {}).get(role, ())
+    elif type(module).__module__.startswith("torch.") and not isinstance(module, HOLDERS):
+        return ()  # a layer whose names and axes in the framework nobody wrote down
+    else:
+        leaves = (role,)  # a model's own parameter: no framework has a convention for it
+    if theirs.framework == "keras" and role in learned:
+        leaves += (str(learned.index(role)),)  # .weights.h5 and lists number what they hold
+    return leaves
+
+
 def slots_of(
     model: torch.nn.Module, convention: Convention, names: Mapping[str, str | Sequence[str]]
 ) -> list[Slot]:
@@ -91,33 +111,19 @@ def slots_of(
         )
     slots = []
     for name, module in modules.items():
-        kind = kind_of(module)
-        table = convention.names.get(kind or "", {})
-        own = list(own_tensors(module))
-        order = [role for role in table if role in dict(own)]
-        for role, tensor in own:
+        own = dict(own_tensors(module))
+        for role, tensor in own.items():
             if tensor.is_meta or isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
                 raise InputError(
                     f"{joined(name, role)} has no memory yet (meta device or a lazy layer); "
                     "materialize it with to_empty() or one forward pass"
                 )
-            if (
-                convention.framework != "torch"
-                and kind is None
-                and type(module).__module__.startswith("torch.")
-            ):
-                leaves: tuple[
-                    str, ...
-                ] = ()  # a layer whose names and axes in the framework nobody wrote down
-            elif kind is None or convention.framework == "torch":
-                leaves = (role,)  # a model's own parameter: no framework has a convention for it
-            else:
-                leaves = table.get(role, ())
-            if convention.framework == "keras" and role in order:
-                leaves += (str(order.index(role)),)  # .weights.h5 and lists number what they hold
+        learned = [role for role, tensor in own.items() if tensor.is_floating_point()]
+        for role, tensor in own.items():
+            leaves = _leaves(module, role, learned, convention)
             prefixes = foreign_names(name, names)
             candidates = tuple(joined(p, leaf.replace("/", ".")) for p in prefixes for leaf in leaves)
-            slots.append(Slot(name, module, role, tensor, kind, candidates))
+            slots.append(Slot(name, module, role, tensor, kind_of(module), candidates))
     return slots
 
 

@@ -15,6 +15,7 @@ from leannorm.nn.instance import InstanceNorm2d as InstanceNorm2d
 from leannorm.nn.instance import InstanceNorm3d as InstanceNorm3d
 from leannorm.nn.layer import LayerNorm as LayerNorm
 from leannorm.nn.layer import RMSNorm as RMSNorm
+from leannorm.nn.operator import BatchNormOp as BatchNormOp
 from leannorm.nn.sync import SyncBatchNorm as SyncBatchNorm
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "BatchNormAct1d",
     "BatchNormAct2d",
     "BatchNormAct3d",
+    "BatchNormOp",
     "ConvBatchNorm1d",
     "ConvBatchNorm2d",
     "ConvBatchNorm3d",

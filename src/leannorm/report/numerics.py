@@ -31,7 +31,7 @@ class Check(NamedTuple):
     def passed(self) -> bool:
         return self.error <= self.budget
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "passed": self.passed}
 
 

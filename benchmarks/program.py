@@ -1,0 +1,153 @@
+"""Fork every architecture and compare with the eager model, bit for bit; then what a fork costs.
+
+    python benchmarks/program.py                all architectures: equality, fork time, file size, step time
+    python benchmarks/program.py NAME...        some
+    python benchmarks/program.py --jobs 1       in one process (times are then worth reading)
+
+Prints a line for each, the count that is equal, and exits with 1 if any is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES, Architecture
+from torch.utils import _pytree as pytree
+
+from leannorm import program
+
+STEPS = 2
+
+
+def differences(model: torch.nn.Module, forked: program.Program, images: list[torch.Tensor]) -> list[str]:
+    """Where the program departs from the eager model over training steps and inference between them."""
+    eager = copy.deepcopy(model)
+    found = []
+
+    def compare(what: str, a: Any, b: Any) -> None:
+        for mine, theirs in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+            if (mine is None) != (theirs is None) or not (mine is None or same(mine, theirs)):
+                found.append(what)
+                return
+
+    for step, image in enumerate(images):
+        outputs = []
+        for run in (forked.train, eager.train()):
+            torch.manual_seed(step)
+            y = run(image)
+            sum(t.float().square().mean() for t in pytree.tree_leaves(y)).backward()
+            outputs.append(y)
+        compare(f"training output {step}", *outputs)
+        pairs = list(zip(model.named_parameters(), eager.parameters(), strict=True))
+        compare(f"gradients {step}", [p.grad for (_, p), _ in pairs], [p.grad for _, p in pairs])
+        compare(f"state {step}", list(model.buffers()), list(eager.buffers()))
+        with torch.no_grad():
+            torch.manual_seed(step)
+            mine = forked.infer(image)
+            torch.manual_seed(step)
+            compare(f"inference {step}", mine, eager.eval()(image))
+        for net in (model, eager):
+            for p in net.parameters():
+                p.data.add_(p.grad, alpha=-1e-3) if p.grad is not None else None
+                p.grad = None
+        model.train()
+    return found
+
+
+def same(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
+
+
+def seconds(function: Any, *args: Any, times: int = 1) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        function(*args)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def exports(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.export.ExportedProgram]:
+    return {mode: torch.export.export(model.train(mode == "train"), (image,)) for mode in ("train", "infer")}
+
+
+def measure(architecture: Architecture) -> dict[str, Any]:
+    """One line of the table; `failure` says why an architecture could not be forked."""
+    image = torch.rand(2, *architecture.image)
+    result: dict[str, Any] = {"name": architecture.name, "equal": False}
+    try:
+        model = architecture.build()
+        alone = seconds(lambda: exports(model, image))
+        start = time.perf_counter()
+        forked = program.fork(model, (image,))
+        result["fork"] = (time.perf_counter() - start) / alone
+        result["different"] = differences(model, forked, [torch.rand_like(image) for _ in range(STEPS)])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "net.pt2")
+            forked.save(path)
+            weights = sum(t.nbytes for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+            result["size"] = path.stat().st_size / weights
+            loaded = program.Program.load(path)
+            result["different"] += [
+                f"loaded {d}" for d in differences_of_programs(forked, loaded, image)
+            ]
+        shared = [n.meta["branch"] for n in forked.graph.nodes if n.op == "call_function"]
+        result["nodes"] = {b: shared.count(b) for b in ("shared", "train", "infer")}
+        result["equal"] = not result["different"]
+    except Exception as error:
+        result["failure"] = f"{type(error).__name__}: {error}".split("\n", 1)[0][:200]
+    return result
+
+
+def differences_of_programs(a: program.Program, b: program.Program, image: torch.Tensor) -> list[str]:
+    found = []
+    for branch in ("train", "infer"):
+        outputs = []
+        for p in (a, b):
+            torch.manual_seed(3)
+            outputs.append(pytree.tree_leaves(p.run(branch, (image,))))
+        found += [branch] * (not all(map(same, *outputs)))
+    left, right = a.state_dict(), b.state_dict()
+    return found + ["state"] * (not all(same(left[k], right[k]) for k in left))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    chosen = [a for a in ARCHITECTURES if not options.names or a.name in options.names]
+    results = []
+    for architecture in chosen:
+        result = measure(architecture)
+        results.append(result)
+        if "failure" in result:
+            print(f"{result['name']:40} not forked: {result['failure']}", flush=True)
+            continue
+        verdict = "equal" if result["equal"] else f"DIFFERENT: {', '.join(result['different'])}"
+        print(
+            f"{result['name']:40} fork {result['fork']:.2f} x two exports, file {result['size']:.3f} x weights, "
+            f"nodes {result['nodes']}, {verdict}",
+            flush=True,
+        )
+    equal = [r for r in results if r["equal"]]
+    forks = [r["fork"] for r in results if "fork" in r]
+    print(f"{len(equal)} of {len(results)} equal to the eager model, bit for bit")
+    if forks:
+        print(f"fork time: median {statistics.median(forks):.2f} x the two exports, worst {max(forks):.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    return 0 if len(equal) == len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Batch norm as one operator with explicit state, and how a function becomes an operator of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+from leannorm._errors import InputError
+from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.functional.batch import running_mean_and_rstd
+from leannorm.ops.backends.reference import channel_moments
+from leannorm.ops.modes import transformed
+from leannorm.ops.schema import LIBRARY
+
+DATA_LAYOUTS = ("NCHW", "NHWC")
+
+
+class BatchNormOutput(NamedTuple):
+    """What `batch_norm_op` returns; `saved_mean` and `saved_var` are the estimates themselves."""
+
+    y: Tensor
+    batch_mean: Tensor
+    batch_var: Tensor
+    saved_mean: Tensor
+    saved_var: Tensor
+
+
+def batch_norm_op(
+    x: Tensor,
+    estimated_mean: Tensor,
+    estimated_var: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    is_infer: bool = False,
+    use_global_est: bool = False,
+    epsilon: float = 1e-6,
+    momentum: float = 0.99,
+    batch_id: int | Tensor | None = None,
+    data_layout: str = "NCHW",
+) -> BatchNormOutput:
+    r"""Batch norm as one operator: the estimates come in, and go out in the same memory.
+
+    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}
+
+    In training each estimate becomes the batch's statistic where `batch_id` is 0, and
+    `estimate * momentum + (1 - momentum) * statistic` otherwise (so too without a `batch_id`). A
+    `batch_id` that is a tensor is read on its device. With `is_infer` the estimates stand in for the
+    batch's statistics and stay as they are. With `use_global_est` training moves the estimates first and
+    then normalizes by them; gradients take them as constants.
+
+    Every variance here is the biased variance (not a standard deviation), the estimated one too.
+
+    Shapes: x (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, vectors (C,); y as x.
+    Dtypes: floating; y has x's, `batch_mean` and `batch_var` have the estimates'. Both are without
+    gradient; in inference they are copies of the estimates, since no batch is looked at.
+    Kept for the backward pass: x and 2 C float64 values.
+    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> mean, var = torch.zeros(3), torch.ones(3)
+    >>> out = F.batch_norm_op(torch.randn(8, 3, 4, 4), mean, var, None, None, batch_id=0)
+    >>> torch.equal(mean, out.batch_mean), out.saved_mean.data_ptr() == mean.data_ptr()
+    (True, True)
+    """
+    _checks.floating("x", x)
+    _checks.at_least_2d(x)
+    _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
+    _checks.positive_eps(epsilon)
+    last = data_layout == "NHWC"
+    moved = x.movedim(-1, 1) if last else x
+    _checks.parameters(
+        moved, estimated_mean=estimated_mean, estimated_var=estimated_var, scale=scale, bias=bias
+    )
+    if not 0 <= momentum <= 1:
+        raise InputError(
+            f"momentum must be in [0, 1], got {momentum}; here it weighs the old estimate: "
+            "write 1 - momentum for torch's"
+        )
+    if isinstance(batch_id, int) and batch_id < 0:
+        raise InputError(f"batch_id counts batches from 0, got {batch_id}; pass None to always use momentum")
+    if not is_infer and not use_global_est:
+        _checks.more_than_one_value(moved, values_per_channel(moved))
+    if isinstance(batch_id, int):
+        momentum, batch_id = momentum if batch_id else 0.0, None
+    run = _batch_norm_op if transformed(x, scale, bias) else torch.ops.leannorm.batch_norm_op.default
+    y, batch_mean, batch_var = run(
+        moved,
+        estimated_mean,
+        estimated_var,
+        scale,
+        bias,
+        batch_id,
+        is_infer,
+        use_global_est,
+        epsilon,
+        momentum,
+    )
+    return BatchNormOutput(
+        y.movedim(1, -1) if last else y, batch_mean, batch_var, estimated_mean, estimated_var
+    )
+
+
+def _batch_norm_op(
+    x: Tensor,
+    estimated_mean: Tensor,
+    estimated_var: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    batch_id: Tensor | None,
+    is_infer: bool,
+    use_global_est: bool,
+    epsilon: float,
+    momentum: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if is_infer:
+        y = _by_estimates(x, estimated_mean, estimated_var, scale, bias, epsilon)
+        return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
+    if use_global_est:
+        moments = channel_moments(x.detach())
+        mean, m2 = moments.mean, moments.m2
+    else:
+        y, mean, m2 = channel_norm(x, scale, bias, None, epsilon, "identity")
+    count = values_per_channel(x)
+    mean, var = mean.detach(), m2.detach() / max(count, 1)
+    if count:
+        _move(estimated_mean, mean, momentum, batch_id)
+        _move(estimated_var, var, momentum, batch_id)
+    if use_global_est:
+        y = _by_estimates(x, estimated_mean, estimated_var, scale, bias, epsilon)
+    return y, mean.to(estimated_mean.dtype), var.to(estimated_var.dtype)
+
+
+def _by_estimates(
+    x: Tensor, mean: Tensor, var: Tensor, scale: Tensor | None, bias: Tensor | None, epsilon: float
+) -> Tensor:
+    mean, rstd = running_mean_and_rstd(x, mean, var, epsilon)
+    return channel_affine(x, mean, rstd, scale, bias, None, "identity")
+
+
+@torch.no_grad()
+def _move(estimate: Tensor, value: Tensor, momentum: float, batch_id: Tensor | None) -> None:
+    """The seed's update; the first batch replaces the estimate, even one that is not finite."""
+    moved = value if momentum == 0 else estimate.to(value.dtype) * momentum + value * (1 - momentum)
+    estimate.copy_(moved if batch_id is None else torch.where(batch_id == 0, value, moved))
+
+
+def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Make a function of ours an operator `leannorm::name`: one node in an exported graph.
+
+    Eagerly and compiled it is the function, with the function's own derivative; an export sees only
+    the fake, so that no shape is looked at and no kernel is chosen before the program runs.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema)
+
+    def kernel(*args: Any) -> Any:
+        if torch.compiler.is_exporting():
+            with torch._C._AutoDispatchBelowAutograd():
+                return getattr(torch.ops.leannorm, name).default(*args)
+        return function(*args)
+
+    LIBRARY.impl(name, kernel, "Autograd")
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
+
+
+def _fake_batch_norm_op(
+    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(estimated_mean), torch.empty_like(estimated_var)
+
+
+register(
+    "batch_norm_op(Tensor x, Tensor(a!) estimated_mean, Tensor(b!) estimated_var, Tensor? scale,"
+    " Tensor? bias, Tensor? batch_id, bool is_infer, bool use_global_est, float epsilon, float momentum)"
+    " -> (Tensor y, Tensor batch_mean, Tensor batch_var)",
+    _batch_norm_op,
+    _fake_batch_norm_op,
+)

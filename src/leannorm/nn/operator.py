@@ -1,0 +1,81 @@
+"""Batch norm as an operator with explicit state, as a layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
+
+
+class BatchNormOp(torch.nn.Module):
+    r"""The `batch_norm_layer` of the operator's design: it owns scale, bias, both estimates and a counter.
+
+    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}
+
+    `train()` runs the training operator, `eval()` the inference operator (`is_infer`), on the same
+    variables. The first training batch sets `estimated_mean` and `estimated_var` (biased) to its own
+    statistics, each later one moves them: `estimate * momentum + (1 - momentum) * statistic`. With
+    `use_global_est` training normalizes by the estimates just moved, as constants.
+
+    Input (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, floating; the output has its shape and
+    dtype. Kept for the backward pass: the input and 16 bytes a channel.
+    Raises: `InputError` where a rule is broken.
+    Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> layer = nn.BatchNormOp(4, data_layout="NHWC")
+    >>> layer(torch.randn(2, 8, 8, 4)).shape, layer.batch_id.item()
+    (torch.Size([2, 8, 8, 4]), 1)
+    """
+
+    estimated_mean: Tensor
+    estimated_var: Tensor
+    batch_id: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        use_global_est: bool = False,
+        epsilon: float = 1e-6,
+        momentum: float = 0.99,
+        data_layout: str = "NCHW",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
+        _checks.positive_eps(epsilon)
+        self.num_features, self.use_global_est = num_features, use_global_est
+        self.epsilon, self.momentum, self.data_layout = epsilon, momentum, data_layout
+        self.scale = torch.nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+        self.register_buffer("estimated_mean", torch.zeros(num_features, device=device, dtype=dtype))
+        self.register_buffer("estimated_var", torch.ones(num_features, device=device, dtype=dtype))
+        self.register_buffer("batch_id", torch.zeros((), device=device, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = batch_norm_op(
+            x,
+            self.estimated_mean,
+            self.estimated_var,
+            self.scale,
+            self.bias,
+            is_infer=not self.training,
+            use_global_est=self.use_global_est,
+            epsilon=self.epsilon,
+            momentum=self.momentum,
+            batch_id=self.batch_id,
+            data_layout=self.data_layout,
+        )
+        if self.training:
+            self.batch_id.add_(1)
+        return result.y
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_features}, use_global_est={self.use_global_est}, epsilon={self.epsilon}, "
+            f"momentum={self.momentum}, data_layout={self.data_layout!r}"
+        )

@@ -1,0 +1,147 @@
+"""A program as one file: a zip archive of one JSON text and the variables' raw bytes, each memory once.
+
+Nothing in it is pickled. Reading parses JSON, copies numbers, and looks operators up in closed lists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from leannorm._errors import InputError
+from leannorm.program import codec
+from leannorm.program.join import Joined
+from leannorm.program.signature import Input, Signature
+
+_TEXT, _FORMAT = "program.json", "leannorm.program.1"
+
+
+def write(
+    path: str | os.PathLike[str],
+    joined: Joined,
+    signature: Signature,
+    structures: Mapping[str, pytree.TreeSpec],
+) -> None:
+    """Write the file under another name first, so that there is either a whole one or the old one."""
+    memories: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    text = {
+        "format": _FORMAT,
+        "variables": [_describe(n, t, memories) for n, t in joined.variables.items()],
+        "graph": codec.encode_graph(joined.graph, joined.root),
+        "results": {k: [codec.encode(v) for v in values] for k, values in joined.results.items()},
+        "kinds": joined.kinds,
+        "inputs": [
+            i._replace(dtype=codec.encode(i.dtype), value=codec.encode(i.value)) for i in signature.inputs
+        ],
+        "structure": codec.encode_structure(signature.structure),
+        "ranges": dict(signature.ranges),
+        "structures": {k: codec.encode_structure(s) for k, s in structures.items()},
+    }
+    handle, temporary = tempfile.mkstemp(dir=Path(path).absolute().parent, suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:
+            archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
+            for name, storage in memories.values():
+                data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
+                with archive.open(name, "w", force_zip64=True) as entry:
+                    entry.write(memoryview(data))
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read(
+    path: str | os.PathLike[str],
+) -> tuple[Joined, Signature, dict[str, pytree.TreeSpec]]:
+    """What `write` wrote; `InputError` for any other file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            text = json.loads(archive.read(_TEXT))
+            if text["format"] != _FORMAT:
+                raise codec.Refused(f"the format {text['format']!r}, not {_FORMAT!r}")
+            return _build(text, archive)
+    except FileNotFoundError:
+        raise
+    except codec.Refused as error:
+        raise InputError(f"{os.fspath(path)} is refused: it has {error}") from error
+    except Exception as error:  # whatever a damaged or foreign file leads to, nothing is left behind
+        raise InputError(
+            f"{os.fspath(path)} is not a whole file written by Program.save "
+            f"({type(error).__name__}: {error}); save the program again"
+        ) from error
+
+
+def _build(text: Any, archive: zipfile.ZipFile) -> tuple[Joined, Signature, dict[str, pytree.TreeSpec]]:
+    root = torch.nn.Module()
+    memories: dict[str, torch.UntypedStorage] = {}
+    seen: dict[str, Tensor] = {}
+    variables = {}
+    for entry in text["variables"]:
+        key = json.dumps([entry[k] for k in entry if k != "name"])
+        if key not in seen:
+            seen[key] = _variable(entry, archive, memories)
+        variables[entry["name"]] = seen[key]
+    graph = codec.decode_graph(text["graph"], root)
+    nodes: dict[str, fx.Node] = {n.name: n for n in graph.nodes}
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target not in variables and node.target not in root._modules:
+            raise codec.Refused(f"no variable {node.target!r}")
+        if node.meta["branch"] not in ("shared", *text["results"]):
+            raise codec.Refused(f"a branch {node.meta['branch']!r}")
+    results = {k: [codec.decode(v, nodes) for v in text["results"][k]] for k in ("train", "infer")}
+    inputs = []
+    for name, sizes, dtype, value in text["inputs"]:
+        inputs.append(Input(name, tuple(sizes), codec.decode(dtype, {}), codec.decode(value, {})))
+    ranges = {k: (low, high) for k, (low, high) in text["ranges"].items()}
+    signature = Signature(tuple(inputs), codec.decode_structure(text["structure"]), ranges)
+    structures = {k: codec.decode_structure(text["structures"][k]) for k in results}
+    return Joined(root, graph, variables, results, dict(text["kinds"])), signature, structures
+
+
+def _describe(
+    name: str, tensor: Tensor, memories: dict[int, tuple[str, torch.UntypedStorage]]
+) -> dict[str, Any]:
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise InputError(
+            f"the variable {name} is {tensor.layout}, and a program's file holds dense tensors; densify it"
+        )
+    storage = tensor.untyped_storage()
+    memory, _ = memories.setdefault(storage._cdata, (f"data/{len(memories)}", storage))
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    return {
+        "name": name,
+        "memory": memory,
+        "dtype": codec.encode(tensor.dtype),
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+        "parameter": parameter,
+        "trained": parameter and tensor.requires_grad,
+    }
+
+
+def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.UntypedStorage]) -> Tensor:
+    name = entry["memory"]
+    if name not in memories:
+        data = torch.empty(archive.getinfo(name).file_size, dtype=torch.uint8)
+        rest = memoryview(data.numpy())
+        with archive.open(name) as stream:
+            while read := stream.readinto(rest):
+                rest = rest[read:]
+        if len(rest):
+            raise EOFError(f"{name} ends early")
+        memories[name] = data.untyped_storage()
+    tensor = torch.empty(0, dtype=codec.decode(entry["dtype"], {})).set_(
+        memories[name], entry["offset"], entry["shape"], entry["stride"]
+    )
+    return torch.nn.Parameter(tensor, bool(entry["trained"])) if entry["parameter"] else tensor

@@ -1,0 +1,106 @@
+"""A model becomes one program: exported once for each mode, then joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.nn.modules.batchnorm import _NormBase
+
+from leannorm._errors import InputError
+from leannorm.nn._base import BatchNormBase
+from leannorm.ops.select import use_backend
+from leannorm.program.join import INFER, TRAIN, join
+from leannorm.program.operators import AsOperators
+from leannorm.program.program import Program
+from leannorm.program.signature import signature_of
+
+
+def fork(
+    model: torch.nn.Module,
+    example_inputs: tuple[Any, ...],
+    dynamic_shapes: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> Program:
+    """One program from a model: a training and an inference branch behind a shared part, one state.
+
+    The model is exported in training mode and in evaluation mode; nodes are shared up to the first
+    operator that behaves differently (batch norm, dropout), and what follows is duplicated, as in the
+    operator's design (Paddle, batch_norm_op.md, 2017). `program.train(*x)` equals `model.train()(*x)` bit for
+    bit, statistics, counters, gradients and dropout included, and `program.infer(*x)` equals
+    `model.eval()(*x)`. The variables are the model's own tensors.
+
+    `example_inputs` (a tuple), `example_kwargs` and `dynamic_shapes` are those of `torch.export.export`:
+    what is not named in `dynamic_shapes` is fixed to the example's size and checked at every call. The
+    model's modes are left as they were.
+
+    Raises: `InputError` where the model cannot be exported, with the reason; torch's own batch norm with
+    `momentum=None` is one (it reads its counter back from the device), leannorm's is not.
+
+    >>> import torch
+    >>> from leannorm import program
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU())
+    >>> batch = torch.export.Dim("batch", min=2)
+    >>> forked = program.fork(net, (torch.randn(8, 4),), dynamic_shapes=({0: batch},))
+    >>> forked.infer(torch.randn(3, 4)).shape
+    torch.Size([3, 4])
+    """
+    if not isinstance(example_inputs, tuple):
+        raise InputError(
+            f"example_inputs must be a tuple of positional inputs, got {type(example_inputs).__name__}; "
+            "for one tensor write (x,)"
+        )
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, _NormBase)
+            and not isinstance(module, BatchNormBase)
+            and module.momentum is None
+        ):
+            raise InputError(
+                f"{name or 'the model'} is torch's {type(module).__name__} with momentum=None, which "
+                "torch.export cannot trace; use leannorm.nn's layer of the same name"
+            )
+    kwargs = dict(example_kwargs or {})
+    exports = {}
+    with _modes_restored(model):
+        for branch in (TRAIN, INFER):
+            model.train(branch == TRAIN)
+            exports[branch] = _export(model, branch, example_inputs, kwargs, dynamic_shapes)
+    variables: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    variables.update(model.named_buffers(remove_duplicate=False))
+    train, infer = exports[TRAIN], exports[INFER]
+    try:
+        joined = join(train, infer, variables)
+        signature = signature_of(train, infer)
+    except (NotImplementedError, ValueError) as error:
+        raise InputError(f"the model's exports cannot be joined: {error}") from error
+    structures = {branch: program.call_spec.out_spec for branch, program in exports.items()}
+    return Program(joined, signature, structures)
+
+
+def _export(
+    model: torch.nn.Module, branch: str, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+) -> ExportedProgram:
+    try:
+        with use_backend("reference"), AsOperators():
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+    except Exception as error:  # torch.export has no error of its own
+        reason = str(error).strip().split("\n", 1)[0]
+        raise InputError(
+            f"torch.export cannot trace {type(model).__name__} in the {branch} mode: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+@contextmanager
+def _modes_restored(model: torch.nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,161 @@
+"""What a node of an exported graph reads and writes in memory, beyond its arguments and results.
+
+torch.export gives every node a fake value, and fakes that stand for one memory share one storage; the
+operators' schemas tell of further results that may be views. Which arguments an operator writes to its
+schema tells. A few operators' schemas tell neither; they are in the tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+# Batch norm hides that it moves its statistics; ours tells it, but does so only in training.
+_STATISTICS = {
+    "aten::batch_norm": (3, 4, lambda a: a[5]),
+    "aten::instance_norm": (3, 4, lambda a: a[5]),
+    "leannorm::batch_norm_act": (1, 2, lambda a: a[5]),
+    "leannorm::tracked_batch_norm": (1, 3, lambda a: a[3] is not None),
+    "leannorm::conv_batch_norm": (3, 5, lambda a: a[5] is not None),
+    "leannorm::batch_norm_op": (1, 2, lambda a: not a[6]),
+}
+
+
+# Outside of training dropout hands back its input.
+_IDENTITIES = {
+    f"aten::{name}": lambda a: not a[2]
+    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+}
+
+
+class Memory:
+    """Which memory stands behind each value of one graph, and what each node writes to."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._same: dict[int, int] = {}
+        self._graph = graph
+        for node in graph.nodes:
+            self._unite(s for n in (node, *_aliased(node)) for s in _storages(n))
+
+    def of(self, *nodes: fx.Node) -> set[int]:
+        """Numbers of the memory behind the nodes' values; equal where memory may be shared."""
+        return {self._find(s) for node in nodes for s in _storages(node)}
+
+    def written(self, node: fx.Node) -> set[int]:
+        """The memory that running this node changes."""
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.of(*_written_inside(node))
+        return self.of(*_written(node))
+
+    def _find(self, storage: int) -> int:
+        while (other := self._same.get(storage, storage)) != storage:
+            storage = other
+        return storage
+
+    def _unite(self, storages: Iterable[int]) -> None:
+        roots = {self._find(s) for s in storages}
+        first = min(roots, default=0)
+        self._same.update((root, first) for root in roots)
+
+
+def _storages(node: fx.Node) -> set[int]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
+
+
+def _aliased(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the node's value may be a view of."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    if target._schema.name in _IDENTITIES:
+        return _nodes(node.args[0]) if _IDENTITIES[target._schema.name](node.args) else []
+    views = {s for r in target._schema.returns if r.alias_info for s in r.alias_info.before_set}
+    return [
+        n
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and views & argument.alias_info.before_set
+        for n in _nodes(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    ]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return []
+    name = target._schema.name
+    if name == "aten::detach_":  # changes what is known about a tensor, not its memory
+        return []
+    if name in _STATISTICS:
+        first, last, applies = _STATISTICS[name]
+        return _nodes(node.args[first : last + 1]) if applies(node.args) else []
+    return [
+        n
+        for i, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for n in _nodes(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+    ]
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
+
+
+def submodules(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator runs (a no_grad block, the branches of a condition)."""
+    root: Any = node.graph.owning_module
+    return [root.get_submodule(n.target) for n in _nodes(node.args) if n.op == "get_attr" and is_graph(n)]
+
+
+def is_graph(node: fx.Node) -> bool:
+    """Does this get_attr node stand for a graph rather than for a tensor?"""
+    value: Any = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return isinstance(value, fx.GraphModule)
+
+
+def _written_inside(node: fx.Node) -> list[fx.Node]:
+    operands = [n for n in _nodes(node.args) if not (n.op == "get_attr" and is_graph(n))]
+    changed = []
+    for module in submodules(node):
+        memory = Memory(module.graph)
+        inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
+        written = set().union(*map(memory.written, module.graph.nodes))
+        for inner, outer in zip(inputs, operands[len(operands) - len(inputs) :], strict=True):
+            if memory.of(inner) & written:
+                changed.append(outer)
+    return changed
+
+
+def random(node: fx.Node) -> bool:
+    """Does running this node move the random number generator?"""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return any(random(n) for module in submodules(node) for n in module.graph.nodes)
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def asserts(node: fx.Node) -> bool:
+    """Does this node only check something while the program runs?"""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (
+        "_assert" in target._schema.name or "sym_constrain_range" in target._schema.name
+    )
+
+
+def place(root: torch.nn.Module, name: str, tensor: Tensor) -> None:
+    """Put a variable into the module tree under its dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, torch.nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(tensor, torch.nn.Parameter):
+        root.register_parameter(last, tensor)
+    else:
+        root.register_buffer(last, tensor)

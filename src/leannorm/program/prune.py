@@ -1,0 +1,91 @@
+"""From targets back to what they need: the part of a forked graph that has to run, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from leannorm.program.join import SHARED
+from leannorm.program.memory import asserts
+
+
+class Dependencies:
+    """Everything a node of a forked graph depends on: its arguments, and earlier writes to what it reads."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        self.before: dict[fx.Node, set[fx.Node]] = {}
+        state = {n.name for n in self.nodes if n.op in ("get_attr", "placeholder")}
+        writers: list[tuple[fx.Node, set[str]]] = []
+        self.effects: list[fx.Node] = []
+        for node in self.nodes:
+            read = {n.name for n in node.all_input_nodes}
+            self.before[node] = set(node.all_input_nodes) | {
+                writer for writer, names in writers if _run_together(writer, node) and names & read
+            }
+            writes = set(node.meta.get("writes", ()))
+            if writes:
+                writers.append((node, writes))
+            if writes & state or asserts(node):
+                self.effects.append(node)
+
+    def of(self, targets: Sequence[fx.Node], branches: Sequence[str]) -> list[fx.Node]:
+        """What has to run for the values `targets` and for all the effects of whole `branches`.
+
+        A module's state changes as a whole: where any of its nodes run, its other effects do too.
+        """
+        needed: set[fx.Node] = set()
+        waiting = list(targets)
+        waiting += [n for n in self.effects if branches and n.meta["branch"] in (SHARED, *branches)]
+        while waiting:
+            node = waiting.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            waiting += self.before[node] - needed
+            if not waiting:
+                calls = {(n.meta["branch"], n.meta["scopes"][-1]) for n in needed if n.meta["scopes"]}
+                waiting += [
+                    n
+                    for n in self.effects
+                    if n not in needed
+                    and n.meta["scopes"]
+                    and (n.meta["branch"], n.meta["scopes"][-1]) in calls
+                ]
+        return [n for n in self.nodes if n in needed]
+
+
+def _run_together(writer: fx.Node, reader: fx.Node) -> bool:
+    """The branches are independent: neither waits for what the other writes."""
+    return writer.meta["branch"] in (SHARED, reader.meta["branch"])
+
+
+def subgraph(
+    root: torch.nn.Module,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    results: Sequence[Any],
+    intermediates: Sequence[fx.Node],
+) -> fx.GraphModule:
+    """A module that runs `nodes`, takes `inputs` and returns `results` (nodes, or constants).
+
+    It also returns the `intermediates`, as they were when computed: where a node of the graph goes on to
+    overwrite one, it is copied first. Results are what the model returns, overwritten or not.
+    """
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {n: graph.placeholder(str(n.target)) for n in inputs}
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        overwritten = set(node.meta.get("writes", ()))
+        for value in intermediates:
+            if value.name in overwritten and value in new and value not in copies:
+                copies[value] = graph.call_function(torch.ops.aten.clone.default, (new[value],))
+        if node not in new:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+            new[node].meta = {}
+    values = [new[v] if isinstance(v, fx.Node) else v for v in results]
+    graph.output(values + [copies.get(v, new[v]) for v in intermediates])
+    return fx.GraphModule(root, graph)
