@@ -120,7 +120,7 @@ def converted(rank, make):
     one = make().train()
     model = convert(copy.deepcopy(one), to="sync")
     torch.manual_seed(1)
-    x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
+    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
     whole = one.double()(x)
     part = model.double()(x[rank : rank + 1 + 2 * rank])
     return (part - whole[rank : rank + 1 + 2 * rank]).abs().max().item()
