@@ -3,7 +3,7 @@
 
 #include "row_sums.h"
 
-namespace leannorm::LEANNORM_ISA {
+namespace leannorm::LEANNORM_ISA::rows {
 
 struct LineMoments { double mean, rstd; };
 
@@ -51,7 +51,7 @@ template <class T> inline LineMoments line_moments(const T* x, int64_t n, double
   return {mean + rest, rstd_of(sums.second, rest, n, eps)};
 }
 
-template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
+template <class T, bool kStream> inline void line_forward_as(const RowForward& a, int64_t begin, int64_t end) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
@@ -79,9 +79,15 @@ template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t
       V v = (load<E>(x + i, count) - m) * r;
       if (weight != nullptr) v = v * load<E>(weight + i, count);
       if (bias != nullptr) v = v + load<E>(bias + i, count);
-      store<E>(y + i, v, count);
+      put<E, kStream>(y + i, v, count);
+      __builtin_prefetch(x + n + i);
     });
   }
+}
+
+template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
+  if (a.stream) line_forward_as<T, true>(a, begin, end);
+  else line_forward_as<T, false>(a, begin, end);
 }
 
 // What one row's gradient needs: dx = rstd * (dy * weight - first - xhat * second) + dtotal.
@@ -105,7 +111,7 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
 }
 
 // kRows rows at once, so that the parameters' gradients are loaded and stored once for all of them.
-template <class T, int kRows, bool kParameters>
+template <class T, int kRows, bool kParameters, bool kStream>
 inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight, void* dbias) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
@@ -128,7 +134,9 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
       const V d = load<E>(dy + j, count), xhat = (load<E>(x + j, count) - g.mean) * g.rstd;
       V v = g.rstd * (d * w - g.first - xhat * g.second);
       if (dtotal != nullptr) v = v + load<E>(dtotal + j, count);
-      store<E>(dx + j, v, count);
+      put<E, kStream>(dx + j, v, count);
+      __builtin_prefetch(x + kRows * n + j);
+      __builtin_prefetch(dy + kRows * n + j);
       if constexpr (kParameters) {
         sum_dw = sum_dw + d * xhat;
         sum_db = sum_db + d;
@@ -141,17 +149,18 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
   });
 }
 
-template <class T, bool kParameters>
-inline void line_backward_all(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
+template <class T, bool kParameters, bool kStream>
+inline void line_backward_as(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
   int64_t row = begin;
-  for (; row + 4 <= end; row += 4) line_backward_rows<T, 4, kParameters>(a, row, dweight, dbias);
-  for (; row < end; ++row) line_backward_rows<T, 1, kParameters>(a, row, dweight, dbias);
+  for (; row + 4 <= end; row += 4) line_backward_rows<T, 4, kParameters, kStream>(a, row, dweight, dbias);
+  for (; row < end; ++row) line_backward_rows<T, 1, kParameters, kStream>(a, row, dweight, dbias);
 }
 
 template <class T>
 void line_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
-  if (dweight != nullptr) line_backward_all<T, true>(a, begin, end, dweight, dbias);
-  else line_backward_all<T, false>(a, begin, end, dweight, dbias);
+  if (dweight == nullptr) return line_backward_as<T, false, false>(a, begin, end, dweight, dbias);
+  if (a.stream) return line_backward_as<T, true, true>(a, begin, end, dweight, dbias);
+  line_backward_as<T, true, false>(a, begin, end, dweight, dbias);
 }
 
-}  // namespace leannorm::LEANNORM_ISA
+}  // namespace leannorm::LEANNORM_ISA::rows

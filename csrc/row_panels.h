@@ -1,11 +1,9 @@
 // Rows that lie side by side: element (k, j) of a panel is `inner` * k + j from its start.
 #pragma once
 
-#include <type_traits>
-
 #include "row_sums.h"
 
-namespace leannorm::LEANNORM_ISA {
+namespace leannorm::LEANNORM_ISA::rows {
 
 constexpr int64_t kMostColumns = 1024;  // rows side by side in a panel, at most
 
@@ -13,15 +11,15 @@ struct Panel {
   int64_t start, columns, statistics;  // of x and of mean and rstd
 
   Panel(const RowShape& s, int64_t unit) {
-    const int64_t outer = unit / s.panels(), first = unit % s.panels() * s.panel;
+    const int64_t outer = unit / s.panels, first = unit % s.panels * s.panel;
     start = outer * s.kept * s.inner + first;
-    columns = std::min(s.panel, s.inner - first);
+    columns = smaller(s.panel, s.inner - first);
     statistics = outer * s.inner + first;
   }
 };
 
 // Two sums for every column.
-struct ColumnSums {
+struct PanelSums {
   double first[kMostColumns], second[kMostColumns];
 
   template <class V> void add(int64_t at, Pair<Wide<V>> v) {
@@ -35,18 +33,16 @@ static_assert(kMostColumns % (64 / sizeof(float)) == 0, "a column sum takes whol
 // The two sums of each column; value(extent, k, j, lanes) gives the terms of one vector, as what it adds
 // up to for kShort rows of the panel: in the compute type, or in float64 from the start.
 template <class V, class Value>
-inline void column_sums(int64_t kept, int64_t columns, ColumnSums& sums, Value value) {
+inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value) {
   constexpr int W = lanes<V>;
   const int64_t padded = (columns + W - 1) / W * W;
-  std::fill_n(sums.first, padded, 0.0);
-  std::fill_n(sums.second, padded, 0.0);
+  for (int64_t j = 0; j < padded; ++j) sums.first[j] = sums.second[j] = 0;
   for (int64_t k = 0; k < kept; k += kShort) {
-    const int64_t end = std::min<int64_t>(kept, k + kShort);
+    const int64_t end = smaller(kept, k + kShort);
     each_vector<W>(columns, [&](auto extent, int64_t j, int64_t count) {
       decltype(value(extent, k, j, count)) part{};
       for (int64_t at = k; at < end; ++at) part = part + value(extent, at, j, count);
-      if constexpr (std::is_same_v<decltype(part), Pair<V>>) sums.add<V>(j, widen(part));
-      else sums.add<V>(j, part);
+      sums.add<V>(j, widen(part));
     });
   }
 }
@@ -58,8 +54,8 @@ inline void panel_moments(const T* x, const RowForward& a, int64_t columns, Scal
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   const int64_t kept = a.shape.kept, inner = a.shape.inner;
-  ColumnSums sums;
-  std::fill_n(mean, columns, S(0));
+  PanelSums sums;
+  for (int64_t j = 0; j < columns; ++j) mean[j] = 0;
   if (!a.rms) {
     column_sums<V>(kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
       return Pair<V>{load<decltype(extent)>(x + k * inner + j, count), V{}};
@@ -71,10 +67,9 @@ inline void panel_moments(const T* x, const RowForward& a, int64_t columns, Scal
     const V d = load<E>(x + k * inner + j, count) - load<E>(mean + j, count);
     return Pair<V>{d, d * d};
   });
-  const auto all_in_range = [&] {
-    return std::all_of(sums.second, sums.second + columns, in_range);
-  };
-  if (sizeof(S) == 4 && !all_in_range()) {
+  bool all_in_range = true;
+  for (int64_t j = 0; j < columns; ++j) all_in_range = all_in_range && in_range(sums.second[j]);
+  if (sizeof(S) == 4 && !all_in_range) {
     column_sums<V>(kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
       using E = decltype(extent);
       const Wide<V> d = widen(load<E>(x + k * inner + j, count)) - widen(load<E>(mean + j, count));
@@ -132,7 +127,7 @@ void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dwei
   const int64_t kept = a.shape.kept, inner = a.shape.inner;
   const S* weight = static_cast<const S*>(a.weight);
   S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
-  ColumnSums sums;
+  PanelSums sums;
   S first[kMostColumns], second[kMostColumns];
   for (int64_t unit = begin; unit < end; ++unit) {
     const Panel panel(a.shape, unit);
@@ -171,4 +166,4 @@ void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dwei
   }
 }
 
-}  // namespace leannorm::LEANNORM_ISA
+}  // namespace leannorm::LEANNORM_ISA::rows

@@ -1,15 +1,17 @@
 // Sums of what lies along a row: lanes of the compute type for a short while, float64 from there on.
 #pragma once
 
-#include <algorithm>
-
 #include "rows.h"
 #include "simd.h"
 
-namespace leannorm::LEANNORM_ISA {
+namespace leannorm::LEANNORM_ISA::rows {
+
+using LEANNORM_ISA::widen;
 
 template <class T> using VectorOf = typename Element<T>::V;
 template <class T> using ScalarOf = typename Scalar<VectorOf<T>>::type;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 struct Whole { static constexpr bool whole = true; };
 struct Part { static constexpr bool whole = false; };
@@ -24,6 +26,29 @@ template <class Extent, class T> inline void store(T* p, VectorOf<T> v, int64_t 
   else Element<T>::store(p, v, n);
 }
 
+// Past the caches, where the whole output would not stay in them anyway: a line that is overwritten as a
+// whole need not be read first. The address must be a multiple of the vector's size.
+#if defined(__AVX512F__)
+inline void write_past(float* p, F v) { _mm512_stream_ps(p, (__m512)v); }
+inline void write_past(double* p, D v) { _mm512_stream_pd(p, (__m512d)v); }
+inline void write_past(uint16_t* p, HalfU16 v) { _mm256_stream_si256((__m256i*)p, (__m256i)v); }
+#elif defined(__AVX2__)
+inline void write_past(float* p, F v) { _mm256_stream_ps(p, (__m256)v); }
+inline void write_past(double* p, D v) { _mm256_stream_pd(p, (__m256d)v); }
+inline void write_past(uint16_t* p, HalfU16 v) { _mm_stream_si128((__m128i*)p, (__m128i)v); }
+#else
+template <class T, class V> inline void write_past(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+#endif
+inline void stream(float* p, F v) { write_past(p, v); }
+inline void stream(double* p, D v) { write_past(p, v); }
+inline void stream(bfloat16* p, F v) { write_past(&p->bits, to_bfloat16(v)); }
+inline void stream(float16* p, F v) { write_past(&p->bits, to_float16(v)); }
+
+template <class Extent, bool kStream, class T> inline void put(T* p, VectorOf<T> v, int64_t n) {
+  if constexpr (Extent::whole && kStream) stream(p, v);
+  else store<Extent>(p, v, n);
+}
+
 // body(extent, i, lanes) for every vector of 0..n-1.
 template <int W, class Body> inline void each_vector(int64_t n, Body body) {
   int64_t i = 0;
@@ -34,6 +59,7 @@ template <int W, class Body> inline void each_vector(int64_t n, Body body) {
 template <class V> struct Pair { V first{}, second{}; };
 template <class V> inline Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.first + b.first, a.second + b.second}; }
 template <class V> inline Pair<Wide<V>> widen(Pair<V> p) { return {widen(p.first), widen(p.second)}; }
+template <class V> inline Pair<Wide<V>> widen(Pair<Wide<V>> p) { return p; }
 
 // Lanes that are added in the compute type before float64 takes over: the rounding of a few additions.
 constexpr int kShort = 16;
@@ -45,7 +71,7 @@ template <class V, class Value> inline Pair<double> line_sums(int64_t n, Value v
   int64_t i = 0;
   while (i + kStep <= n) {
     Pair<V> a{}, b{}, c{}, d{};
-    const int64_t end = std::min(n - kStep, i + (kShort - 1) * kStep);
+    const int64_t end = smaller(n - kStep, i + (kShort - 1) * kStep);
     for (; i <= end; i += kStep) {
       a = a + value(Whole{}, i, W);
       b = b + value(Whole{}, i + W, W);
@@ -70,4 +96,4 @@ inline double rstd_of(double square_sum, double rest, int64_t count, double eps)
   return 1 / __builtin_sqrt((variance < 0 ? 0 : variance) + eps);  // NaN stays
 }
 
-}  // namespace leannorm::LEANNORM_ISA
+}  // namespace leannorm::LEANNORM_ISA::rows

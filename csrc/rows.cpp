@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -13,6 +14,7 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
+const int64_t kStreamed = std::getenv("LNS") ? std::atol(std::getenv("LNS")) : 8 << 20;
 constexpr int64_t kPanelBytes = 256 << 10;  // of the input: what the second cache holds with its output
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
@@ -30,7 +32,7 @@ std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop
     if (size[d] != 1) axes.push_back(d);
   std::stable_sort(axes.begin(), axes.end(), [&](int64_t a, int64_t b) { return stride[a] > stride[b]; });
   const auto kept = [&](int64_t d) { return start <= d && d < stop; };
-  RowShape shape{1, 1, 1, 1};
+  RowShape shape{1, 1, 1, 1, 1};
   int64_t expected = x.numel(), last_kept = -1, last_other = -1;
   bool past = false;  // behind the normalized axes
   for (const int64_t d : axes) {
@@ -45,6 +47,8 @@ std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop
 }
 
 // x as it is where it lies as `dense_shape` wants it, else a contiguous copy.
+int64_t units_of(const RowShape& s) { return s.outer * s.panels; }
+
 struct Rows {
   Tensor x;
   RowShape shape;
@@ -56,14 +60,23 @@ struct Rows {
       x = torch::stable::contiguous(given);
       copied = true;
       const auto size = given.sizes();
-      found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1};
+      found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1, 1};
     }
     shape = *found;
     const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size()) * tensors;
     int64_t most = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(column, 1), vector, 1024);
     most = most / vector * vector;
+    if (shape.inner == 1) return;
     const int64_t panels = (shape.inner + most - 1) / most;
     shape.panel = ((shape.inner + panels - 1) / panels + vector - 1) / vector * vector;
+    shape.panels = (shape.inner + shape.panel - 1) / shape.panel;
+  }
+
+  // Is the output so large that the caches would not keep it, and every line of it aligned?
+  bool stream(const Tensor& out) const {
+    const int64_t size = static_cast<int64_t>(x.element_size()), line = shape.inner == 1 ? shape.kept : shape.inner;
+    return x.numel() * size >= kStreamed && line * size % 64 == 0 &&
+           reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
   }
 
   Tensor like() const { return torch::stable::empty_like(x); }
@@ -133,9 +146,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   const Optional added = rows.match(residual);
   const Optional w = plain(weight, type), b = plain(bias, type);
   const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
-                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms};
+                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
+                        rows.stream(y)};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
-  const int64_t units = rows.shape.units();
+  const int64_t units = units_of(rows.shape);
   torch::stable::parallel_for(0, units, grain(given.numel() / units),
                               [&](int64_t begin, int64_t end) { forward(args, begin, end); });
   return {rows.unmatch(y, given), residual ? rows.unmatch(total, given) : total, mean, rstd};
@@ -144,7 +158,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
 // Units are summed in chunks, whose number depends on the shape alone, so that the sums do not depend on
 // the number of threads: no more than 256 rows to a chunk, no fewer than 16 where rows are short.
 int64_t chunk_length(const RowShape& s) {
-  const int64_t units = s.units();
+  const int64_t units = units_of(s);
   if (s.inner > 1) return (units + 63) / 64;
   const int64_t fewest = s.kept < 16384 ? 16 : std::min<int64_t>(16, (units + 3) / 4);
   return std::clamp<int64_t>((units + 63) / 64, fewest, 256);
@@ -171,11 +185,11 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
   const Optional w = plain(weight, type);
   const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
-                         data(mean), data(rstd), data(w),      mutable_data(dx), rms};
+                         data(mean), data(rstd), data(w),      mutable_data(dx), rms, rows.stream(dx)};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
 
-  const int64_t units = shape.units(), length = chunk_length(shape), chunks = (units + length - 1) / length;
+  const int64_t units = units_of(shape), length = chunk_length(shape), chunks = (units + length - 1) / length;
   const int64_t vectors = !want_affine ? 0 : rms ? 1 : 2;
   const Tensor shares = new_tensor(given, {chunks, vectors, shape.kept}, type);
   const int64_t bytes = shape.kept * static_cast<int64_t>(shares.element_size());

@@ -12,11 +12,8 @@
 namespace leannorm {
 
 struct RowShape {
-  int64_t outer, kept, inner, panel;
-
-  int64_t panels() const { return inner == 1 ? 1 : (inner + panel - 1) / panel; }
-  // Pieces of work that touch nothing in common but the parameters.
-  int64_t units() const { return outer * panels(); }
+  int64_t outer, kept, inner;
+  int64_t panel, panels;  // rows in a panel, panels to an outer index
 };
 
 // weight, bias, mean, rstd are of the compute type; null where there is none.
@@ -25,14 +22,14 @@ struct RowForward {
   const void *x, *residual, *weight, *bias;
   void *y, *total, *mean, *rstd;
   double eps;
-  bool rms;
+  bool rms, stream;  // stream: write past the caches
 };
 
 struct RowBackward {
   RowShape shape;
   const void *dy, *dtotal, *x, *mean, *rstd, *weight;
   void* dx;
-  bool rms;
+  bool rms, stream;
 };
 
 struct RowKernels {

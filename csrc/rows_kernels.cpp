@@ -3,6 +3,7 @@
 #include "row_panels.h"
 
 namespace leannorm::LEANNORM_ISA {
+namespace rows {
 
 template <class T>
 void sum_vectors(const void* from, int64_t count, int64_t stride, int64_t begin, int64_t end, void* to) {
@@ -18,12 +19,15 @@ void sum_vectors(const void* from, int64_t count, int64_t stride, int64_t begin,
   });
 }
 
-#define EACH_TYPE(kernel) {kernel<float>, kernel<double>, kernel<bfloat16>, kernel<float16>}
+}  // namespace rows
+
+#define EACH_TYPE(kernel) \
+  {rows::kernel<float>, rows::kernel<double>, rows::kernel<bfloat16>, rows::kernel<float16>}
 
 extern const RowKernels row_kernels = {
     {EACH_TYPE(line_forward), EACH_TYPE(panel_forward)},
     {EACH_TYPE(line_backward), EACH_TYPE(panel_backward)},
-    {sum_vectors<float>, sum_vectors<double>},
+    {rows::sum_vectors<float>, rows::sum_vectors<double>},
 };
 
 }  // namespace leannorm::LEANNORM_ISA

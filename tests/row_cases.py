@@ -126,7 +126,31 @@ def error(got: Tensor, want: Tensor) -> float:
     return (got.double() - want).abs().max().item() if want.numel() else 0.0
 
 
-def budget(torchs: Tensor, want: Tensor) -> float:
-    """Twice torch's own error and one rounding of the output at its largest value."""
-    largest = want.abs().max().item() if want.numel() else 0.0
+def budget(torchs: Tensor, want: Tensor, direct: Tensor | None = None) -> float:
+    """Twice torch's own error and one rounding of the output at its largest value.
+
+    The input's gradient is a difference; `direct`, its first term, is what that rounding is of: a row of
+    one value leaves next to nothing of it.
+    """
+    values = want if direct is None else torch.stack((want, direct))
+    largest = values.abs().max().item() if want.numel() else 0.0
     return 2 * error(torchs, want) + torch.finfo(torchs.dtype).eps * largest
+
+
+def direct_term(case, x, weight, dy, eps, rms):  # type: ignore[no-untyped-def]
+    """rstd * dy * weight: the input's gradient but for what comes back through the statistics."""
+    x = x.double()
+    centred = x if rms else x - x.mean(case.axes, keepdim=True)
+    rstd = (centred.square().mean(case.axes, keepdim=True) + eps).rsqrt()
+    trailing = (1,) * (x.dim() - case.axes[-1] - 1)
+    return rstd * dy.double() * weight.double().reshape(*weight.shape, *trailing)
+
+
+def assert_within_budget(case, x, weight, bias, dy, eps, rms):  # type: ignore[no-untyped-def]
+    """Output and every gradient: torch's dtype and shape, and an error that torch's own allows."""
+    results = [run(f, case, x, weight, bias, dy, eps, rms) for f in (ours, theirs)]
+    want = run_exact(case, x, weight, bias, dy, eps, rms)
+    direct = [None, direct_term(case, x, weight, dy, eps, rms), None, None]
+    for g, t, w, d in zip(*results, want, direct, strict=False):
+        assert (g.dtype, g.shape) == (t.dtype, t.shape)
+        assert error(g, w) <= budget(t, w, d)

@@ -59,10 +59,13 @@ def test_equals_the_pair_bit_for_bit(option, layout):
             assert torch.equal(a, b)
 
 
-def test_larger_than_a_slice_equals_the_pair_bit_for_bit():
+@pytest.mark.parametrize("samples", [64, 130, 67])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_larger_than_a_slice_equals_the_pair_bit_for_bit(samples, layout):
     layer = nn.ConvBatchNorm2d(8, 32, 3)
     pair = torch.nn.Sequential(*copy.deepcopy(layer.to_pair()))
-    x, dy = torch.randn(16, 8, 30, 30), torch.randn(16, 32, 28, 28)
+    x = torch.randn(samples, 8, 30, 30).to(memory_format=layout)
+    dy = torch.randn(samples, 32, 28, 28).to(memory_format=layout)
     for a, b in zip(step(layer, x, dy), step(pair, x, dy), strict=True):
         assert torch.equal(a, b)
 

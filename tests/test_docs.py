@@ -15,7 +15,11 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def names():
-    return [m.name for m in pkgutil.walk_packages(leannorm.__path__, "leannorm.") if not m.name.endswith(("__main__", "._C"))]
+    return [
+        m.name
+        for m in pkgutil.walk_packages(leannorm.__path__, "leannorm.")
+        if not m.name.endswith(("__main__", "._C"))
+    ]
 
 
 @pytest.mark.parametrize("name", names())

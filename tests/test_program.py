@@ -234,7 +234,11 @@ class Unexportable(torch.nn.Module):
 @pytest.mark.parametrize(
     ("net", "inputs", "message"),
     [
-        (stack(torch.nn.BatchNorm2d(4, momentum=None)), (image(),), "1 is torch's BatchNorm2d with momentum=None"),
+        (
+            stack(torch.nn.BatchNorm2d(4, momentum=None)),
+            (image(),),
+            "1 is torch's BatchNorm2d with momentum=None",
+        ),
         (Unexportable(), (image(),), "torch.export cannot trace Unexportable in the train mode"),
         (stack(), image(), "example_inputs must be a tuple"),
     ],

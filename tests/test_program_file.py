@@ -49,15 +49,21 @@ class Hostile:
 
 HOSTILE = {
     "a call of the system": lambda t: node(t, "aten::conv2d").update(target="posix::system"),
-    "an attribute of torch.ops": lambda t: node(t, "aten::conv2d").update(target="aten::__init__.__globals__"),
+    "an attribute of torch.ops": lambda t: node(t, "aten::conv2d").update(
+        target="aten::__init__.__globals__"
+    ),
     "a library to load": lambda t: node(t, "aten::conv2d").update(target="load_library"),
-    "an operator that opens files": lambda t: node(t, "aten::conv2d").update(target="aten::from_file.default"),
+    "an operator that opens files": lambda t: node(t, "aten::conv2d").update(
+        target="aten::from_file.default"
+    ),
     "another library": lambda t: node(t, "aten::conv2d").update(target="mylib::run.default"),
     "code as a node's name": lambda t: node(t, "aten::conv2d").update(name="x=__import__('os').system('id')"),
     "code as a variable": lambda t: node(t, "0.weight").update(target='0"), __import__("os").abort(), ("'),
     "code as an input": lambda t: node(t, "input").update(target="x=print(1)"),
     "code as a keyword": lambda t: node(t, "aten::conv2d").update(kwargs={"a=print(1),b": 1}),
-    "code as a field": lambda t: t["structures"].update(train={"namedtuple": [None], "name": "A", "fields": ["a=1"]}),
+    "code as a field": lambda t: t["structures"].update(
+        train={"namedtuple": [None], "name": "A", "fields": ["a=1"]}
+    ),
     "a kind of node that calls a method": lambda t: node(t, "aten::conv2d").update(op="call_method"),
     "dunder names": lambda t: node(t, "0.weight").update(target="__class__.__init__"),
 }
@@ -111,7 +117,9 @@ WRONG = {
     "another version": lambda t: t.update(format="leannorm.program.99"),
     "an argument that comes later": lambda t: node(t, "aten::conv2d").update(args=[{"node": "linear"}]),
     "a name twice": lambda t: t["graph"]["nodes"].append(t["graph"]["nodes"][0]),
-    "an operator that does not exist": lambda t: node(t, "aten::conv2d").update(target="aten::nothing.default"),
+    "an operator that does not exist": lambda t: node(t, "aten::conv2d").update(
+        target="aten::nothing.default"
+    ),
 }
 
 

@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from row_cases import CASES, DTYPES, RowCase, budget, error, exact, make, ours, run, run_exact, theirs
+from row_cases import (
+    CASES,
+    DTYPES,
+    RowCase,
+    assert_within_budget,
+    budget,
+    error,
+    exact,
+    make,
+    ours,
+    run,
+    run_exact,
+    theirs,
+)
 
 from leannorm import functional, nn
 from leannorm._errors import DtypeError, InputError
@@ -21,12 +34,7 @@ def parameters(case, rms, dtype=torch.float32):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients_within_the_budget(case, dtype, rms):
     x, (weight, bias), dy = make(case, dtype), parameters(case, rms, dtype), torch.randn(case.shape).to(dtype)
-    got = run(ours, case, x, weight, bias, dy, 1e-5, rms)
-    torchs = run(theirs, case, x, weight, bias, dy, 1e-5, rms)
-    want = run_exact(case, x, weight, bias, dy, 1e-5, rms)
-    for g, t, w in zip(got, torchs, want, strict=True):
-        assert (g.dtype, g.shape) == (t.dtype, t.shape)
-        assert error(g, w) <= budget(t, w)
+    assert_within_budget(case, x, weight, bias, dy, 1e-5, rms)
 
 
 @RMS
@@ -40,11 +48,7 @@ def test_large_means_and_small_spreads(mean, std, dtype, rms):
         torch.randn(case.shape),
     )
     dy = dy.to(dtype)
-    got = run(ours, case, x, weight, bias, dy, 1e-5, rms)
-    torchs = run(theirs, case, x, weight, bias, dy, 1e-5, rms)
-    want = run_exact(case, x, weight, bias, dy, 1e-5, rms)
-    for g, t, w in zip(got, torchs, want, strict=True):
-        assert error(g, w) <= budget(t, w)
+    assert_within_budget(case, x, weight, bias, dy, 1e-5, rms)
 
 
 @RMS

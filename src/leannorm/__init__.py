@@ -1,8 +1,32 @@
 """Normalization layers for PyTorch that train in about half the memory."""
 
 from leannorm import functional as functional
+from leannorm import interop as interop
 from leannorm import nn as nn
+from leannorm._errors import BackendUnavailableError as BackendUnavailableError
+from leannorm._errors import DtypeError as DtypeError
+from leannorm._errors import InputError as InputError
+from leannorm._errors import LeannormError as LeannormError
+from leannorm._errors import MissingDependencyError as MissingDependencyError
+from leannorm.ops.select import explain as backends
 from leannorm.ops.select import use_backend as use_backend
+from leannorm.report.freed_memory import FreedMemory as FreedMemory
+from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.transforms import convert as convert
 
 __version__ = "0.1.0"
-__all__ = ["functional", "nn", "use_backend"]
+__all__ = [
+    "BackendUnavailableError",
+    "DtypeError",
+    "FreedMemory",
+    "InputError",
+    "LeannormError",
+    "MissingDependencyError",
+    "backends",
+    "convert",
+    "functional",
+    "interop",
+    "keep_freed_memory",
+    "nn",
+    "use_backend",
+]

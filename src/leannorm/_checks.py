@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 
@@ -166,3 +168,43 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
                 f"{name} must have the shape normalized_shape = {tuple(normalized_shape)}, "
                 f"got {tuple(tensor.shape)}; reshape it or leave it out"
             )
+
+
+def divisible_groups(input: Tensor, num_groups: int) -> None:
+    if num_groups < 1 or input.shape[1] % num_groups:
+        raise InputError(
+            f"Expected number of channels in input to be divisible by num_groups, got {input.shape[1]} "
+            f"channels (input {tuple(input.shape)}) and num_groups={num_groups}; choose a divisor"
+        )
+
+
+def more_than_one_spatial_element(input: Tensor) -> None:
+    if prod(input.shape[2:]) == 1:
+        raise InputError(
+            f"Expected more than 1 spatial element when training, got input size {tuple(input.shape)}; "
+            "instance norm of a single value is always 0: use another norm here"
+        )
+
+
+def instance_channels(input: Tensor, dim: int, num_features: int, affine: bool) -> None:
+    """The layer's channels against the input's axis `dim`; without parameters a mismatch only warns."""
+    channels = input.shape[dim]
+    if channels == num_features:
+        return
+    if affine:
+        raise InputError(
+            f"expected input's size at dim={dim} to match num_features ({num_features}), but got: "
+            f"{channels}; make num_features equal to it"
+        )
+    warnings.warn(
+        f"input's size at dim={dim} does not match num_features. You can silence this warning by not "
+        "passing in num_features, which is not used because affine=False",
+        stacklevel=4,
+    )
+
+
+def timeout(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise InputError(
+            f"timeout must be positive seconds, or None for the process group's own, got {seconds}"
+        )

@@ -24,3 +24,7 @@ class BackendUnavailableError(LeannormError, RuntimeError):
 
 class MissingDependencyError(LeannormError, ImportError):
     """An optional package is needed for what was asked; the message names the extra to install."""
+
+
+class SyncError(LeannormError, RuntimeError):
+    """Ranks that share statistics did not come together: one is missing, or they disagree."""

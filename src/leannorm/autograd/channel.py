@@ -8,7 +8,7 @@ keeps anyway) where that tells the derivative, else the residual. Statistics are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,12 @@ def twice_differentiable() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _gradients(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
+def recorded(*tensors: Tensor | None) -> bool:
+    """Does autograd record this call? Without it a Function only costs time."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
     """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
     return [
         gradient.to(dtype) if need and gradient is not None else None
@@ -32,7 +37,7 @@ def _gradients(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> l
     ]
 
 
-def _keep(
+def keep_for_backward(
     ctx: Any,
     x: Tensor,
     mean: Tensor,
@@ -42,13 +47,14 @@ def _keep(
     residual: Tensor | None,
     y: Tensor,
     act: str,
+    *more: Tensor,
 ) -> None:
     """Save for the backward pass only what the derivative of `act` needs; the bias only behind one."""
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
     out = None
     if residual is not None and ACTIVATIONS[act].grad_from_output is not None:
         residual, out = None, None if act == "identity" else y
-    ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, residual, out)
+    ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, residual, out, *more)
     ctx.act = act
     ctx.dtypes = dtypes
 
@@ -69,7 +75,7 @@ class ChannelNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.backend = pick(x, weight, bias, residual)
         y, mean, m2, rstd = ctx.backend.channel_forward(x, weight, bias, residual, eps, act, groups)
-        _keep(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
@@ -88,7 +94,7 @@ class ChannelNorm(torch.autograd.Function):
         dx, dweight, dbias, dz = backend.channel_backward(
             dy, x, mean, rstd, weight, bias, residual, out, ctx.act, ctx.groups, needed[3]
         )
-        return (*_gradients(ctx, needed, dx, dweight, dbias, dz), None, None, None)
+        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
 
 
 class ChannelAffine(torch.autograd.Function):
@@ -107,7 +113,7 @@ class ChannelAffine(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        _keep(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         return y
 
     @staticmethod
@@ -123,7 +129,7 @@ class ChannelAffine(torch.autograd.Function):
             dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
         if need_x or need_residual:
             dx, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=need_residual)
-        dx, *others = _gradients(ctx, needed, dx, dweight, dbias, dz)
+        dx, *others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
         return (dx, None, None, *others, None)
 
 
@@ -139,6 +145,11 @@ def channel_norm(
     """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, weight, bias, residual):
         y, mean, m2, _ = reference.channel_forward(x, weight, bias, residual, eps, act, groups)
+        return y, mean, m2
+    if not recorded(x, weight, bias, residual):
+        y, mean, m2, _ = pick(x, weight, bias, residual).channel_forward(
+            x, weight, bias, residual, eps, act, groups
+        )
         return y, mean, m2
     result: tuple[Tensor, Tensor, Tensor] = ChannelNorm.apply(x, weight, bias, residual, eps, act, groups)
     return result
@@ -156,6 +167,9 @@ def channel_affine(
     """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, mean, rstd, weight, bias, residual):
         return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+    if not recorded(x, weight, bias, residual):
+        backend = pick(x, weight, bias, residual)
+        return cast(Tensor, backend.channel_normalize(x, mean, rstd, weight, bias, residual, act))
     y: Tensor = ChannelAffine.apply(x, mean, rstd, weight, bias, residual, act)
     return y
 

@@ -16,9 +16,24 @@ from torch import Tensor
 from leannorm._types import Moments
 from leannorm.autograd.channel import twice_differentiable, values_per_channel
 from leannorm.ops.backends import reference
+from leannorm.ops.modes import differentiable
 from leannorm.ops.select import pick, transformed
 
 aten = torch.ops.aten
+
+
+def _slices(dz: Tensor, x: Tensor) -> list[slice]:
+    """Quarters of a large batch, one slice of a small one or where somebody differentiates.
+
+    The CPU's convolutions copy their operands into layouts of their own. A sample's input gradient does
+    not depend on the others, so these copies need not be of the whole batch; with 16 samples or more the
+    same algorithm serves a slice as the whole, and the gradient is the same to the bit.
+    """
+    samples = -(-x.shape[0] // 4)
+    large = samples >= 16 and x.shape[0] % samples in (0, *range(16, samples)) and dz.numel() >= 1 << 20
+    if not large or dz.device.type != "cpu" or differentiable(dz, x):
+        return [slice(None)]
+    return [slice(i, i + samples) for i in range(0, x.shape[0], samples)]
 
 
 class Convolution(NamedTuple):
@@ -44,19 +59,32 @@ class Convolution(NamedTuple):
         self, dz: Tensor, x: Tensor, weight: Tensor, bias: bool, needed: tuple[bool, bool, bool]
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of x, weight and bias; None where not needed."""
-        dx, dweight, dbias = aten.convolution_backward(
-            dz,
-            self.padded(x),
-            weight,
-            [weight.shape[0]] if bias else None,
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            (0,) * len(self.stride),
-            self.groups,
-            needed,
-        )
+        padded = self.padded(x)
+
+        def gradients(part: slice, mask: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+            result: tuple[Tensor, Tensor, Tensor] = aten.convolution_backward(
+                dz[part],
+                padded[part],
+                weight,
+                [weight.shape[0]] if bias else None,
+                self.stride,
+                self.padding,
+                self.dilation,
+                False,
+                (0,) * len(self.stride),
+                self.groups,
+                mask,
+            )
+            return result
+
+        parts = _slices(dz, padded) if needed[0] else []
+        if len(parts) <= 1:
+            dx, dweight, dbias = gradients(slice(None), needed)
+        else:
+            _, dweight, dbias = gradients(slice(None), (False, *needed[1:]))
+            dx = torch.empty_like(padded)
+            for part in parts:
+                dx[part] = gradients(part, (True, False, False))[0]
         return self._unpadded(dx, x) if needed[0] else None, dweight, dbias
 
     def _unpadded(self, gradient: Tensor, x: Tensor) -> Tensor:

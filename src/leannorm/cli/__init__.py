@@ -24,11 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usage_error: type[Any] = typer.BadParameter.__mro__[1]
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = app(
-            args=given or ["--help"],
-            prog_name="leannorm",
-            standalone_mode=False,
-        )
+        status = app(args=given or ["--help"], prog_name="leannorm", standalone_mode=False)
+        if status == INTERRUPTED:  # newer typers return it, older ones raise Abort
+            raise KeyboardInterrupt
         return int(status or 0)
     except (typer.Abort, KeyboardInterrupt):
         print("leannorm: stopped; no file was left half-written", file=sys.stderr)

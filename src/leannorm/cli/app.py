@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from leannorm.cli.check import check
+from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
 from leannorm.cli.info import info
 
@@ -14,5 +15,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, info):
+for command in (demo, check, convert_checkpoint, info):
     app.command()(command)

@@ -25,7 +25,7 @@ def check(
     failed = [one.name for one in checks if not one.passed]
     console.print(checks_table(checks).rich())
     if json:
-        write_json(json, {"passed": not failed, "checks": [one.to_json() for one in checks]})
+        write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks]})
         console.print(f"numbers: {json}", highlight=False)
     if failed:
         console.print(

@@ -46,7 +46,7 @@ def demo(
         highlight=False,
     )
     if json:
-        write_json(json, result.to_json())
+        write_json(json, result.as_dict())
         console.print(f"numbers: {json}", highlight=False)
     if report:
         write_text(report, page.html(result))
@@ -63,6 +63,7 @@ class _Live:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = console
+        console.print("training loss and test accuracy", style="bold")
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -86,7 +87,5 @@ class _Live:
         self._bar.update(self._task, completed=done, total=of)
 
     def epoch(self, epoch: int, sides: list[Side]) -> None:
-        seen = "   ".join(
-            f"{side.name}: loss {side.loss[-1]:.4f}, accuracy {side.accuracy[-1]:.2%}" for side in sides
-        )
+        seen = "   ".join(f"{side.name} {side.loss[-1]:.4f} {side.accuracy[-1]:6.1%}" for side in sides)
         self._console.print(f"epoch {epoch}   {seen}", highlight=False)

@@ -18,21 +18,29 @@ from leannorm.report.render import (
 
 
 def cost_table(result: Comparison) -> Table:
-    """One row a side: what a training step costs, and how far its gradients are off."""
+    """One column a side: what a training step costs, its ratio to stock, and how far gradients are off."""
     stock = result.sides[0]
 
-    def row(side: Side) -> list[str]:
+    def column(side: Side) -> list[str]:
         return [
-            side.name,
             f"{megabytes(side.held)}  {side.held / stock.held:.2f}",
             f"{megabytes(side.peak)}  {side.peak / stock.peak:.2f}",
             f"{milliseconds(side.step_seconds)}  {side.time_ratio:.2f}",
             "–" if side is stock else f"{side.gradient_difference:.1e}",
             "–" if side is stock else f"{side.relative_difference:.1e}",
+            "–" if side is stock else f"{side.double_difference:.1e}",
         ]
 
-    columns = ["", "held after forward", "peak of a step", "step time", "gradients differ", "relative"]
-    return Table(columns, [row(side) for side in result.sides])
+    names = [
+        "held after forward",
+        "peak of a step",
+        "step time",
+        "gradients, largest difference",
+        "the same, relative",
+        "the same, in float64",
+    ]
+    rows = [list(row) for row in zip(names, *map(column, result.sides), strict=True)]
+    return Table(["", *(side.name for side in result.sides)], rows)
 
 
 def epoch_table(result: Comparison) -> Table:
@@ -57,8 +65,8 @@ def html(result: Comparison) -> str:
     facts = [
         Fact(f"{1 - lean.held / stock.held:.0%} less", f"held after forward, {lean.name}"),
         Fact(f"{1 - lean.peak / stock.peak:.0%} less", f"peak of a training step, {lean.name}"),
-        Fact(f"×{lean.time_ratio:.2f}", "step time against stock, same batches"),
-        Fact(f"{lean.relative_difference:.0e}", "largest gradient difference over the largest gradient"),
+        Fact(f"{lean.time_ratio:.2f} ×", "stock's step time, on the same batches"),
+        Fact(f"{lean.relative_difference:.0e}", "largest relative difference of a gradient (float32)"),
         Fact(f"{lean.accuracy[-1]:.1%}", f"test accuracy; stock {stock.accuracy[-1]:.1%}"),
     ]
     sections = [
@@ -78,7 +86,11 @@ def html(result: Comparison) -> str:
             ),
             wide=False,
         ),
-        Section("What a step costs", table=cost_table(result)),
+        Section(
+            "What a step costs",
+            "Bytes and time of one step; beside them, the ratio to stock.",
+            table=cost_table(result),
+        ),
         Section("Epoch by epoch", table=epoch_table(result)),
     ]
     foot = {

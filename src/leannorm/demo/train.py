@@ -18,6 +18,7 @@ from leannorm.demo.digits import Digits, load
 from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step, time_step
+from leannorm.saving import lean
 
 # Relative, in float64: rounding through this network stays under 1e-12, a missing term shows at 1e-3.
 SAME = 1e-9
@@ -102,7 +103,7 @@ class Comparison:
         ]
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "passed": self.passed, "verdict": self.verdict}
 
 
@@ -113,7 +114,7 @@ class Way(NamedTuple):
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-WAYS = {"stock": Way(stock_pair), "ConvBatchNorm2d": Way(lean_pair)}
+WAYS = {"stock": Way(stock_pair), "ConvBatchNorm2d": Way(lean_pair), "lean()": Way(stock_pair, lean)}
 
 
 class Progress(Protocol):

@@ -3,11 +3,14 @@
 from leannorm.functional.batch import batch_norm as batch_norm
 from leannorm.functional.batch import batch_norm_act as batch_norm_act
 from leannorm.functional.conv import conv_batch_norm as conv_batch_norm
+from leannorm.functional.group import group_norm as group_norm
+from leannorm.functional.group import instance_norm as instance_norm
 from leannorm.functional.layer import add_layer_norm as add_layer_norm
 from leannorm.functional.layer import add_rms_norm as add_rms_norm
 from leannorm.functional.layer import layer_norm as layer_norm
 from leannorm.functional.layer import rms_norm as rms_norm
 from leannorm.functional.operator import batch_norm_op as batch_norm_op
+from leannorm.functional.sync import sync_batch_norm as sync_batch_norm
 
 __all__ = [
     "add_layer_norm",
@@ -16,6 +19,9 @@ __all__ = [
     "batch_norm_act",
     "batch_norm_op",
     "conv_batch_norm",
+    "group_norm",
+    "instance_norm",
     "layer_norm",
     "rms_norm",
+    "sync_batch_norm",
 ]

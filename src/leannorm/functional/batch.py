@@ -11,6 +11,8 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.autograd.sync import Sharing, sync_norm
+from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.precision import statistics_dtype
 
 
@@ -115,12 +117,14 @@ def tracked_batch_norm(
     ranks: Sequence[int],
     act: str = "identity",
     residual: Tensor | None = None,
+    sharing: Sharing | None = None,
 ) -> Tensor:
     """What the layers call: `batch_norm_act` which also counts batches and knows the layer's ranks.
 
     `num_batches_tracked` is given while the running statistics are to be updated, and counts this batch;
     `momentum=None` weighs it by 1 / its count, on the device. Without running statistics the batch's own
-    are used, in evaluation too.
+    are used, in evaluation too. A forward pass that a backward pass repeats, to rebuild what was not kept,
+    does not update them a second time. With `sharing` the batch is that of all ranks that share.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
@@ -134,14 +138,21 @@ def tracked_batch_norm(
             ranks,
             act,
             residual,
+            sharing,
         )
-    training = training or running_mean is None
+    use_batch = training or running_mean is None
+    if sharing is not None:
+        sharing = sharing._replace(mode="training" if training else "evaluation")
     _checks.rank(input, ranks)
-    _check(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
+    _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
+    if rebuilding() and use_batch:
+        running_mean = running_var = num_batches_tracked = None
     factor: float | Tensor = 0.0 if momentum is None else momentum
     if num_batches_tracked is not None and momentum is None:
         factor = (num_batches_tracked.to(statistics_dtype(input)) + 1).reciprocal()
-    y = _batch_norm_act(input, running_mean, running_var, weight, bias, training, factor, eps, act, residual)
+    y = _batch_norm_act(
+        input, running_mean, running_var, weight, bias, use_batch, factor, eps, act, residual, sharing
+    )
     count_batch(num_batches_tracked)
     return y
 
@@ -157,6 +168,7 @@ def _check(
     eps: float,
     act: str,
     residual: Tensor | None,
+    sharing: Sharing | None = None,
 ) -> None:
     _checks.floating("input", input)
     _checks.at_least_2d(input)
@@ -166,7 +178,7 @@ def _check(
     _checks.momentum(momentum)
     _checks.activation(act)
     _checks.same_shape("residual", residual, input)
-    if training:
+    if training and sharing is None:
         _checks.more_than_one_value(input, values_per_channel(input))
 
 
@@ -181,13 +193,19 @@ def _batch_norm_act(
     eps: float,
     act: str,
     residual: Tensor | None,
+    sharing: Sharing | None = None,
 ) -> Tensor:
     if not training and running_mean is not None and running_var is not None:
         mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
         return channel_affine(input, mean, rstd, weight, bias, residual, act)
-    y, mean, m2 = channel_norm(input, weight, bias, residual, eps, act)
+    count: int | Tensor
+    if sharing is None:
+        y, mean, m2 = channel_norm(input, weight, bias, residual, eps, act)
+        count = values_per_channel(input)
+    else:
+        y, mean, m2, count = sync_norm(input, weight, bias, residual, eps, act, sharing)
     if running_mean is not None and running_var is not None:
-        update_running_statistics(running_mean, running_var, mean, m2, values_per_channel(input), momentum)
+        update_running_statistics(running_mean, running_var, mean, m2, count, momentum)
     return y
 
 
@@ -214,13 +232,16 @@ def update_running_statistics(
     """
     if isinstance(count, int) and count == 0:
         return
-    with torch.no_grad():
-        degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-        for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
-            value = _unwrapped(value.detach(), running)
-            with _outside_of_transforms(running, value):
-                old = running.to(value.dtype)
-                running.copy_(old + (value - old) * factor)
+    degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
+    for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
+        value = _unwrapped(value.detach() if value.requires_grad else value, running)
+        dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
+        weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
+        with _outside_of_transforms(running, value):
+            if running.dtype == dtype and not transformed(running, value):  # lerp_ has no batching rule
+                running.lerp_(value.to(dtype), weight)
+            else:
+                running.copy_(torch.lerp(running.to(dtype), value.to(dtype), weight))
 
 
 def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
 
 
@@ -14,6 +15,10 @@ class BatchNormBase(_BatchNorm):
     """`forward` of every batch norm; `ranks` are the numbers of axes that a subclass accepts."""
 
     ranks: Sequence[int] = (2, 3, 4, 5)
+
+    def _sharing(self) -> Sharing | None:
+        """With whom this layer shares its statistics now: with nobody, but for SyncBatchNorm."""
+        return None
 
     def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
         # no look at the input here: it may be torch.fx's proxy
@@ -32,6 +37,7 @@ class BatchNormBase(_BatchNorm):
             self.ranks,
             act,
             residual,
+            self._sharing() if self.training or self.running_mean is None else None,
         )
 
     def forward(self, input: Tensor) -> Tensor:

@@ -19,3 +19,8 @@ def transformed(*tensors: Tensor | None) -> bool:
 def differentiable(*tensors: Tensor | None) -> bool:
     """May autograd, a transform or a compiler look inside? Then nothing may be written in place."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*tensors)
+
+
+def rebuilding() -> bool:
+    """Does a backward pass run this forward pass again (checkpointing), for what it did not keep?"""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -203,5 +203,3 @@ def _attribute(root: torch.nn.Module, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part, None)
     return value
-
-

@@ -29,7 +29,9 @@ class Row(NamedTuple):
     def text(self) -> str:
         name = f"{self.path} {self.kind}".strip()
         changed = f" (changes {', '.join(self.changes)})" if self.changes else ""
-        return f"{name}: {', '.join(self.operators)}{changed}" if name else ", ".join(self.operators) + changed
+        return (
+            f"{name}: {', '.join(self.operators)}{changed}" if name else ", ".join(self.operators) + changed
+        )
 
 
 def rows(graph: fx.Graph, kinds: Mapping[str, str]) -> dict[str, list[Row]]:

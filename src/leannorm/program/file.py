@@ -39,7 +39,9 @@ def write(
         "graph": codec.encode_graph(joined.graph, joined.root),
         "results": {k: [codec.encode(v) for v in values] for k, values in joined.results.items()},
         "kinds": joined.kinds,
-        "inputs": [i._replace(dtype=codec.encode(i.dtype), value=codec.encode(i.value)) for i in signature.inputs],
+        "inputs": [
+            i._replace(dtype=codec.encode(i.dtype), value=codec.encode(i.value)) for i in signature.inputs
+        ],
         "structure": codec.encode_structure(signature.structure),
         "ranges": dict(signature.ranges),
         "structures": {k: codec.encode_structure(s) for k, s in structures.items()},
@@ -128,9 +130,7 @@ def _describe(
     }
 
 
-def _variable(
-    entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.UntypedStorage]
-) -> Tensor:
+def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.UntypedStorage]) -> Tensor:
     name = entry["memory"]
     if name not in memories:
         data = torch.empty(archive.getinfo(name).file_size, dtype=torch.uint8)

@@ -55,7 +55,11 @@ def fork(
             "for one tensor write (x,)"
         )
     for name, module in model.named_modules():
-        if isinstance(module, _NormBase) and not isinstance(module, BatchNormBase) and module.momentum is None:
+        if (
+            isinstance(module, _NormBase)
+            and not isinstance(module, BatchNormBase)
+            and module.momentum is None
+        ):
             raise InputError(
                 f"{name or 'the model'} is torch's {type(module).__name__} with momentum=None, which "
                 "torch.export cannot trace; use leannorm.nn's layer of the same name"

@@ -101,9 +101,7 @@ class _Side:
 
 
 class _Joiner:
-    def __init__(
-        self, train: ExportedProgram, infer: ExportedProgram, variables: dict[str, Tensor]
-    ) -> None:
+    def __init__(self, train: ExportedProgram, infer: ExportedProgram, variables: dict[str, Tensor]) -> None:
         self.train, self.infer = _Side(train, variables), _Side(infer, variables)
         if self.train.inputs != self.infer.inputs:
             raise ValueError(f"inputs {self.train.inputs} in training and {self.infer.inputs} in inference")
@@ -247,4 +245,3 @@ def _scopes(node: fx.Node, kinds: dict[str, str]) -> list[str]:
         kinds.setdefault(path, name.rpartition(".")[2])
         scopes.append(path)
     return scopes
-

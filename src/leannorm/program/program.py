@@ -78,7 +78,9 @@ class Program:
             feeds = dict(zip(names, self.signature.flatten(tuple(feeds), {}), strict=True))
         unknown = sorted(set(feeds) - set(names))
         if unknown:
-            raise InputError(f"the program has no input {', '.join(unknown)}; it takes {self.signature.describe()}")
+            raise InputError(
+                f"the program has no input {', '.join(unknown)}; it takes {self.signature.describe()}"
+            )
         return self._run(targets, feeds)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -137,7 +139,9 @@ class Program:
         inputs = [str(n.target) for n in part.graph.nodes if n.op == "placeholder"]
         missing = [name for name in inputs if name not in feeds]
         if missing:
-            raise InputError(f"the targets {', '.join(targets)} need the input {', '.join(missing)}; feed it too")
+            raise InputError(
+                f"the targets {', '.join(targets)} need the input {', '.join(missing)}; feed it too"
+            )
         values = iter(part(*(feeds[name] for name in inputs)))
         branches = {
             t: pytree.tree_unflatten([next(values) for _ in self._results[t]], self._structures[t])

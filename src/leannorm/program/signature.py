@@ -71,7 +71,9 @@ class Signature(NamedTuple):
                 fits &= wanted == size
             elif wanted in self.ranges:
                 low, high = self.ranges[wanted]
-                fits &= sizes.setdefault(wanted, size) == size and low <= size and (high is None or size <= high)
+                fits &= (
+                    sizes.setdefault(wanted, size) == size and low <= size and (high is None or size <= high)
+                )
         if not fits:
             raise InputError(
                 f"{input.name} must have shape {self._shape(input)}, got {tuple(value.shape)}; to let a "

@@ -31,7 +31,7 @@ class Check(NamedTuple):
     def passed(self) -> bool:
         return self.error <= self.budget
 
-    def to_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {**self._asdict(), "passed": self.passed}
 
 
@@ -78,10 +78,9 @@ def _three_ways(
     dy = torch.randn_like(inputs[0])
     exact = _gradients(formula, dy, [v.double() for v in inputs])
     parts = ("forward", "gradient of the input", "gradient of weight", "gradient of bias")
-    for part, a, b, e in zip(
-        parts, _gradients(ours, dy, inputs), _gradients(torchs, dy, inputs), exact, strict=True
-    ):
-        yield _within(f"{name}, {part}", a, b, e)
+    measured = zip(_gradients(ours, dy, inputs), _gradients(torchs, dy, inputs), exact, strict=True)
+    for part, results in zip(parts, measured, strict=True):
+        yield _within(f"{name}, {part}", *results)
 
 
 def _normalized(x: Tensor, dims: Sequence[int], eps: float = 1e-5) -> Tensor:
@@ -120,11 +119,6 @@ def _running_statistics(momentum: float | None) -> Iterator[Check]:
     x = torch.randn(8, 3, 20, 20)
     exact = (x.double() - _per_channel(mean)) / torch.sqrt(_per_channel(var) + 1e-5)
     yield _within(f"evaluation after {label}", ours.eval()(x), torchs.eval()(x), exact)
-    untracked = [
-        layer(3, track_running_stats=False).eval()(x) for layer in (nn.BatchNorm2d, torch.nn.BatchNorm2d)
-    ]
-    if momentum is None:
-        yield _within("evaluation, track_running_stats=False", *untracked, _normalized(x.double(), (0, 2, 3)))
 
 
 def _untracked() -> Check:
@@ -148,8 +142,8 @@ def _layer_norm() -> Iterator[Check]:
 
 def _conv_batch_norm() -> Iterator[Check]:
     for eps_mode in ("inside", "outside"):
-        layer = nn.ConvBatchNorm2d(3, 5, 3, padding=1, eps=1e-3, eps_mode=eps_mode, dtype=torch.float64)
-        yield _gradcheck(f"conv-BN gradcheck, eps {eps_mode}", layer, torch.rand(2, 3, 4, 4).double())
+        layer = nn.ConvBatchNorm2d(2, 3, 3, padding=1, eps=1e-3, eps_mode=eps_mode, dtype=torch.float64)
+        yield _gradcheck(f"conv-BN gradcheck, eps {eps_mode}", layer, torch.rand(2, 2, 4, 4).double())
     yield from _fused_against_unfused()
 
 

@@ -119,9 +119,8 @@ def line_figure(
     y: str,
     *,
     steps: bool = False,
-    markers: bool = True,
 ) -> Any:
-    """Named lines (xs, ys) in one frame; `steps` draws values that hold until the next."""
+    """Named lines (xs, ys) in one frame: points of integer x, or `steps`, values that hold until the next."""
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, (xs, ys)) in enumerate(lines.items()):
@@ -129,15 +128,16 @@ def line_figure(
             name=name,
             x=list(xs),
             y=list(ys),
-            mode="lines+markers" if markers else "lines",
+            mode="lines" if steps else "lines+markers",
             line={
                 "color": COLORS[i % len(COLORS)],
-                "width": 2.5 if markers else 1.6,
+                "width": 1.6 if steps else 2.5 if i else 6,  # the first shows under those that cover it
                 "shape": "hv" if steps else "linear",
-                "dash": "dash" if i == 0 and not steps else "solid",
             },
-            marker={"size": 7},
+            marker={"size": 7 if i else 11},
         )
+    if not steps:
+        figure.update_xaxes(tickformat="d", nticks=10, dtick=1 if len(xs) <= 10 else None)
     return _styled(figure, x, y)
 
 
@@ -151,7 +151,7 @@ def bar_figure(bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: st
             x=list(groups),
             y=list(values),
             marker={"color": COLORS[i % len(COLORS)]},
-            texttemplate=f"%{{y:,.4~g}}{unit}",
+            texttemplate=f"%{{y:,.1f}}{unit}",
             textposition="outside",
             cliponaxis=False,
         )
@@ -196,6 +196,6 @@ def _plotly_script() -> str:
 def _picture(figure: Any) -> str:
     return str(
         figure.to_html(
-            full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
+            full_html=False, include_plotlyjs=False, config={"displayModeBar": False, "responsive": True}
         )
     )

@@ -7,17 +7,16 @@ and tensors beside it are brought into its layout.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.ops import schema  # noqa: F401  (the schemas come before the kernels)
-from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel, or have none yet)
+from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
     merge,
-    row_backward,
-    row_forward,
     rstd_of,
 )
 from leannorm.ops.plan import channel_plan
@@ -68,6 +67,10 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
 
+@overload
+def _like(x: Tensor, other: Tensor) -> Tensor: ...
+@overload
+def _like(x: Tensor, other: None) -> None: ...
 def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
@@ -208,7 +211,7 @@ def channel_backward(
     """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
     x = _dense(x)
     dy = _like(x, dy)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         dy,
         x,
         mean.contiguous(),
@@ -226,3 +229,35 @@ def channel_backward(
         return x, dweight, dbias, _given(dy, dz, act, want_dz)
     dx, dweight, dbias, dz = _ops.channel_backward(*arguments)
     return dx, dweight, dbias, _given(dy, dz, act, want_dz)
+
+
+def row_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    start: int,
+    stop: int,
+    eps: float,
+    rms: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y, x + residual (x itself where there is none), mean, rstd; the kernel takes any layout."""
+    y, total, mean, rstd = _ops.row_forward(x, residual, weight, bias, start, stop, eps, rms)
+    return y, x if residual is None else total, mean, rstd
+
+
+def row_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    start: int,
+    stop: int,
+    rms: bool = False,
+    want_affine: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
+    dx, dweight, dbias = _ops.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
+    return dx, dweight if want_affine else None, dbias if want_affine and not rms else None

@@ -1,0 +1,168 @@
+"""The digit network at a large batch: stock layers, the tutorial's way to fuse, leannorm.
+
+    python -m benchmarks.conv_batch_norm [--batch-size 512] [--steps 9] [--device cpu] [--json FILE]
+
+Answers are checked before anything is timed; the sides take turns in one process; freed memory is kept for
+all; ratios are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leannorm.demo.digits import load
+from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
+from leannorm.report.freed_memory import keep_freed_memory
+from leannorm.report.memory import measure_step, time_step
+
+REACH = {"held": 0.60, "peak": 0.88, "time": 1.40}
+
+
+class _Fused(torch.autograd.Function):
+    """Convolution and batch norm, written from the tutorial's idea: keep x, run the convolution again.
+
+    Every intermediate is a tensor of its own, as in a first version written for clarity.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, filters: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, filters, weight)
+        ctx.eps = eps
+        z = F.conv2d(x, filters)
+        variance, mean = torch.var_mean(z, (0, 2, 3), correction=0, keepdim=True)
+        out = z - mean
+        out *= torch.rsqrt(variance + eps) * weight.view(-1, 1, 1)
+        out += bias.view(-1, 1, 1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, filters, weight = ctx.saved_tensors
+        z = F.conv2d(x, filters)
+        variance, mean = torch.var_mean(z, (0, 2, 3), correction=0, keepdim=True)
+        rstd = torch.rsqrt(variance + ctx.eps)
+        centred = (z - mean) * rstd
+        dweight, dbias = (dy * centred).sum((0, 2, 3)), dy.sum((0, 2, 3))
+        count = z.numel() / z.shape[1]
+        shared = dbias.view(-1, 1, 1) / count + centred * (dweight.view(-1, 1, 1) / count)
+        dz = (dy - shared) * (rstd * weight.view(-1, 1, 1))
+        dx = torch.nn.grad.conv2d_input(x.shape, filters, dz) if ctx.needs_input_grad[0] else None
+        return dx, torch.nn.grad.conv2d_weight(x, filters.shape, dz), dweight, dbias, None
+
+
+class TutorialPair(nn.Module):
+    """The same parameters under the same names as the other pairs."""
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, bias=False)
+        self.bn = nn.BatchNorm2d(out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Fused.apply(x, self.conv.weight, self.bn.weight, self.bn.bias, self.bn.eps)
+        return out
+
+
+PAIRS = {"stock": stock_pair, "tutorial": TutorialPair, "leannorm": lean_pair}
+
+
+def check_answers(networks: dict[str, DigitNetwork], images: Tensor, labels: Tensor) -> dict[str, float]:
+    """The largest relative difference to stock's gradients, in float64; raises above rounding."""
+    gradients = {}
+    for name, network in networks.items():
+        double = copy.deepcopy(network).double()
+        loss_of(double, images.double(), labels, 0).backward()
+        gradients[name] = [p.grad for p in double.parameters()]
+    off = {
+        name: max(
+            float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, gradients["stock"], strict=True)
+        )
+        for name, ours in gradients.items()
+    }
+    wrong = {name: difference for name, difference in off.items() if difference > 1e-9}
+    if wrong:
+        raise SystemExit(f"wrong gradients, nothing was timed: {wrong}")
+    return off
+
+
+def measure(batch_size: int, steps: int, device: str) -> dict[str, Any]:
+    """Held and peak bytes and the median step time of every pair, and their ratios to stock."""
+    digits = load()
+    repeat = -(-batch_size // len(digits.labels))
+    images = digits.images.repeat(repeat, 1, 1, 1)[:batch_size].to(device)
+    labels = digits.labels.repeat(repeat)[:batch_size].to(device)
+    networks = {name: DigitNetwork(pair).to(device) for name, pair in PAIRS.items()}
+    for network in networks.values():
+        network.load_state_dict(networks["stock"].state_dict())
+    off = check_answers(networks, images[:64], labels[:64])
+    freed_memory = keep_freed_memory()
+    rows = {}
+    for name, network in networks.items():
+        held, peak, *_ = measure_step(partial(loss_of, network, images, labels, 0), device=device)
+        rows[name] = {"held": held, "peak": peak, "gradients": off[name]}
+    seconds: dict[str, list[float]] = {name: [] for name in networks}
+    for turn in range(steps + 3):  # the first turns fault in the memory that is kept from then on
+        for name, network in networks.items():
+            network.zero_grad()
+            taken = time_step(partial(_step, network, images, labels, turn), device)
+            if turn >= 3:
+                seconds[name].append(taken)
+    for name, row in rows.items():
+        row["seconds"] = median(seconds[name])
+        row["ratios"] = {
+            "held": row["held"] / rows["stock"]["held"],
+            "peak": row["peak"] / rows["stock"]["peak"],
+            "time": median(a / b for a, b in zip(seconds[name], seconds["stock"], strict=True)),
+        }
+    return {
+        "batch_size": batch_size,
+        "device": device,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "freed_memory": str(freed_memory),
+        "rows": rows,
+        "reach": REACH,
+    }
+
+
+def _step(network: nn.Module, images: Tensor, labels: Tensor, seed: int) -> None:
+    loss_of(network, images, labels, seed).backward()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch-size", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    result = measure(asked.batch_size, asked.steps, asked.device)
+    print(
+        f"digit network, batch {result['batch_size']}, {asked.device}, {result['threads']} threads, ", end=""
+    )
+    print(f"torch {result['torch']}; {result['freed_memory']}")
+    print(f"{'':10} {'held':>16} {'peak':>16} {'step':>17} {'gradients':>10}")
+    for name, row in result["rows"].items():
+        ratios = row["ratios"]
+        print(
+            f"{name:10} {row['held'] / 1e6:8.1f} MB {ratios['held']:4.2f} "
+            f"{row['peak'] / 1e6:8.1f} MB {ratios['peak']:4.2f} "
+            f"{row['seconds'] * 1e3:9.1f} ms {ratios['time']:4.2f} {row['gradients']:10.0e}"
+        )
+    print("reach      " + ", ".join(f"{what} {ratio:.2f}" for what, ratio in REACH.items()))
+    if asked.json:
+        asked.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

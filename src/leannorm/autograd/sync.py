@@ -1,0 +1,178 @@
+"""Batch norm by statistics of several ranks: one sum over the ranks forward, one backward.
+
+Kept, in bytes per input element: as `ChannelNorm`. Gradients are those of the sum of all ranks' losses:
+the input's needs the other ranks' gradient sums, the weight's and bias's are this rank's share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leannorm._errors import SyncError
+from leannorm._types import Moments
+from leannorm.autograd.channel import (
+    gradients_in_dtype,
+    keep_for_backward,
+    twice_differentiable,
+)
+from leannorm.distributed.call import Call
+from leannorm.distributed.collective import add_up
+from leannorm.ops.backends import reference
+from leannorm.ops.modes import rebuilding
+from leannorm.ops.select import pick, transformed
+from leannorm.ops.sums import moments_of, sums_of
+
+
+class Shared(NamedTuple):
+    """What one forward pass added up: from this to that, to be found again when it is repeated."""
+
+    sums: Tensor
+    total: Tensor
+    total_count: Tensor
+
+
+class Sharing(NamedTuple):
+    """Among whom a layer shares its statistics, and what it calls itself there.
+
+    `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing).
+    """
+
+    group: str
+    layer: str
+    timeout: float = 0.0
+    debug: bool = False
+    mode: str = "training"
+    seen: deque[Shared] | None = None
+
+    def call(self, what: str, x: Tensor) -> Call:
+        return Call(self.layer, what, x.shape[1], self.timeout, self.debug)
+
+    def forward_call(self, x: Tensor) -> Call:
+        return self.call(f"{self.mode} forward", x)
+
+
+class AddUp(torch.autograd.Function):
+    """`add_up`, differentiable any number of times: its gradient adds up over the ranks as well."""
+
+    @staticmethod
+    def forward(sums: Tensor, count: int, group: str, call: Call) -> tuple[Tensor, Tensor]:
+        total, total_count = add_up(sums, count, group, call)
+        return total.clone(), total_count.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _, _, ctx.group, ctx.call = inputs
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        call = ctx.call._replace(what=f"gradient of {ctx.call.what}")
+        return AddUp.apply(gradient.contiguous(), 0, ctx.group, call)[0], None, None, None
+
+
+class SyncNorm(torch.autograd.Function):
+    """`ChannelNorm` by the statistics of all ranks' inputs; also returns their mean, M2 and count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        act: str,
+        sharing: Sharing,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.backend = pick(x, weight, bias, residual)
+        local = ctx.backend.channel_moments(x)
+        total, count = _shared(sums_of(local), local.count, sharing, x)
+        moments = moments_of(total, count)
+        mean, m2 = moments.mean, moments.m2
+        rstd = reference.rstd_of(moments, eps)
+        y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, count)
+        ctx.eps, ctx.sharing = eps, sharing
+        ctx.mark_non_differentiable(mean, m2, count)
+        return y, mean, m2, count
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight, bias, residual, out, count = ctx.saved_tensors
+        needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
+        backend, total = ctx.backend, add_up
+        if twice_differentiable():
+            backend, total = reference, AddUp.apply
+            moments, _ = _moments(x, sharing, sharing.call("moments to differentiate twice", x))
+            mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
+        statistics = (x, mean, rstd, weight, bias, residual, out)
+        dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
+        dx = dz = None
+        if needed[0]:
+            call = sharing.call("backward", x)
+            sums, _ = total(torch.cat((dbias, dweight)), 0, sharing.group, call)
+            sum_dz, sum_dz_xhat = sums.chunk(2)
+            p, q = reference.channel_means(sum_dz, sum_dz_xhat, weight, 0, count)
+            dx, dz = backend.channel_input_grad(dy, *statistics, p, q, ctx.act, want_dz=needed[3])
+        elif needed[3]:
+            _, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=True)
+        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
+
+
+def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums over the ranks; when a backward pass repeats a forward pass, those that it had."""
+    if sharing.seen is None:
+        return add_up(sums, count, sharing.group, sharing.forward_call(x))
+    if rebuilding():
+        for seen in reversed(sharing.seen):
+            if torch.equal(seen.sums, sums):
+                return seen.total, seen.total_count
+        raise SyncError(
+            f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
+            f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
+            "deterministic, or run the backward passes sooner"
+        )
+    total, total_count = add_up(sums, count, sharing.group, sharing.forward_call(x))
+    if _may_be_repeated():
+        sharing.seen.append(Shared(sums, total, total_count))
+    return total, total_count
+
+
+def _may_be_repeated() -> bool:
+    """Is a checkpoint around this pass? One kind runs it without gradients, the other under its hooks."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return not torch.is_grad_enabled() or (
+        hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    )
+
+
+def _moments(x: Tensor, sharing: Sharing, call: Call) -> tuple[Moments, Tensor]:
+    """The moments and count of all ranks' inputs, in plain torch operations that can be differentiated."""
+    local = reference.channel_moments(x)
+    total, count = AddUp.apply(sums_of(local), local.count, sharing.group, call)
+    return moments_of(total, count), count
+
+
+def sync_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str,
+    sharing: Sharing,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
+    if transformed(x, weight, bias, residual):
+        moments, count = _moments(x, sharing, sharing.forward_call(x))
+        rstd = reference.rstd_of(moments, eps)
+        y = reference.channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
+        return y, moments.mean, moments.m2, count
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(
+        x, weight, bias, residual, eps, act, sharing
+    )
+    return result

@@ -1,0 +1,94 @@
+"""`leannorm convert-checkpoint`: a checkpoint of one framework as one of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leannorm.cli.models import Model
+from leannorm.cli.options import JsonFile
+
+FRAMEWORKS = "torch, paddle, keras, tensorflow, flax or onnx"
+
+
+def convert_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(help="The file to read.")],
+    output: Annotated[Path, typer.Argument(help="The file to write; its ending says the format.")],
+    model: Model,
+    source: Annotated[str, typer.Option("--from", help=f"Who wrote it: {FRAMEWORKS}, caffe.")],
+    target: Annotated[str, typer.Option("--to", help=f"For whom to write: {FRAMEWORKS}.")] = "torch",
+    names: Annotated[
+        list[str] | None,
+        typer.Option(help="A layer here and its name in the file read; repeatable.", metavar="HERE=THERE"),
+    ] = None,
+    to_names: Annotated[
+        list[str] | None,
+        typer.Option(help="The same for the file written.", metavar="HERE=THERE"),
+    ] = None,
+    count: Annotated[
+        float | None,
+        typer.Option(help="Values behind each variance of a training batch, N*H*W; inf keeps variances."),
+    ] = None,
+    eps: Annotated[float | None, typer.Option(help="Of the norms there, where the file is silent.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="The same, in the source's own sense.")] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="For .h5, .keras, .onnx: a file of the same network from the target.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Convert a checkpoint between frameworks: names, axes, variance; says what the file leaves open."""
+    import dataclasses
+    import warnings
+
+    from rich.console import Console
+
+    from leannorm import interop
+    from leannorm.cli.models import build
+    from leannorm.interop.conventions import convention
+    from leannorm.report.files import check_writable, write_json
+
+    check_writable(output, json)
+    there, here = _pairs("--names", names), _pairs("--to-names", to_names)
+    # checked before the work; a count concerns only the sides whose variance is biased
+    reads, writes = convention(source, "--from"), convention(target, "--to")
+    built = build(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", interop.ConventionWarning)
+        loaded = interop.load(
+            built,
+            checkpoint,
+            source,
+            names=there,
+            count=count if reads.biased_running_var else None,
+            eps=eps,
+            momentum=momentum,
+        )
+        counted = count if writes.biased_running_var else None
+        interop.save(built, output, target, names=here, count=counted, like=like)
+    console = Console(soft_wrap=True)
+    for warning in caught:
+        console.print(f"note: {warning.message}", style="yellow", highlight=False, markup=False)
+    for layer, said in loaded.settings.items():
+        told = ", ".join(f"{name}={value:g}" for name, value in said.items())
+        console.print(
+            f"make {layer or 'the layer'} with {told}: {output.name} does not hold it", highlight=False
+        )
+    if json:
+        notes = [str(warning.message) for warning in caught]
+        write_json(json, dataclasses.asdict(loaded) | {"notes": notes})
+        console.print(f"numbers: {json}", highlight=False)
+    console.print(f"{len(loaded.loaded)} tensors converted: {output}", style="bold green", highlight=False)
+
+
+def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
+    from leannorm._errors import InputError
+
+    pairs = {}
+    for text in given or ():
+        here, equals, there = text.partition("=")
+        if not equals:
+            raise InputError(f"{option} must be HERE=THERE, got {text!r}")
+        pairs[here] = there
+    return pairs

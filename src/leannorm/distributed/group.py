@@ -1,0 +1,195 @@
+"""The ranks that share statistics, in a communicator of their own.
+
+Of their own, because a rank that leaves out a layer would otherwise meet the others in whatever it does
+next: with gloo a sum of 133 values that meets one of 261 aborts the process, with NCCL it hangs. In here
+every message has one size, agreed upon, so that ranks which disagree still complete the collective, and
+read in its header that they do. A layer that needs more room first asks for it, in a message of the
+present size. The same makes a rank without batches harmless: it adds zeros, whatever the others add.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
+
+from leannorm._errors import InputError, SyncError
+from leannorm.distributed import meeting
+from leannorm.distributed.call import HEADER, Call, agree
+
+_groups: dict[str, StatisticsGroup] = {}
+_made: Counter[str] = Counter()
+
+
+def statistics_group(name: str, call: Call) -> StatisticsGroup:
+    """The communicator for statistics beside the process group `name`, made on the first call."""
+    parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+    group = _groups.get(name)
+    if group is None or group.parent is not parent:
+        group = _groups[name] = StatisticsGroup(parent, call)
+    return group
+
+
+class StatisticsGroup:
+    """One sum over the ranks per call, in messages of `size` float64 values; `number` counts them."""
+
+    def __init__(self, parent: dist.ProcessGroup, call: Call) -> None:
+        self.parent = parent
+        self.rank, self.world = dist.get_rank(parent), dist.get_world_size(parent)
+        self.backend = dist.get_backend(parent)
+        device = next(iter(parent._device_types))
+        self.timeout = parent._get_backend(device).options._timeout.total_seconds()
+        self.size, self.number, self.own_calls = 512, 0, 0
+        self.store = meeting.store_of(parent, _made[parent.group_name])
+        _made[parent.group_name] += 1
+        self.broken: str | None = None
+        self.unfinished: list[Any] = []  # work that may still write to its buffer
+        self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
+        self._first: int | None = None
+        self._headers: dict[tuple[Call, int, int, torch.device], Tensor] = {}
+        meeting.gather(self, call, self._seconds(call))
+        self.communicator = dist.new_group(
+            dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
+        )
+
+    def all_reduce(self, sums: Tensor, count: int, call: Call) -> Tensor:
+        """(1 + len(sums),): the count and the sums, added up over the ranks; raises where ranks disagree."""
+        if self.broken is not None:
+            raise SyncError(f"this process group no longer shares statistics: {self.broken}")
+        self.own_calls += 1
+        call = self._identified(call)
+        self._read_headers(wait=False)
+        room = HEADER + len(sums)
+        if room > self.size:
+            size = 1 << (room - 1).bit_length()
+            self._exchange(sums.new_zeros(0), 0, call, size)
+            self.size = size
+        return self._exchange(sums, count, call)[HEADER - 1 : room]
+
+    def shadow(self, device: torch.device) -> None:
+        """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
+        call = Call("none", "out of batches", 0, 0.0, True)
+        while True:
+            total = torch.zeros(self.size, dtype=torch.float64, device=device)
+            self._sum(total, call)
+            header = total[:HEADER].tolist()
+            if header[0] == 0:
+                return
+            self._inspect(header, call, self.number)
+            if header[5]:
+                self.size = int(header[5] / header[0])
+
+    @torch.no_grad()
+    def follow_longest(self, buffers: list[Tensor]) -> None:
+        """Set the buffers to those of the rank that made the most calls of its own since the last time."""
+        score = torch.tensor([self.own_calls * self.world + self.rank], device=self.device())
+        dist.all_reduce(score, dist.ReduceOp.MAX, group=self.communicator)
+        self.own_calls = 0
+        source = dist.get_global_rank(self.communicator, int(score) % self.world)
+        for buffer in buffers:
+            dist.broadcast(buffer, source, group=self.communicator)
+
+    def device(self) -> torch.device:
+        """Where this group's backend works, for what no input tells."""
+        here = torch.device("cpu")
+        if here in self.parent._device_types or (there := torch.accelerator.current_accelerator()) is None:
+            return here
+        return torch.device(there.type, torch.accelerator.current_device_index())
+
+    def _exchange(self, sums: Tensor, count: int, call: Call, size: int = 0) -> Tensor:
+        padding = sums.new_zeros(self.size - HEADER - len(sums))
+        total = torch.cat((self._header(call, count, size, sums.device), sums, padding))
+        self._sum(total, call)
+        if total.device.type == "cpu":
+            self._inspect(total[:HEADER].tolist(), call, self.number)
+        else:
+            header = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
+            header.copy_(total[:HEADER], non_blocking=True)
+            event = torch.Event(device=total.device)
+            event.record()
+            self.unread.append((self.number, call, header, event))
+            self._read_headers(wait=call.debug or size > 0)
+        return total
+
+    def _sum(self, total: Tensor, call: Call) -> None:
+        self.number += 1
+        try:
+            work = dist.all_reduce(total, group=self.communicator, async_op=True)
+        except RuntimeError as error:
+            if "No backend type associated" in str(error):
+                raise InputError(
+                    f"the process group's backend ({self.backend}) must have collectives for the input's "
+                    f"device {total.device}; name one for each device, for example "
+                    "init_process_group('cpu:gloo,cuda:nccl')"
+                ) from error
+            raise self._broken(call, str(error), ask=0) from error
+        if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
+            work.wait()  # orders the streams; the host goes on
+            return
+        self._wait(work, call)
+
+    def _wait(self, work: Any, call: Call) -> None:
+        """Until the sum is there; where it is not soon, tell the other ranks, and hear what they found."""
+        timeout = self._seconds(call)
+        step = meeting.step(timeout)
+        deadline = time.monotonic() + timeout
+        while not self._completes(work, call, step):
+            # ranks that wait have said so by now, but for those that came in the last moment
+            if meeting.found(self, call) or time.monotonic() >= deadline - step:
+                self.unfinished.append(work)
+                raise self._broken(call, f"waited {timeout:g} s", ask=step / 2)
+
+    def _completes(self, work: Any, call: Call, seconds: float) -> bool:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if work.is_completed():  # the first sentence says what happened, the others whom to ask
+                raise self._broken(call, str(error).split(". ")[0], ask=2 * seconds) from error
+            return False
+        return True
+
+    def _seconds(self, call: Call) -> float:
+        return min(call.timeout or self.timeout, self.timeout)
+
+    def _broken(self, call: Call, why: str, ask: float) -> SyncError:
+        self.broken = meeting.who_is_missing(self, call, why, ask)
+        return SyncError(self.broken)
+
+    def _read_headers(self, wait: bool) -> None:
+        """Look at the headers that have arrived from the device; the last ones may be on the way."""
+        while self.unread and (wait or self.unread[0][3].query()):
+            number, call, header, event = self.unread.pop(0)
+            event.synchronize()
+            self._inspect(header.tolist(), call, number)
+
+    def _inspect(self, header: list[float], call: Call, number: int) -> None:
+        if not agree(header):
+            raise SyncError(meeting.what_differs(self, call, number, self._seconds(call)))
+        if header[6] == 1 and call.what == "training forward":
+            raise InputError(
+                f"Expected more than 1 value per channel when training, got 1 over all {self.world} ranks in "
+                f"{call}; use a larger batch, or evaluation mode"
+            )
+
+    def _identified(self, call: Call) -> Call:
+        """Layers without a path are told apart by their order of construction, from the first one used."""
+        if not call.layer.startswith("#"):
+            return call
+        number = int(call.layer[1:])
+        self._first = number if self._first is None else self._first
+        return call._replace(layer=f"#{number - self._first + 1}")
+
+    def _header(self, call: Call, count: int, size: int, device: torch.device) -> Tensor:
+        """Kept on the device: sending it there anew would make the host wait for the device."""
+        key = call, count, size, device
+        if key not in self._headers:
+            if len(self._headers) > 4096:
+                self._headers.clear()
+            self._headers[key] = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
+        return self._headers[key]

@@ -1,0 +1,128 @@
+"""What ranks tell one another through the group's store, when a collective could not tell it.
+
+Nothing here runs in a step in which all goes well.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from leannorm._errors import SyncError
+from leannorm.distributed.call import Call
+
+if TYPE_CHECKING:
+    from leannorm.distributed.group import StatisticsGroup
+
+_CAUSES = (
+    "it skipped the layer, runs it in evaluation mode, has no batch left "
+    "(see leannorm.distributed.join), was too slow for the timeout, or died"
+)
+
+
+def store_of(parent: dist.ProcessGroup, generation: int) -> dist.distributed_c10d.Store:
+    """A corner of the group's store; `generation` keeps a group made anew from reading an old one's keys."""
+    return dist.distributed_c10d.PrefixStore(
+        f"leannorm/{generation}", dist.distributed_c10d._get_process_group_store(parent)
+    )
+
+
+def step(timeout: float) -> float:
+    """How often, in seconds, a rank that waits says so, and how long it asks who is missing at the end."""
+    return min(1.0, timeout / 6)
+
+
+def gather(group: StatisticsGroup, call: Call, timeout: float) -> None:
+    """Wait until all ranks are about to make the communicator."""
+    post(group, call)
+    if group.store.add("ready", 1) == group.world:
+        group.store.set("go", "")
+    try:
+        group.store.wait(["go"], timedelta(seconds=timeout - step(timeout)))
+    except RuntimeError as error:
+        raise SyncError(who_is_missing(group, call, f"waited {timeout:g} s", step(timeout))) from error
+
+
+def post(group: StatisticsGroup, call: Call) -> None:
+    """Say where this rank is waiting."""
+    group.store.set(f"at/{group.rank}", json.dumps([group.number, str(call)]))
+
+
+def found(group: StatisticsGroup, call: Call) -> bool:
+    """Say where this rank is waiting; has another rank already found out what is wrong?"""
+    try:
+        post(group, call)
+        return bool(group.store.check(["found"]))
+    except RuntimeError:
+        return True
+
+
+def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float) -> str:
+    """Which ranks do not wait in this collective, though it cannot complete; asked for `seconds`.
+
+    The rank that finds out first tells the others, so that all say the same.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        post(group, call)
+        while True:
+            here = [r for r in range(group.world) if _number(group, r) >= group.number]
+            done = len(here) == group.world or group.store.check(["found"])
+            if done or time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+        missing = [r for r in range(group.world) if r not in here]
+        if missing:
+            text = f"{call}: {_ranks(group, missing)} did not come ({why}): {_CAUSES}"
+        else:
+            text = f"{call}: all ranks came, but the sum did not complete ({why}); look at the network"
+        return _told(group, text, len(here), seconds)
+    except RuntimeError as error:
+        return (
+            f"{call}: the ranks did not come together ({why}), and the group's store is gone too ({error}); "
+            "the rank that served it, often rank 0, has probably died"
+        )
+
+
+def _told(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
+    """Tell the others, unless one has told already; a rank that serves the store stays until they heard."""
+    text = group.store.compare_set("found", "", text).decode()
+    deadline = time.monotonic() + seconds
+    with suppress(RuntimeError):  # the store is gone: they have heard
+        told = group.store.add("told", 1)
+        while told < here and time.monotonic() < deadline:
+            time.sleep(0.02)
+            told = group.store.add("told", 0)
+    return text
+
+
+def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:
+    """What each rank was calling when they met and disagreed; the same text on every rank."""
+    keys = [f"met/{number}/{rank}" for rank in range(group.world)]
+    group.store.set(keys[group.rank], str(call))
+    group.store.wait(keys, timedelta(seconds=seconds))
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, key in enumerate(keys):
+        ranks[group.store.get(key).decode()].append(rank)
+    said = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in ranks.items())
+    return (
+        f"ranks that share statistics are in different calls (number {number} of the group): {said}. "
+        "Every rank must use the same layers, in the same order and mode"
+    )
+
+
+def _number(group: StatisticsGroup, rank: int) -> int:
+    key = f"at/{rank}"
+    return json.loads(group.store.get(key))[0] if group.store.check([key]) else -1
+
+
+def _ranks(group: StatisticsGroup, ranks: list[int]) -> str:
+    """Global ranks, which are what launchers and logs show."""
+    names = [str(dist.get_global_rank(group.parent, r)) for r in ranks]
+    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

@@ -1,0 +1,98 @@
+"""Which ranks share statistics: the group asked for, or none."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from leannorm._errors import InputError
+
+_local = False
+_nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class SharesStatistics:
+    """Mixed into layers whose statistics are those of all ranks in `process_group`."""
+
+    process_group: dist.ProcessGroup | str | None = None
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Within the context, synchronized layers use this rank's own statistics and do not communicate.
+
+    Every rank enters it for the same calls. The backward pass of a layer goes the way its forward went.
+    Process-wide, as torch's own flags are.
+
+    >>> import torch
+    >>> from leannorm import distributed, nn
+    >>> with distributed.no_sync():
+    ...     nn.SyncBatchNorm(4)(torch.randn(8, 4)).shape
+    torch.Size([8, 4])
+    """
+    global _local
+    before, _local = _local, True
+    try:
+        yield
+    finally:
+        _local = before
+
+
+def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
+    """The name of the group whose ranks share statistics; None where this rank is on its own.
+
+    `process_group` is a group of torch.distributed, "node" (the ranks on this rank's host) or None (all).
+    Raises `InputError` for a group that this rank is not in, or that torch.distributed does not have.
+    """
+    if isinstance(process_group, str) and process_group != "node":
+        raise InputError(
+            f"process_group must be a process group, 'node' or None, got {process_group!r}; "
+            "make a group of some ranks with torch.distributed.new_group(ranks)"
+        )
+    if _local or not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        if process_group is None or process_group == "node":
+            return None
+        raise InputError(
+            "process_group is given, but torch.distributed is not initialized (or has been destroyed); "
+            "call torch.distributed.init_process_group first, or pass process_group=None"
+        )
+    group = _resolved(process_group)
+    return group.group_name if dist.get_world_size(group) > 1 else None
+
+
+def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
+    if process_group is None:
+        return _world()
+    if isinstance(process_group, str):
+        node: dist.ProcessGroup = _node_group()
+        return node
+    # a non-member gets a sentinel in place of its group, or an object that does not know its rank
+    if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
+        raise InputError(
+            f"process_group must contain this rank, but rank {dist.get_rank()} is not in it; "
+            "every rank passes the group that it belongs to"
+        )
+    return process_group
+
+
+def _world() -> dist.ProcessGroup:
+    group: dist.ProcessGroup = dist.distributed_c10d._get_default_group()
+    return group
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _node_group() -> dist.ProcessGroup:
+    """The group of the ranks on this host, made on first use, by all ranks together."""
+    world = _world()
+    if world not in _nodes:
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        mine = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
+        _nodes[world] = dist.new_group(mine, use_local_synchronization=True)
+    return _nodes[world]

@@ -1,0 +1,169 @@
+"""Group norm and instance norm: per-channel statistics of every sample by itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from leannorm import _checks
+from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.functional.batch import running_mean_and_rstd, update_running_statistics
+from leannorm.ops.plan import channel_plan
+
+
+def group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Normalize each group of channels of each sample; as `torch.nn.functional.group_norm`.
+
+    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+
+    Mean and biased variance are over the C / `num_groups` channels of a group and all positions, of one
+    sample; weight and bias are per channel.
+
+    Shapes: input (N, C, *), weight and bias (C,), output as input, in its memory layout.
+    Dtypes: float32, float64, bfloat16, float16 input, any floating weight and bias; the output has the
+    input's dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
+    Kept for the backward pass: the input and 2 N `num_groups` float64 values.
+    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a
+    group has one value, where a shape does not fit; `DtypeError` where a tensor is not floating.
+    Source: Wu and He, 2018, arXiv:1803.08494.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> y = F.group_norm(torch.randn(2, 6, 4, 4), 3)
+    >>> y.unflatten(1, (3, 2)).mean((2, 3, 4)).abs().max().item() < 1e-6
+    True
+    """
+    if has_torch_function_variadic(input, weight, bias):
+        return handle_torch_function(
+            group_norm, (input, weight, bias), input, num_groups, weight=weight, bias=bias, eps=eps
+        )
+    _checks.floating("input", input)
+    _checks.at_least_2d(input)
+    _checks.divisible_groups(input, num_groups)
+    _checks.parameters(input, weight=weight, bias=bias)
+    _checks.non_negative_eps(eps)
+    plan = channel_plan(input.shape, num_groups)
+    # torch's rule, its quirk included: only a batch whose groups hold one value all together is refused
+    _checks.more_than_one_value(input, plan.kept * plan.inner // num_groups)
+    return channel_norm(input, weight, bias, None, eps, "identity", num_groups)[0]
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    r"""Normalize each channel of each sample over all positions; as `torch.nn.functional.instance_norm`.
+
+    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+
+    With `use_input_stats` the mean and the biased variance are each sample's own, and `running_mean` and
+    `running_var` (unbiased), where given, move towards their averages over the samples by `momentum`;
+    without, they are the running ones.
+
+    Shapes: input (N, C, *), vectors (C,), output as input, in its memory layout.
+    Dtypes: float32, float64, bfloat16, float16 input, any floating vectors; the output has the input's
+    dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
+    Kept for the backward pass: the input and 2 N C float64 values (2 C with running statistics).
+    Raises: `InputError` (a ValueError and a RuntimeError) where there is a single position, where running
+    statistics are needed and missing, where a shape does not fit; `DtypeError` where a tensor is not
+    floating; nothing is changed then.
+    Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> F.instance_norm(torch.randn(2, 3, 8, 8)).mean((2, 3)).abs().max().item() < 1e-6
+    True
+    """
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
+        return handle_torch_function(
+            instance_norm,
+            (input, running_mean, running_var, weight, bias),
+            input,
+            running_mean=running_mean,
+            running_var=running_var,
+            weight=weight,
+            bias=bias,
+            use_input_stats=use_input_stats,
+            momentum=momentum,
+            eps=eps,
+        )
+    _checks.floating("input", input)
+    _checks.at_least_2d(input)
+    _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
+    _checks.running_statistics(running_mean, running_var, use_input_stats)
+    _checks.non_negative_eps(eps)
+    _checks.momentum(momentum)
+    if not use_input_stats and running_mean is not None and running_var is not None:
+        mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
+        return channel_affine(input, mean, rstd, weight, bias, None, "identity")
+    _checks.more_than_one_spatial_element(input)
+    return _by_own_statistics(input, running_mean, running_var, weight, bias, momentum, eps)
+
+
+def _by_own_statistics(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    channels = input.shape[1]
+    if channels == 0:  # no group to speak of
+        return torch.empty_like(input)
+    y, mean, m2 = channel_norm(input, weight, bias, None, eps, "identity", channels)
+    if running_mean is not None and running_var is not None and input.numel():
+        positions = channel_plan(input.shape, channels).inner
+        update_running_statistics(running_mean, running_var, mean.mean(0), m2.mean(0), positions, momentum)
+    return y
+
+
+def layer_instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    use_input_stats: bool,
+    momentum: float | None,
+    eps: float,
+    rank: int,
+    num_features: int,
+) -> Tensor:
+    """What the layers call: `instance_norm` which knows the layer's rank and channels.
+
+    An input of one axis less than `rank` is a sample by itself.
+    """
+    tensors = (input, running_mean, running_var, weight, bias)
+    if has_torch_function_variadic(*tensors):
+        return handle_torch_function(
+            layer_instance_norm, tensors, *tensors, use_input_stats, momentum, eps, rank, num_features
+        )
+    _checks.rank(input, (rank - 1, rank))
+    alone = input.dim() < rank
+    _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
+    y = instance_norm(
+        input.unsqueeze(0) if alone else input,
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        use_input_stats,
+        0.0 if momentum is None else momentum,
+        eps,
+    )
+    return y.squeeze(0) if alone else y

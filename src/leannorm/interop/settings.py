@@ -1,0 +1,111 @@
+"""What a checkpoint may leave open, and the caller says: counts behind the variances, eps, momentum."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from leannorm import _checks
+from leannorm._errors import InputError
+from leannorm.interop.arrays import Checkpoint
+from leannorm.interop.conventions import Convention
+from leannorm.interop.matching import Slot, foreign_names, kind_of
+
+Names = Mapping[str, str | Sequence[str]]
+PerLayer = float | Mapping[str, float] | None
+DEFAULT_EPS: dict[str | None, Callable[[Convention], float]] = {
+    "batch_norm": lambda convention: convention.eps,
+    "norm": lambda convention: convention.layer_eps,
+}
+
+
+class ConventionWarning(UserWarning):
+    """The checkpoint leaves open what the two frameworks do differently; the message names the argument."""
+
+
+def per_layer(argument: str, given: PerLayer, layers: Sequence[str]) -> Mapping[str, float]:
+    """The argument for each of the layers it concerns: one number for all, or a mapping of their names."""
+    if given is None or not isinstance(given, Mapping):
+        return {} if given is None else dict.fromkeys(layers, given)
+    unknown = sorted(set(given) - set(layers))
+    if unknown:
+        raise InputError(f"{argument} must name layers that have one, {sorted(layers)}; got {unknown}")
+    return given
+
+
+def factors_of(count: PerLayer, slots: Sequence[Slot], theirs: Convention) -> dict[str, float]:
+    """n/(n-1) for each layer whose count is given."""
+    counts = per_layer("count", count, [s.module_name for s in slots if s.role == "running_var"])
+    if counts and not theirs.biased_running_var:
+        raise InputError(
+            f"count is for frameworks that keep the biased variance; {theirs.framework}'s is unbiased"
+        )
+    for layer, n in counts.items():
+        if not n > 1:
+            raise InputError(f"count must be above 1, the values behind each variance; got {n} for {layer!r}")
+    return {layer: 1.0 if math.isinf(n) else n / (n - 1) for layer, n in counts.items()}
+
+
+def variance_note(
+    slots: Sequence[Slot], factors: Mapping[str, float], theirs: Convention, verb: str
+) -> list[str]:
+    kept = sorted({s.module_name for s in slots if s.role == "running_var" and s.module_name not in factors})
+    if not kept or not theirs.biased_running_var:
+        return []
+    return [
+        f"the running variance is biased in {theirs.framework}, unbiased in torch, and was {verb} as it is "
+        f"for {listed(kept)}: pass count=N*H*W of a training batch to convert it by n/(n-1), or "
+        "count=math.inf to keep it, which is right for inference"
+    ]
+
+
+def listed(names: Sequence[str]) -> str:
+    shown = [repr(name) for name in names[:4]]
+    return ", ".join(shown) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def warn_of(notes: Sequence[str]) -> None:
+    if notes:
+        warnings.warn("; ".join(notes), ConventionWarning, stacklevel=3)
+
+
+def settings_of(
+    model: torch.nn.Module, theirs: Convention, checkpoint: Checkpoint, names: Names, **given: PerLayer
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Which eps and momentum to set, and what stays open because neither file nor caller says it."""
+    norms = {name: module for name, module in model.named_modules() if kind_of(module) in DEFAULT_EPS}
+    changes: dict[str, dict[str, float]] = {}
+    notes = []
+    for argument, values in given.items():
+        layers = {name: module for name, module in norms.items() if hasattr(module, argument)}
+        told = per_layer(argument, values, list(layers))
+        unsaid: dict[str, float] = {}
+        for name, module in layers.items():
+            stated = [checkpoint.settings[f] for f in foreign_names(name, names) if f in checkpoint.settings]
+            ours = getattr(module, argument)
+            default = theirs.momentum if argument == "momentum" else DEFAULT_EPS[kind_of(module)](theirs)
+            value = told.get(name, stated[0].get(argument, default) if stated else default)
+            if argument == "momentum":
+                _checks.momentum(value)
+                value = theirs.torch_momentum(value)
+            else:
+                _checks.positive_eps(value)
+                value = theirs.attribute(value)
+            # the file's float32 of our own value says nothing new
+            same = ours is not None and math.isclose(ours, value, rel_tol=1e-6)
+            if name in told or (stated and argument in stated[0] and not same):
+                changes.setdefault(name, {})[argument] = value
+            elif not (stated or same or theirs.framework == "torch"):
+                unsaid[name] = default
+        if unsaid:
+            name, default = next(iter(unsaid.items()))
+            notes.append(
+                f"the checkpoint does not say its {argument}: {theirs.framework}'s default is {default:g}"
+                + (f" (torch writes it {theirs.torch_momentum(default):g})" if argument == "momentum" else "")
+                + f", here {listed(list(unsaid))} has {getattr(norms[name], argument)}; "
+                f"pass {argument}= as the {theirs.framework} layers had it"
+            )
+    return changes, notes

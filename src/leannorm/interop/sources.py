@@ -1,0 +1,77 @@
+"""A checkpoint from a path, a mapping or a list, its keys and values in the one form that is matched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leannorm._errors import InputError
+from leannorm.interop.arrays import Checkpoint, from_mapping
+from leannorm.interop.conventions import Convention
+from leannorm.interop.files import read
+from leannorm.interop.matching import Slot
+from leannorm.interop.settings import listed
+
+
+def _blobs(checkpoint: Checkpoint) -> Checkpoint:
+    """Caffe's sums of mean and variance, divided by its third blob, the weight they have gathered."""
+    tensors = dict(checkpoint.tensors)
+    for key, factor in checkpoint.tensors.items():
+        layer, _, number = key.rpartition(".")
+        sums = [tensors.get(f"{layer}.{i}") for i in (0, 1)]
+        if number == "2" and factor.numel() == 1 and all(s is not None for s in sums):
+            scale = 0.0 if factor.item() == 0 else 1 / factor.double().item()
+            for i, name in enumerate(("mean", "variance")):
+                tensors[f"{layer}.{name}"] = tensors.pop(f"{layer}.{i}").double() * scale
+            del tensors[key]
+    return Checkpoint(tensors)
+
+
+def _numbered(arrays: Sequence[Any], slots: Sequence[Slot]) -> Checkpoint:
+    """Keras' `get_weights()`: one list, layer by layer in the model's order."""
+    wanted = list({id(s.tensor): s for s in reversed(slots) if s.candidates and not s.optional}.values())[
+        ::-1
+    ]
+    if len(wanted) != len(arrays):
+        raise InputError(
+            f"the list must hold one array for each of the model's {len(wanted)} tensors "
+            f"({listed([slot.key for slot in wanted])}), got {len(arrays)}; "
+            "pass a mapping of names where the layers differ"
+        )
+    return from_mapping({slot.candidates[0]: array for slot, array in zip(wanted, arrays, strict=True)})
+
+
+def read_any(source: Any, theirs: Convention, slots: Sequence[Slot]) -> Checkpoint:
+    if isinstance(source, (str, os.PathLike)):
+        checkpoint = read(Path(source))
+    elif isinstance(source, Mapping):
+        checkpoint = from_mapping(source)
+    elif isinstance(source, Sequence) and theirs.framework == "keras":
+        return _numbered(source, slots)
+    else:
+        raise InputError(
+            "the checkpoint must be a path, a mapping of names to arrays or (from keras) a list of arrays, "
+            f"got {type(source).__name__}"
+        )
+    if theirs.framework == "caffe":
+        return _blobs(checkpoint)
+    if theirs.framework == "flax":
+        collections = ("params.", "batch_stats.")
+        keys = {
+            key: next((key.removeprefix(c) for c in collections if key.startswith(c)), key)
+            for key in checkpoint.tensors
+        }
+        return Checkpoint({keys[key]: value for key, value in checkpoint.tensors.items()})
+    if theirs.framework == "paddle":
+        # numpy has no bfloat16: Paddle saves its bits as uint16
+        return Checkpoint(
+            {
+                k: v.view(torch.bfloat16) if v.dtype == torch.uint16 else v
+                for k, v in checkpoint.tensors.items()
+            }
+        )
+    return checkpoint

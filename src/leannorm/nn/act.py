@@ -1,0 +1,81 @@
+"""BatchNormAct1d, 2d and 3d: batch norm, a residual and an activation as one layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+from leannorm.nn._base import BatchNormBase
+from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
+
+class BatchNormActBase(BatchNormBase):
+    """`forward` of the three; `activation` is a name of `leannorm.functional.batch_norm_act`'s `act`."""
+
+    activation: str
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        act: str = "relu",
+    ) -> None:
+        _checks.activation(act)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.activation = act
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self._normalize(input, self.activation, residual)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, act={self.activation}"
+
+
+class BatchNormAct1d(BatchNormActBase, BatchNorm1d):
+    """Batch norm over (N, C) or (N, C, L), plus a residual, through an activation. See `BatchNormAct2d`.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.BatchNormAct1d(4, act="silu")(torch.randn(16, 4)).shape
+    torch.Size([16, 4])
+    """
+
+
+class BatchNormAct2d(BatchNormActBase, BatchNorm2d):
+    r"""Batch norm over (N, C, H, W), plus a residual, through an activation, in one pass.
+
+    .. math:: y = \mathrm{act}(\hat{x} \gamma + \beta + r), \quad
+        \hat{x} = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon}
+
+    `layer(x)` is `act(batch_norm(x))`, `layer(x, residual)` is `act(batch_norm(x) + residual)`. `act` is one
+    of identity, relu, leaky_relu (slope 0.01), silu, gelu, gelu_tanh, hardswish, hardtanh (-1 to 1), relu6,
+    elu (alpha 1), mish. All else is as in `BatchNorm1d`: arguments, errors, state_dict keys.
+
+    Kept for the backward pass: the input and 16 bytes a channel; torch's two or three layers keep the
+    input and the activation's input or output as well. With a residual also the output (which the next
+    layer keeps anyway), or the residual where the output does not tell the derivative (silu, gelu,
+    gelu_tanh, hardswish, mish).
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> x, shortcut = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
+    >>> bool((nn.BatchNormAct2d(4)(x, shortcut) >= 0).all())
+    True
+    """
+
+
+class BatchNormAct3d(BatchNormActBase, BatchNorm3d):
+    """Batch norm over (N, C, D, H, W), plus a residual, through an activation. See `BatchNormAct2d`.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.BatchNormAct3d(4)(torch.randn(2, 4, 2, 8, 8)).shape
+    torch.Size([2, 4, 2, 8, 8])
+    """

@@ -1,0 +1,68 @@
+"""InstanceNorm1d, 2d and 3d: torch's layers, computed by leannorm."""
+
+from __future__ import annotations
+
+import torch.nn
+from torch import Tensor
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from leannorm.functional.group import layer_instance_norm
+
+
+class _InstanceNormBase(_InstanceNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        # no look at the input here: it may be torch.fx's proxy
+        return layer_instance_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training or not self.track_running_stats,
+            self.momentum,
+            self.eps,
+            self._get_no_batch_dim() + 1,
+            self.num_features,
+        )
+
+
+class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
+    r"""Instance norm over (N, C, L) or (C, L); replaces `torch.nn.InstanceNorm1d`, same state_dict both ways.
+
+    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+
+    Mean and biased variance are over all positions of one channel of one sample. With
+    `track_running_stats=True` training moves `running_mean` and `running_var` (unbiased) towards the
+    averages over the samples by `momentum`, and evaluation uses them. Parameters, defaults (no weight, no
+    bias, no running statistics) and errors are torch's. Input float32, float64, bfloat16 or float16, any
+    memory layout; the output has the input's dtype and layout. Kept for the backward pass: the input and
+    16 bytes a channel of a sample.
+    Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.InstanceNorm1d(3)(torch.randn(4, 3, 8)).shape
+    torch.Size([4, 3, 8])
+    """
+
+
+class InstanceNorm2d(_InstanceNormBase, torch.nn.InstanceNorm2d):
+    """Instance norm over (N, C, H, W) or (C, H, W); replaces `torch.nn.InstanceNorm2d`. See `InstanceNorm1d`.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.InstanceNorm2d(3)(torch.randn(4, 3, 8, 8)).shape
+    torch.Size([4, 3, 8, 8])
+    """
+
+
+class InstanceNorm3d(_InstanceNormBase, torch.nn.InstanceNorm3d):
+    """Instance norm over (N, C, D, H, W) or (C, D, H, W); replaces `torch.nn.InstanceNorm3d`.
+
+    See `InstanceNorm1d`.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.InstanceNorm3d(3)(torch.randn(4, 3, 2, 8, 8)).shape
+    torch.Size([4, 3, 2, 8, 8])
+    """

@@ -1,0 +1,109 @@
+"""SyncBatchNorm: batch norm by the statistics of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from leannorm import _checks
+from leannorm.autograd.sync import Sharing
+from leannorm.distributed.membership import SharesStatistics, sharing_group
+from leannorm.nn._base import BatchNormBase
+
+_constructed = itertools.count(1)
+_REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 72 bytes a channel
+
+
+class Synchronized(SharesStatistics, BatchNormBase):
+    """What makes a batch norm share its statistics; see `SyncBatchNorm`."""
+
+    timeout: float | None = None
+    debug_consistency = False
+
+    def share(
+        self,
+        process_group: dist.ProcessGroup | str | None = None,
+        timeout: float | None = None,
+        debug_consistency: bool = False,
+        name: str | None = None,
+    ) -> None:
+        """Say with whom to share; `name` is what errors call the layer, in place of its number."""
+        _checks.timeout(timeout)
+        self.process_group, self.timeout = process_group, timeout
+        self.debug_consistency = debug_consistency
+        self.layer_name = f"#{next(_constructed)}" if name is None else name
+        self._seen: deque[Any] = deque(maxlen=_REMEMBERED)
+
+    def _sharing(self) -> Sharing | None:
+        group = sharing_group(self.process_group)
+        if group is None:
+            return None
+        seen = None if torch.compiler.is_compiling() else self._seen
+        return Sharing(group, self.layer_name, self.timeout or 0.0, self.debug_consistency, seen=seen)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
+        """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        memo[id(self.process_group)] = self.process_group
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = deque(maxlen=_REMEMBERED) if name == "_seen" else deepcopy(value, memo)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": deque(maxlen=_REMEMBERED)}
+
+
+class SyncBatchNorm(Synchronized):
+    r"""Batch norm over (N, C, *) whose statistics are those of all ranks' inputs together.
+
+    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+
+    Mean and variance are over the batches of all ranks in `process_group`: a group of torch.distributed,
+    "node" (the ranks on one host), or None (all). The ranks' batches and image sizes may differ, a batch
+    may be empty. With one rank or none it is `BatchNorm`, to the bit. Works on any device whose backend has
+    `all_reduce`: gloo on CPU, NCCL on GPU.
+
+    Cost: one `all_reduce` forward and one backward, of max(4 KiB, 8 bytes * (4 C + 7) rounded up to a power
+    of two, for the widest layer), whatever the number of ranks; no wait for the device. Evaluation does
+    not communicate. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
+
+    Ranks that disagree (other layer, mode or number of channels) all raise the same `SyncError`, on an
+    accelerator at one of the next calls, or at once with `debug_consistency`. Where a rank does not come,
+    the others raise within `timeout` seconds (default and at most: the group's own) and name it; on NCCL
+    this needs `debug_consistency`, else torch's own watchdog ends the process. A batch of one value a
+    channel over all ranks is an `InputError`.
+
+    Within `leannorm.distributed.no_sync()` each rank is on its own; `leannorm.distributed.join(model)` lets
+    ranks run out of batches. A pass repeated by `torch.utils.checkpoint` neither communicates nor updates.
+    Replaces `torch.nn.SyncBatchNorm`, same state_dict both ways. Derived from `_BatchNorm`, since
+    DistributedDataParallel refuses torch's class on CPU.
+    Source: Ioffe and Szegedy, 2015, arXiv:1502.03167; the merge: Chan, Golub and LeVeque, 1983.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.SyncBatchNorm(4)(torch.randn(16, 4)).shape
+    torch.Size([16, 4])
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        timeout: float | None = None,
+        debug_consistency: bool = False,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.share(process_group, timeout, debug_consistency)

@@ -1,0 +1,43 @@
+"""Statistics as sums that may be added up in any order, among any number of ranks, and lose nothing.
+
+The plain sums n, n*mean and M2 + n*mean**2 cancel when they are taken apart again: in float64 the variance
+keeps no digit once mean/std passes 1e8, and at 1e4 it has lost half of them. Here the mean is split into
+its 12 leading bits s and the rest d. The sums of n*s and n*s*s are then whole multiples of one unit, which
+float64 adds without rounding up to 2**29 values a channel, and everything else is 2**11 times smaller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm._types import Moments
+
+_SPLIT = float(2**41 + 1)  # Veltkamp's constant: 53 - 41 = 12 bits stay
+
+
+def _leading_bits(v: Tensor) -> Tensor:
+    shifted = v * _SPLIT
+    return shifted - (shifted - v)
+
+
+def sums_of(moments: Moments) -> Tensor:
+    """The moments of one set as 4 C sums; add those of several sets (and their counts) to merge them."""
+    n, mean = moments.count, moments.mean
+    lead = _leading_bits(mean)
+    rest = mean - lead
+    n_lead, n_rest = n * lead, n * rest
+    square_rest = moments.m2 + rest * (2 * n_lead + n_rest)
+    return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
+
+
+def moments_of(sums: Tensor, count: Tensor) -> Moments:
+    """The moments of the union of all sets whose `sums_of` and counts were added up; zeros of none."""
+    n_lead, n_rest, square_lead, square_rest = sums.chunk(4)
+    n = count.clamp_min(1)
+    lead = _leading_bits((n_lead + n_rest) / n)
+    # what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
+    n_left = (n_lead - n * lead) + n_rest
+    left = n_left / n
+    between = (square_lead - n * lead * lead) - n_left * (2 * lead + left)
+    return Moments(lead + left, (square_rest + between).clamp_min(0), count)

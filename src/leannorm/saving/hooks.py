@@ -1,0 +1,217 @@
+"""The pack hook: what becomes of each tensor that autograd saves."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Hashable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node
+
+from leannorm.saving import own, views  # noqa: F401  (own registers its recipes)
+from leannorm.saving.exact import layout, seconds
+from leannorm.saving.ledger import Ledger
+from leannorm.saving.policy import Policy, Record
+from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT
+from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
+
+SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
+_DEEPEST = 12  # nodes of one chain
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class Packing:
+    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding the i-th tensor.
+
+    `outer` are the hooks around this context: what is held is handed on to them.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        outer: Hooks | None,
+        ledger: Ledger,
+        choose: Callable[[int, Hashable], bool] | None,
+    ) -> None:
+        self.policy, self.outer, self.ledger, self.choose = policy, outer, ledger, choose
+        self.calls: list[Hashable] = []
+        self.records: list[Record | None] = []
+        self._missing: list[tuple[Node, int]] = []
+
+    def pack(self, tensor: Tensor) -> Value:
+        """The pack hook."""
+        if tensor.dtype == torch.int64 and type(tensor) is Tensor and self.outer is None:
+            # a narrow copy beside the caller's own tensor would be memory added
+            alone = sys.getrefcount(tensor) <= views.references_when_alone()
+            return (self._hold_narrowed(tensor) if alone else self._hold(tensor)).used()
+        node = tensor.grad_fn
+        if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+            return self._hold(tensor).used()
+        seen_as = layout(tensor)
+        call = (node.name(), *seen_as)
+        self.calls.append(call)
+        known = find(node, tensor.output_nr)
+        if known is not None and known.layout == seen_as and known.version == tensor._version:
+            self.records.append(None)  # counted when it was first packed
+            return known.used()
+        may = self.choose is None or self.choose(len(self.calls) - 1, call)
+        self._missing.clear()
+        value = (self._rebuilt(tensor, node, known) if may else None) or self._hold(tensor)
+        value.layout, value.place = seen_as, len(self.records)
+        self._record(value, tensor)
+        register(node, tensor.output_nr, weakref.ref(value))
+        if value.step is None:
+            self._offer(value, tensor, node, may)
+        self._retry(node, tensor.output_nr)
+        return value.used()
+
+    def _record(self, value: Value, tensor: Tensor) -> None:
+        spent = seconds(value.step, tensor) if value.step else None
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        record = Record(value.name, shape, dtype, tensor.nbytes, value.step is not None, spent)
+        if value.place == len(self.records):
+            self.records.append(record)
+        else:
+            self.records[value.place] = record
+
+    # ------------------------------------------------ held
+
+    def _hold(self, tensor: Tensor) -> Value:
+        value = held(tensor)
+        if self.outer is not None:
+            pack, restore = self.outer
+            packed, value.tensor = pack(tensor), None
+            value.restore = lambda: restore(packed)
+        self.ledger.holds(value, tensor)
+        return value
+
+    def _hold_narrowed(self, tensor: Tensor) -> Value:
+        value = views.narrowed(tensor) if tensor.numel() >= SMALLEST else None
+        if value is None or value.step is None:
+            return self._hold(tensor)
+        narrow = value.step.inputs[0]
+        assert narrow.tensor is not None
+        self.ledger.holds(narrow, narrow.tensor)
+        self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
+        return value
+
+    def _offer(self, value: Value, tensor: Tensor, node: Any, may: bool) -> None:
+        """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
+
+        And the other way round: if the tensor itself could be rebuilt from something that is not held
+        now, it waits for the case that it will be (attention scales q and k before v is saved, a view of
+        the memory that q and k came from).
+        """
+        if node.name() == "CatBackward0":
+            views.find_parts_in(value, node)
+        base = tensor._base
+        if base is not None and base.grad_fn is not None and base.grad_fn is not node:
+            if find(base.grad_fn, base.output_nr) is None:
+                value.whole = held(base)
+                register(base.grad_fn, base.output_nr, weakref.ref(value.whole))
+                self._retry(base.grad_fn, base.output_nr)
+        elif may and len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT and self.outer is None:
+            value.origin = node, tensor.output_nr
+            wait(*self._missing[0], weakref.ref(value))
+
+    def _retry(self, node: Node, output: int) -> None:
+        for value in waiting(node, output):
+            tensor = value.tensor
+            if value.step is None and tensor is not None and value.origin is not None:
+                step = self._step(*value.origin, tensor, 0)
+                if step and self._accepts(step, tensor):
+                    value.becomes(step)
+                    self.ledger.rebuilds(value, tensor)
+                    self._record(value, tensor)
+
+    # ------------------------------------------------ rebuilt
+
+    def _rebuilt(self, tensor: Tensor, node: Node, known: Value | None) -> Value | None:
+        if known is not None and known.version == tensor._version:
+            step = views.laid_out_as(known, tensor)
+        elif self._unedited(node, tensor.output_nr, tensor._version):
+            step = self._step(node, tensor.output_nr, tensor, 0)
+        else:
+            step = None
+        if step is None or not self._accepts(step, tensor):
+            return None
+        value = Value(None, tensor._version, step, name=node.name())
+        self.ledger.rebuilds(value, tensor)
+        return value
+
+    def _accepts(self, step: Step, tensor: Tensor) -> bool:
+        return (
+            not _in_memory(step)
+            and self.policy.allows(step, tensor.nbytes)
+            and seconds(step, tensor) is not None
+        )
+
+    def _step(self, node: Node, output: int, like: Tensor | None, depth: int) -> Step | None:
+        recipe = RECIPES.get(node.name())
+        if recipe is None or depth > _DEEPEST or not self.policy.considers(node.name()):
+            return None
+
+        def given(node: Node, i: int) -> Value | None:
+            return self._value(*node.next_functions[i], depth + 1) if i < len(node.next_functions) else None
+
+        return recipe(node, output, given, like)
+
+    def _value(self, node: Any, output: int, depth: int) -> Value | None:
+        """The value at hand for a node's output: known, a leaf, or itself rebuilt."""
+        if node is None:
+            return None
+        if node.name() == _ACCUMULATES:
+            return held(node.variable)
+        known = find(node, output)
+        if known is not None:
+            return known
+        step = self._step(node, output, None, depth)
+        if step is None or not self.policy.allows(step, _nbytes(node, output)):
+            self._missing.append((node, output))
+            return None
+        value = Value(None, 0, step, name=node.name())
+        register(node, output, weakref.ref(value))
+        return value
+
+    def _unedited(self, node: Any, output: int, version: int) -> bool:
+        """Is what the node put out still what the tensor holds, or was it edited where autograd was off?
+
+        Version 0 is as made. Later versions must be accounted for by nodes that work in place.
+        """
+        if version == 0:
+            return True
+        known = find(node, output)
+        if known is not None:
+            return known.version == version
+        if hasattr(node, "_saved_result"):
+            result = saved(node, "result")  # None: this is the node, saving its own output
+            return result is None or result.version == version
+        if node.name() in views.ALIASES:
+            producer, number = node.next_functions[0]
+            return self._unedited(producer, number, version)
+        if version == 1 and hasattr(node, "_saved_self"):  # in place, these save a copy of their input
+            source = saved(node, "self")
+            return source is not None and source.name == "CloneBackward0"
+        return False
+
+
+def _nbytes(node: Any, output: int) -> int:
+    metadata = node._input_metadata[output]
+    return int(prod(metadata.shape) * metadata.dtype.itemsize)
+
+
+def _in_memory(step: Step) -> bool:
+    """Is it a view of a tensor that is held? Then holding it costs nothing."""
+    while step.view and step.inputs and not step.copies:
+        value = step.inputs[0]
+        if value.step is None:
+            return value.restore is None
+        step = value.step
+    return False

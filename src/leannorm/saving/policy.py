@@ -1,0 +1,106 @@
+"""What to rebuild: norms and what is as cheap, cheap convolutions too, or as much as a budget asks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+from leannorm._errors import InputError
+from leannorm.saving.values import Step, Value
+
+FLOPS_PER_BYTE = 160.0
+"""`recompute="conv"`: a convolution's output is rebuilt if it takes fewer operations per byte of it."""
+
+
+class Record(NamedTuple):
+    """One tensor that the forward pass saved: what made it, what it weighs, and what became of it.
+
+    `seconds` is the time of one rebuild, measured when a step of its kind was first met; None for a tensor
+    for which no way to rebuild it is known (or none that gives the same bits).
+    """
+
+    node: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    rebuilt: bool
+    seconds: float | None
+
+
+class Policy:
+    """Decides by the kind of step alone. Convolutions: up to `flops_per_byte`. Sums: of what is held.
+
+    A sum of norms' outputs (a residual connection) would take those norms' time again for one tensor; one
+    of tensors that are held, scaled or seen from another side takes an addition.
+    """
+
+    def __init__(self, flops_per_byte: float, any_sum: bool = False) -> None:
+        self.flops_per_byte, self.any_sum = flops_per_byte, any_sum
+
+    def considers(self, node: str) -> bool:
+        return self.flops_per_byte > 0 or node not in CONVOLUTIONS
+
+    def allows(self, step: Step, nbytes: int) -> bool:
+        if step.kind == "sum":
+            return self.any_sum or all(_of_held(value) for value in step.inputs)
+        return step.kind != "conv" or step.flops <= self.flops_per_byte * nbytes
+
+
+CONVOLUTIONS = ("ConvolutionBackward0", "ConvNormBackward")
+NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), any_sum=True)
+
+
+def _of_held(value: Value) -> bool:
+    """Does it take no norm, activation or convolution to rebuild?"""
+    step = value.step
+    return step is None or (
+        (step.view or step.kind in ("scale", "sum")) and all(_of_held(v) for v in step.inputs)
+    )
+
+
+class Plan(NamedTuple):
+    """For every tensor that a forward pass saved, in order, whether it is rebuilt.
+
+    `calls` tells one forward pass from another: the node and layout of each of its tensors.
+    """
+
+    calls: tuple[Hashable, ...]
+    rebuild: tuple[bool, ...]
+    kept_bytes: int
+    stock_bytes: int
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Planned kept bytes over those of stock autograd."""
+        return self.kept_bytes / max(self.stock_bytes, 1)
+
+
+def plan(budget: float, calls: list[Hashable], records: list[Record | None], stock_bytes: int) -> Plan:
+    """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
+
+    Costs add up, since a tensor that several steps need is rebuilt once. Holding a tensor never makes
+    another one harder to rebuild, so every subset of what can be rebuilt is a plan.
+    """
+    candidates = [
+        (record.seconds / max(record.nbytes, 1), i, record)
+        for i, record in enumerate(records)
+        if record is not None and record.rebuilt and record.seconds is not None
+    ]
+    kept, seconds, rebuild = stock_bytes, 0.0, [False] * len(calls)
+    for _, i, record in sorted(candidates, key=lambda c: c[:2]):
+        if kept <= budget * stock_bytes:
+            break
+        rebuild[i] = True
+        kept -= record.nbytes
+        seconds += record.seconds or 0.0
+    return Plan(tuple(calls), tuple(rebuild), kept, stock_bytes, seconds)
+
+
+def check(recompute: str, budget: float | None) -> None:
+    if recompute not in ("norm", "conv"):
+        raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}')
+    if budget is not None and not 0 < budget <= 1:
+        raise InputError(
+            f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
+        )

@@ -1,0 +1,273 @@
+"""How the output of each autograd node is rebuilt: one decorated function per kind of node.
+
+A recipe receives the node, the number of its output, `given(node, i)` (the value that stands for the
+node's input i, if one is at hand) and the output itself where it is there to look at. It answers with a
+step, or None: then the tensor is held, as in stock autograd. Steps close over no tensor of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm.saving.values import Step, Value, saved
+
+Given = Callable[[Any, int], Value | None]
+Recipe = Callable[[Any, int, Given, Tensor | None], Step | None]
+RECIPES: dict[str, Recipe] = {}
+
+
+def recipe(*nodes: str) -> Callable[[Recipe], Recipe]:
+    """Register the decorated function for nodes of these names."""
+
+    def register(build: Recipe) -> Recipe:
+        RECIPES.update(dict.fromkeys(nodes, build))
+        return build
+
+    return register
+
+
+# ---------------------------------------------------------------- norms
+
+
+def _bias(node: Any, i: int, given: Given) -> tuple[bool, Tensor | None]:
+    """Is the bias (input i, which norms do not save) known, and its value now.
+
+    It is read now, and the scale with it, so that an optimizer step or a resharding of the parameters
+    before the backward pass changes nothing.
+    """
+    if node.next_functions[i][0] is None:  # no bias, or one that is frozen and out of reach
+        return node._saved_weight is None, None
+    value = given(node, i)
+    return value is not None, None if value is None else value.look()
+
+
+_TRAIN_AGAIN: dict[str, Callable[..., Any]] = {
+    "NativeBatchNormBackward0": torch.native_batch_norm,
+    "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
+    "MiopenBatchNormBackward0": torch.miopen_batch_norm,
+}
+
+
+def _copy(value: Value | None) -> Tensor | None:
+    return None if value is None else value.look().detach().clone()
+
+
+@recipe(*_TRAIN_AGAIN)
+def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "input"), saved(node, "weight")
+    known, bias = _bias(node, 2, given)
+    if output or x is None or not known:
+        return None
+    eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+    if not node._saved_training:
+        mean, var = _copy(saved(node, "running_mean")), _copy(saved(node, "running_var"))
+        w, b = _copy(weight), None if bias is None else bias.clone()
+        return Step(lambda x: torch.native_batch_norm(x, w, b, mean, var, False, 0.0, eps)[0], (x,), "eval")
+    w = None if weight is None else weight.look()
+    mean_value, rstd_value = saved(node, "result1"), saved(node, "result2")
+    if node.name() == "NativeBatchNormBackward0" and mean_value is not None and rstd_value is not None:
+        mean, rstd = mean_value.look(), rstd_value.look()
+        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
+            return Step(_scale_and_shift(mean, rstd, w, bias), (x,), "scale and shift")
+    again = _TRAIN_AGAIN[node.name()]
+    w, b = (None if v is None else v.detach().clone() for v in (w, bias))
+    return Step(lambda x: again(x, w, b, None, None, True, 0.0, eps)[0], (x,), (node.name(), eps))
+
+
+def _scale_and_shift(
+    mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)): repeat it with its own means.
+
+    In evaluation mode with mean 0, variance 1 and eps 0 the kernel leaves the scale and shift that it is
+    given as they are; so the second rounding is torch's as well.
+    """
+    scale = rstd if weight is None else rstd * weight
+    shift = torch.addcmul(torch.zeros_like(scale) if bias is None else bias, mean, scale, value=-1)
+    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
+    return lambda x: torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
+
+
+@recipe("NativeGroupNormBackward0")
+def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "input"), saved(node, "weight")
+    known, bias = _bias(node, 2, given)
+    if output or x is None or not known:
+        return None
+    w, b = _copy(weight), None if bias is None else bias.clone()
+    sizes = (node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, node._saved_eps)
+    return Step(lambda x: torch.native_group_norm(x, w, b, *sizes)[0], (x,), sizes)
+
+
+_LAYER_NORM_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7, 1e-4, 1e-10)
+
+
+@recipe("NativeLayerNormBackward0")
+def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, mean, rstd = saved(node, "input"), saved(node, "result1"), saved(node, "result2")
+    if output or x is None or mean is None or rstd is None:
+        return None
+    shape = tuple(node._saved_normalized_shape)
+    w, b = _copy(saved(node, "weight")), _copy(saved(node, "bias"))
+    return Step(lambda x, mean, rstd: _layer_norm(x, mean, rstd, shape, w, b), (x, mean, rstd), shape)
+
+
+def _layer_norm(
+    x: Tensor, mean: Tensor, rstd: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None
+) -> Tensor:
+    """The node does not keep eps: the one that gives the kept rstd, in every row, is it."""
+    first = x[(slice(0, 1),) * (x.dim() - len(shape))]
+    for eps in _LAYER_NORM_EPS:
+        if torch.equal(torch.native_layer_norm(first, shape, w, b, eps)[2].flatten(), rstd.flatten()[:1]):
+            y, _, again = torch.native_layer_norm(x, shape, w, b, eps)
+            if torch.equal(again, rstd):
+                return y
+    y = (x.to(rstd.dtype) - mean) * rstd
+    if w is not None and b is not None:
+        y = torch.addcmul(b, y, w)
+    elif w is not None:
+        y = y * w
+    return y.to(x.dtype)
+
+
+# ---------------------------------------------------------------- activations
+
+Elementwise = Callable[..., Tensor]
+_FROM_SAVED_INPUT: dict[str, tuple[Elementwise, tuple[str, ...]]] = {
+    "SiluBackward0": (F.silu, ()),
+    "MishBackward0": (F.mish, ()),
+    "HardswishBackward0": (F.hardswish, ()),
+    "HardsigmoidBackward0": (F.hardsigmoid, ()),
+    "GeluBackward0": (lambda x, approximate: F.gelu(x, approximate=approximate), ("approximate",)),
+    "HardtanhBackward0": (F.hardtanh, ("min_val", "max_val")),
+    "LeakyReluBackward0": (F.leaky_relu, ("negative_slope",)),
+    "EluBackward0": (torch.ops.aten.elu, ("alpha", "scale", "input_scale")),
+    "CeluBackward0": (F.celu, ("alpha",)),
+    "SoftplusBackward0": (F.softplus, ("beta", "threshold")),
+    "GluBackward0": (F.glu, ("dim",)),
+    "LogSigmoidBackward0": (F.logsigmoid, ()),
+}
+_FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise, tuple[str, ...]]] = {
+    "ReluBackward0": (torch.relu, torch.relu_, ()),
+    "SigmoidBackward0": (torch.sigmoid, torch.sigmoid_, ()),
+    "TanhBackward0": (torch.tanh, torch.tanh_, ()),
+    "LeakyReluBackward1": (F.leaky_relu, torch.ops.aten.leaky_relu_, ("negative_slope",)),
+    "EluBackward1": (torch.ops.aten.elu, torch.ops.aten.elu_, ("alpha", "scale", "input_scale")),
+    "CeluBackward1": (F.celu, torch.celu_, ("alpha",)),
+}
+
+
+SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER)
+
+
+@recipe(*_FROM_SAVED_INPUT)
+def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    function, names = _FROM_SAVED_INPUT[node.name()]
+    x, constants = saved(node, "self"), tuple(_constant(node, name) for name in names)
+    return None if x is None else Step(lambda x: function(x, *constants), (x,), (node.name(), *constants))
+
+
+@recipe(*_FROM_PRODUCER)
+def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """These save their output, so their input must be at hand; the step must not hold the node itself."""
+    function, in_place, names = _FROM_PRODUCER[node.name()]
+    name, constants = node.name(), tuple(_constant(node, name) for name in names)
+    x = given(node, 0)
+    return (
+        None
+        if x is None
+        else Step(
+            lambda x: function(x, *constants),
+            (x,),
+            (name, *constants),
+            overwrite=lambda x: in_place(x, *constants),
+        )
+    )
+
+
+@recipe("PreluKernelBackward0")
+def prelu(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "self"), saved(node, "weight")
+    return None if x is None or weight is None else Step(torch._prelu_kernel, (x, weight), "prelu")
+
+
+# ---------------------------------------------------------------- products: scale, gate, dropout's mask
+
+
+@recipe("MulBackward0")
+def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """LayerScale, squeeze-and-excite, dropout (input times mask): whichever factor is not saved is sought."""
+    a = saved(node, "self") or given(node, 0)
+    b = saved(node, "other") or given(node, 1)
+    return None if a is None or b is None else Step(torch.mul, (a, b), "mul", kind="scale")
+
+
+@recipe("MulBackward1")
+def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, number = given(node, 0), node._saved_other
+    return None if x is None else Step(lambda x: x * number, (x,), ("mul", number), kind="scale")
+
+
+@recipe("NativeDropoutBackward0")
+def dropout(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, mask, p = given(node, 0), saved(node, "result1"), node._saved_p
+    if output or x is None or mask is None or not 0 < p < 1:
+        return None
+    return Step(lambda x, mask: x * mask * (1 / (1 - p)), (x, mask), ("dropout", p))
+
+
+@recipe("AddBackward0")
+def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    a, b = given(node, 0), given(node, 1)
+    if a is None or b is None or node._saved_alpha != 1:
+        return None
+    return Step(torch.add, (a, b), "add", overwrite=_add_to, kind="sum")
+
+
+def _add_to(a: Tensor, b: Tensor) -> Tensor:
+    return a.add_(b) if a.shape == b.shape and a.dtype == b.dtype else a + b
+
+
+# ---------------------------------------------------------------- convolution
+
+
+@recipe("ConvolutionBackward0")
+def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "input"), saved(node, "weight")
+    if x is None or weight is None or x.rests_on_convolution:
+        return None
+    inputs = [x, weight]
+    if any(node._saved_bias_sym_sizes_opt or ()):
+        bias = given(node, 2)
+        if bias is None:  # frozen and out of reach
+            return None
+        inputs.append(bias)
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    constants = tuple(_constant(node, name) for name in names)
+    kernel = node.next_functions[1][0] and weight.look()
+    if kernel is None or constants[3]:
+        return None
+    flops = 2 * kernel[0].numel() * prod(node._input_metadata[0].shape)
+
+    def rebuild(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.convolution(x, weight, bias, *constants)
+
+    return Step(rebuild, tuple(inputs), constants, kind="conv", flops=flops)
+
+
+def _constant(node: Any, name: str) -> Any:
+    """A number or a list of numbers that the node saved; C++ hands negative ones over as unsigned."""
+    value = getattr(node, f"_saved_{name}")
+    if isinstance(value, (list, tuple)):
+        return tuple(_signed(v) for v in value)
+    return _signed(value)
+
+
+def _signed(value: Any) -> Any:
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value

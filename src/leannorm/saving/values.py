@@ -1,0 +1,228 @@
+"""What autograd saves, as values: a tensor that is held, or a step that rebuilds it from other values."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+_KEY, _WAITING = "leannorm", "leannorm waiting"
+
+
+class Step(NamedTuple):
+    """How to rebuild a tensor: `rebuild(*inputs)`.
+
+    `constants` are what `rebuild` closes over, for telling two steps apart; `overwrite` computes the same
+    in the memory of the first input; `view` says that the result may share its input's memory,
+    `copies` that it need not; `kind` is what policies go by; `flops` are those of one rebuild, where they
+    are many.
+    """
+
+    rebuild: Callable[..., Tensor]
+    inputs: tuple[Value, ...]
+    constants: Hashable = ()
+    overwrite: Callable[..., Tensor] | None = None
+    view: bool = False
+    copies: bool = False
+    kind: str = "norm"
+    flops: int = 0
+
+
+class Value:
+    """One tensor of the forward pass, shared by every node that saved it.
+
+    A rebuilt tensor is held from its first use to its last, so that several users cost one rebuild; stock
+    autograd would have held it all the while.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_left",
+        "_rebuilt",
+        "layout",
+        "name",
+        "origin",
+        "place",
+        "restore",
+        "step",
+        "tensor",
+        "users",
+        "version",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        tensor: Tensor | None,
+        version: int = 0,
+        step: Step | None = None,
+        name: str = "",
+    ) -> None:
+        self.tensor, self.version, self.step, self.name = tensor, version, step, name
+        self.restore: Callable[[], Tensor] | None = None
+        self.layout: Hashable = None
+        self.place = -1
+        self.whole: Value | None = None
+        self.origin: tuple[Node, int] | None = None
+        self.users = self._left = 0
+        self._rebuilt: Tensor | None = None
+        for value in step.inputs if step else ():
+            value.used()
+
+    def used(self) -> Value:
+        """One more node, or one more step, will read this value."""
+        self.users += 1
+        self._left += 1
+        return self
+
+    def becomes(self, step: Step) -> None:
+        """Let go of the tensor: from now on it is rebuilt."""
+        self.step, self.tensor, self.origin = step, None, None
+        for value in step.inputs:
+            value.used()
+
+    @property
+    def rests_on_convolution(self) -> bool:
+        step = self.step
+        return step is not None and (step.kind == "conv" or any(v.rests_on_convolution for v in step.inputs))
+
+    def read(self) -> Tensor:
+        """The tensor, for one of its users; raises autograd's error if it was edited in place."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[Tensor, bool]:
+        """The tensor, and whether it is the reader's to overwrite."""
+        if self.step is None:
+            return self._held(), False
+        tensor = self._rebuilt
+        shared = tensor is not None
+        if tensor is None:
+            tensor = run(self.step, [v._read() for v in self.step.inputs])
+        self._left -= 1
+        if self._left > 0:
+            self._rebuilt, shared = tensor, True
+        else:
+            self._rebuilt, self._left = None, self.users
+        return tensor, not (shared or self.step.view)
+
+    def look(self) -> Tensor:
+        """The tensor, without counting as a use."""
+        if self.step is None:
+            return self._held()
+        return run(self.step, [(v.look(), False) for v in self.step.inputs])
+
+    def _held(self) -> Tensor:
+        if self.restore is not None:
+            return self.restore()
+        tensor = self.tensor
+        assert tensor is not None
+        if tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace"
+                f" operation: [{tensor.type()} {list(tensor.shape)}], which is output of"
+                f" {self.name or 'a leaf'}, is at version {tensor._version}; expected version"
+                f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
+                " it, or edit it after backward()."
+            )
+        return tensor
+
+
+def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> Tensor:
+    tensors = [tensor for tensor, _ in inputs]
+    if step.overwrite is not None and inputs[0][1]:
+        return step.overwrite(*tensors)
+    return step.rebuild(*tensors)
+
+
+# ------------------------------------------------ from a node's output to the value that stands for it
+
+
+def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
+    """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node."""
+    node.metadata.setdefault(_KEY, {})[output] = lookup
+
+
+def find(node: Any, output: int) -> Value | None:
+    known = node.metadata.get(_KEY)
+    lookup = known.get(output) if known else None
+    return lookup() if lookup else None
+
+
+def wait(node: Any, output: int, value: weakref.ref[Value]) -> None:
+    """Note that `value` could be rebuilt if only that output were at hand."""
+    node.metadata.setdefault(_WAITING, {}).setdefault(output, []).append(value)
+
+
+def waiting(node: Any, output: int) -> list[Value]:
+    references = node.metadata.get(_WAITING, {}).pop(output, ())
+    return [value for value in (reference() for reference in references) if value is not None]
+
+
+# ------------------------------------------------ from a node's saved tensor to the value that was packed
+
+_peek = threading.local()
+
+
+def unpack(value: Value) -> Tensor:
+    """The unpack hook."""
+    seen = getattr(_peek, "seen", None)
+    if seen is not None:
+        seen.append(value)
+        return torch.empty(0)
+    with torch.no_grad(), without_autocast():
+        return value.read()
+
+
+def without_autocast() -> ExitStack:
+    """Rebuilding repeats kernels on given dtypes; a surrounding autocast may not change them."""
+    stack = ExitStack()
+    if torch._C._is_any_autocast_enabled():
+        for device in ("cpu", "cuda", "xpu", "mps"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def saved(node: Any, name: str) -> Value | None:
+    """What the node saved under `name`: the value packed here, or a reading of what others packed."""
+    attribute = f"_saved_{name}"
+    seen: list[Value] = []
+    _peek.seen = seen
+    try:
+        tensor = getattr(node, attribute)
+    except RuntimeError:  # edited since, or already freed: autograd will say so where it matters
+        return None
+    finally:
+        _peek.seen = None
+    if seen or tensor is None:
+        return seen[0] if seen else None
+    layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    step = Step(lambda: getattr(node, attribute).detach(), (), ("saved", *layout), view=True)
+    return Value(None, tensor._version, step, name=node.name())
+
+
+def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
+    """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
+    seen: list[Value] = []
+    _peek.seen = seen
+    try:
+        tensors = node.saved_tensors
+    except RuntimeError:
+        return None
+    finally:
+        _peek.seen = None
+    if len(tensors) != count or len(seen) != sum(tensor is not None for tensor in tensors):
+        return None
+    values = iter(seen)
+    return [None if tensor is None else next(values) for tensor in tensors]
+
+
+def held(tensor: Tensor) -> Value:
+    node = tensor.grad_fn
+    return Value(tensor.detach(), tensor._version, name=node.name() if node else "")

@@ -1,0 +1,37 @@
+"""Norms that run two children, `drop` and `act`, on their output: what timm's norm-and-act layers become.
+
+They hold whatever activation the original held. Where it is one that batch norm computes in the same
+pass, `convert` makes a `BatchNormAct2d` instead.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Module
+
+from leannorm import nn
+
+
+class _ThenAct(Module):
+    drop: Module
+    act: Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        y: Tensor = self.act(self.drop(super().forward(input)))
+        return y
+
+
+class BatchNorm2dThenAct(_ThenAct, nn.BatchNorm2d):
+    """`act(drop(batch_norm(x)))`."""
+
+
+class GroupNormThenAct(_ThenAct, nn.GroupNorm):
+    """`act(drop(group_norm(x)))`."""
+
+
+class LayerNormThenAct(_ThenAct, nn.LayerNorm):
+    """`act(drop(layer_norm(x)))`."""
+
+
+class RMSNormThenAct(_ThenAct, nn.RMSNorm):
+    """`act(drop(rms_norm(x)))`."""

@@ -1,0 +1,169 @@
+"""Networks for `lean()`: what rebuilds must be exact on, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leannorm import nn as lnn
+
+IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
+
+
+class Apply(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., Tensor], *children: nn.Module) -> None:
+        super().__init__()
+        self.function, self.children_ = function, nn.ModuleList(children)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.children_)
+
+
+def around(*middle: nn.Module, channels: int = 16, norm: type[nn.Module] | None = nn.BatchNorm2d) -> nn.Module:
+    """Convolution, norm, what is tried, convolution: both sides keep tensors."""
+    norms = [] if norm is None else [norm(16)]
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *norms, *middle, nn.Conv2d(channels, 4, 1))
+
+
+def on_tokens(*middle: nn.Module, width: int = 32) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), *middle, nn.Linear(width, 8))
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.down, self.up, self.inplace = nn.Conv2d(16, 4, 1), nn.Conv2d(4, 16, 1), inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = F.silu(self.down(x.mean((2, 3), keepdim=True)), inplace=self.inplace)
+        return x * self.up(scale).sigmoid()
+
+
+class Residual(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.conv, self.bn, self.inplace = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        y = y.add_(x) if self.inplace else y + x
+        return F.relu(y, inplace=self.inplace)
+
+
+class LayerScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dw, self.norm = nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.LayerNorm(16)
+        self.up, self.down, self.gamma = nn.Linear(16, 64), nn.Linear(64, 16), nn.Parameter(torch.rand(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.dw(x).permute(0, 2, 3, 1))
+        y = self.gamma * self.down(F.gelu(self.up(y)))
+        return x + y.permute(0, 3, 1, 2)
+
+
+class DenseBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16 + 8 * i) for i in range(3))
+        self.convs = nn.ModuleList(nn.Conv2d(16 + 8 * i, 8, 3, padding=1) for i in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            features.append(conv(F.relu(norm(torch.cat(features, 1)), inplace=True)))
+        return torch.cat(features, 1)
+
+
+class Attention(nn.Module):
+    def __init__(self, scale_by_hand: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.scale_by_hand = nn.Linear(32, 96), nn.Linear(32, 32), scale_by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.scale_by_hand:
+            y = ((q * 8**-0.5) @ k.transpose(-2, -1)).softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(y.transpose(1, 2).reshape(b, n, c))
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu, in place": lambda: nn.ReLU(inplace=True),
+    "relu6": nn.ReLU6,
+    "relu6, in place": lambda: nn.ReLU6(inplace=True),
+    "hardtanh": nn.Hardtanh,
+    "leaky_relu": nn.LeakyReLU,
+    "leaky_relu, in place": lambda: nn.LeakyReLU(0.1, inplace=True),
+    "elu": nn.ELU,
+    "elu, in place": lambda: nn.ELU(inplace=True),
+    "celu": nn.CELU,
+    "celu, in place": lambda: nn.CELU(0.5, inplace=True),
+    "selu": nn.SELU,
+    "selu, in place": lambda: nn.SELU(inplace=True),
+    "silu": nn.SiLU,
+    "silu, in place": lambda: nn.SiLU(inplace=True),
+    "gelu": nn.GELU,
+    "gelu, tanh": lambda: nn.GELU("tanh"),
+    "hardswish": nn.Hardswish,
+    "hardswish, in place": lambda: nn.Hardswish(inplace=True),
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardsigmoid, in place": lambda: nn.Hardsigmoid(inplace=True),
+    "sigmoid": nn.Sigmoid,
+    "sigmoid, in place": lambda: Apply(torch.sigmoid_),
+    "tanh": nn.Tanh,
+    "tanh, in place": lambda: Apply(torch.tanh_),
+    "softplus": nn.Softplus,
+    "mish": nn.Mish,
+    "mish, in place": lambda: nn.Mish(inplace=True),
+    "prelu": lambda: nn.PReLU(16),
+    "dropout": lambda: nn.Dropout(0.3),
+    "dropout2d": lambda: nn.Dropout2d(0.3),
+    "squeeze and excite": lambda: SqueezeExcite(False),
+    "squeeze and excite, in place": lambda: SqueezeExcite(True),
+    "max_pool": lambda: nn.Sequential(nn.SiLU(), nn.MaxPool2d(2)),
+    "avg_pool": lambda: nn.Sequential(nn.SiLU(), nn.AvgPool2d(2)),
+    "channels_last on the way": lambda: Apply(lambda x: x.contiguous(memory_format=torch.channels_last)),
+    "roll": lambda: Apply(lambda x: x.roll((1, -2), (2, 3))),
+    "slice": lambda: Apply(lambda x: x[:, :, 1:-1, 2:]),
+    "shuffle": lambda: Apply(lambda x: x.view(-1, 2, 8, 14, 14).transpose(1, 2).reshape(-1, 16, 14, 14)),
+    "cast": lambda: Apply(lambda x: x.double().square().float()),
+}
+IMAGES: dict[str, Callable[[], nn.Module]] = {
+    **{name: (lambda make=make: around(make())) for name, make in ACTIVATIONS.items()},
+    "glu": lambda: around(nn.GLU(1), channels=8),
+    "cat": lambda: around(Apply(lambda x: torch.cat([x, F.relu(x)], 1)), channels=32),
+    "halves": lambda: around(Apply(lambda x: torch.cat([x.chunk(2, 1)[1], x.chunk(2, 1)[0].tanh()], 1))),
+    "residual": lambda: around(Residual(False), Residual(False)),
+    "residual, in place": lambda: around(Residual(True), Residual(True)),
+    "layer scale": lambda: around(LayerScale(), LayerScale()),
+    "dense block": lambda: around(DenseBlock(), nn.BatchNorm2d(40), nn.ReLU(), channels=40),
+    "group norm": lambda: around(nn.SiLU(), norm=lambda c: nn.GroupNorm(4, c)),
+    "instance norm": lambda: around(nn.SiLU(), norm=lambda c: nn.InstanceNorm2d(c, affine=True)),
+    "instance norm, plain": lambda: around(nn.ReLU(), norm=nn.InstanceNorm2d),
+    "batch norm, plain": lambda: around(nn.ReLU(), norm=lambda c: nn.BatchNorm2d(c, affine=False)),
+    "batch norm, momentum": lambda: around(nn.ReLU(), norm=lambda c: nn.BatchNorm2d(c, 1e-3, None)),
+    "batch norm, evaluation": lambda: around(nn.SiLU()).eval(),
+    "leannorm batch norm": lambda: around(nn.SiLU(), norm=lnn.BatchNorm2d),
+    "leannorm batch norm, evaluation": lambda: around(nn.SiLU(), norm=lnn.BatchNorm2d).eval(),
+    "leannorm convolution and norm": lambda: around(lnn.ConvBatchNorm2d(16, 16, 3), nn.ReLU(True), norm=None),
+}
+SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: on_tokens(Attention(False)),
+    "attention by hand": lambda: on_tokens(Attention(True)),
+    "three readers": lambda: on_tokens(Apply(lambda x, a, b: x + a(x) * b(x), nn.Linear(32, 32), nn.Linear(32, 32))),
+    "layer norm, no bias": lambda: on_tokens(nn.LayerNorm(32, bias=False), nn.GELU()),
+    "layer norm, plain": lambda: on_tokens(nn.LayerNorm(32, elementwise_affine=False)),
+    "layer norm, eps": lambda: on_tokens(nn.LayerNorm(32, eps=0.0123)),
+    "layer norm, two axes": lambda: on_tokens(nn.LayerNorm((30, 32), eps=1e-6)),
+    "rms norm": lambda: on_tokens(nn.RMSNorm(32)),
+    "leannorm layer norm": lambda: on_tokens(lnn.LayerNorm(32), nn.GELU()),
+}

@@ -1,0 +1,105 @@
+"""Real processes, each a rank of a gloo group, for tests of what ranks do together."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the children: what they raise is looked at
+
+# a server that has imported torch once, and whose children are forked from it: 0.1 s a rank instead of 3
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "leannorm"])
+
+
+class Outcome:
+    """What became of a rank: `value` it returned, `error` it raised ("Name: message"), its `exitcode`."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: str | None = None
+        self.seconds = 0.0
+        self.exitcode: int | None = None
+
+
+def outcomes(
+    world: int, function: Callable[..., Any], *args: Any, group_timeout: float = 60.0, deadline: float = 120.0
+) -> list[Outcome]:
+    """Run `function(rank, *args)` on `world` ranks; a rank alive at the deadline is killed, exitcode None."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ends = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        _CONTEXT.Process(target=_rank, args=(rank, world, port, group_timeout, end, function, args))
+        for rank, (_, end) in enumerate(ends)
+    ]
+    results = [Outcome() for _ in range(world)]
+    for process in processes:
+        process.start()
+    stop = time.monotonic() + deadline
+    for (receiver, sender), process, result in zip(ends, processes, results, strict=True):
+        sender.close()
+        try:
+            if receiver.poll(max(0.0, stop - time.monotonic())):
+                result.value, result.error, result.seconds = torch.load(
+                    io.BytesIO(receiver.recv_bytes()), weights_only=False
+                )
+        except EOFError:
+            pass
+        process.join(max(0.1, stop - time.monotonic()))
+        result.exitcode = process.exitcode
+        if process.is_alive():
+            process.kill()
+    return results
+
+
+def ranks(world: int, function: Callable[..., Any], *args: Any, **limits: float) -> list[Any]:
+    """The values that `function(rank, *args)` returned on each rank; fails if a rank failed."""
+    results = outcomes(world, function, *args, **limits)
+    for rank, result in enumerate(results):
+        assert result.error is None, f"rank {rank}: {result.error}"
+        assert result.exitcode == 0, f"rank {rank} ended with {result.exitcode}"
+    return [result.value for result in results]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    group_timeout: float,
+    end: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    value = error = None
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=group_timeout),
+    )
+    start = time.monotonic()
+    try:
+        value = function(rank, *args)
+    except Exception as exception:
+        error = f"{type(exception).__name__}: {exception}\n{traceback.format_exc()}"
+    # as bytes: tensors sent as they are would be shared with a process that has ended
+    answer = io.BytesIO()
+    torch.save((value, error, time.monotonic() - start), answer)
+    end.send_bytes(answer.getvalue())
+    if error is None:
+        dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""`check` passes here, covers what it claims, and falls short when a layer is wrong."""
+
+import json
+
+import torch
+
+from leannorm import nn
+from leannorm.cli import main
+from leannorm.report import numerics
+from leannorm.report.numerics import Check, run_checks
+
+COVERED = [
+    "batch norm, forward",
+    "running_mean after 10 batches, momentum 0.1",
+    "running_var after 10 batches, momentum None",
+    "evaluation after 10 batches, momentum 0.1",
+    "evaluation, track_running_stats=False",
+    "layer norm, forward",
+    "layer norm, gradient of the input",
+    "layer norm, gradient of weight",
+    "layer norm, gradient of bias",
+    "conv-BN gradcheck, eps inside",
+    "conv-BN gradcheck, eps outside",
+    "conv-BN fused, gradient of the filters",
+]
+
+
+def test_every_check_keeps_within_its_budget_and_none_is_vacuous():
+    before = torch.get_rng_state()
+    checks = {check.name: check for check in run_checks()}
+    assert torch.equal(before, torch.get_rng_state())
+    assert [check for check in checks.values() if not check.passed] == []
+    assert set(COVERED) <= set(checks)
+    for check in checks.values():
+        assert check.budget < 1e-4
+        assert check.budget > 0 or check.against == "unfused"
+
+
+def test_not_a_number_is_not_within_any_budget():
+    assert not Check("nan", float("nan"), 1.0, "").passed
+
+
+def test_a_wrong_layer_falls_short_and_says_which(monkeypatch, capsys, tmp_path):
+    class BiasedVariance(torch.nn.BatchNorm2d):
+        def forward(self, x):
+            y = super().forward(x)
+            if self.training and self.running_var is not None:
+                self.running_var = self.running_var * 0.9999
+            return y
+
+    monkeypatch.setattr(nn, "BatchNorm2d", BiasedVariance)
+    path = tmp_path / "check.json"
+    assert main(["check", "--json", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "FELL SHORT" in out
+    assert "running_var after 10 batches" in out
+    data = json.loads(path.read_text())
+    assert data["passed"] is False
+    assert {c["name"] for c in data["checks"] if not c["passed"]} >= {
+        "running_var after 10 batches, momentum 0.1"
+    }
+
+
+def test_a_wrong_gradient_falls_short(monkeypatch):
+    class Wrong(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3, dtype=torch.float64)
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y + 1e-4 * (y - y.detach())  # the value is right, the gradient is 1e-4 off
+
+    assert not numerics._gradcheck("wrong", Wrong(), torch.randn(2, 3, dtype=torch.float64)).passed

@@ -1,0 +1,72 @@
+"""`leannorm convert-checkpoint`: from the framework's file to one of another, and what it says on the way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from interop_cases import FIXTURES, Net
+
+from leannorm import interop
+from leannorm.cli import main
+
+MODEL = ["--model", "interop_cases:Net"]
+KERAS = [str(FIXTURES / "keras.keras")]
+FLAX = [str(FIXTURES / "flax.msgpack")]
+
+
+def test_keras_to_torch(tmp_path, capsys):
+    output, numbers = tmp_path / "net.pt", tmp_path / "numbers.json"
+    arguments = [*KERAS, str(output), *MODEL, "--from", "keras", "--count", "48", "--json", str(numbers)]
+    assert main(["convert-checkpoint", *arguments]) == 0
+    wanted = Net()
+    interop.load(wanted, FIXTURES / "keras.keras", "keras", count=48)
+    got = torch.load(output, weights_only=True)
+    assert all(torch.equal(got[key], value) for key, value in wanted.state_dict().items())
+    printed = capsys.readouterr().out
+    assert "make bn with eps=0.001, momentum=0.01: net.pt does not hold it" in printed
+    assert "14 tensors converted" in printed
+    said = json.loads(numbers.read_text())
+    assert said["settings"]["bn"] == {"eps": 0.001, "momentum": 0.01}
+    assert said["loaded"]["fc.weight"] == "fc.0"
+    assert said["notes"] == []
+
+
+def test_between_two_others_and_what_stays_open_is_said(tmp_path, capsys):
+    output = tmp_path / "net.pdparams"
+    arguments = [*FLAX, str(output), *MODEL, "--from", "flax", "--to", "paddle", "--to-names", "bn=norm"]
+    assert main(["convert-checkpoint", *arguments]) == 0
+    printed = capsys.readouterr().out
+    for words in ("was loaded as it is", "was saved as it is", "default is 0.99", "default is 1e-06"):
+        assert words in printed
+    model = Net()
+    interop.load(model, output, "paddle", names={"bn": "norm"}, count=48)
+
+
+BAD_USAGE = {
+    "no such file": (["no.h5", "o.pt", *MODEL, "--from", "keras"], "there is no file"),
+    "unknown source": ([*KERAS, "o.pt", *MODEL, "--from", "mxnet"], "--from must be one of torch"),
+    "unknown target": ([*KERAS, "o.pt", *MODEL, "--from", "keras", "--to", "x"], "--to must be one of"),
+    "no source": ([*KERAS, "o.pt", *MODEL], "--from"),
+    "names": ([*KERAS, "o.pt", *MODEL, "--from", "keras", "--names", "bn"], "--names must be HERE=THERE"),
+    "no folder": ([*KERAS, "nowhere/o.pt", *MODEL, "--from", "keras"], "there is no folder"),
+    "a misfit": ([*KERAS, "o.pt", *MODEL, "--from", "flax"], "does not fit the model"),
+    "no template": ([*FLAX, "o.onnx", *MODEL, "--from", "flax", "--to", "onnx"], "pass like="),
+    "no model": ([*KERAS, "o.pt", "--model", "Net", "--from", "keras"], "MODEL must be timm:NAME"),
+    "no such package": ([*KERAS, "o.pt", "--model", "nowhere:Net", "--from", "keras"], "needs nowhere"),
+    "no such name": ([*KERAS, "o.pt", "--model", "interop_cases:No", "--from", "keras"], "cannot be made"),
+    "not a model": ([*KERAS, "o.pt", "--model", "builtins:dict", "--from", "keras"], "makes a dict"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_USAGE)
+def test_bad_usage_is_one_line_and_leaves_no_file(case, tmp_path, monkeypatch, capsys):
+    arguments, words = BAD_USAGE[case]
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert-checkpoint", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in out + err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,194 @@
+"""`lean()` gives stock's gradients bit for bit, on every kind of node it knows and some it does not."""
+
+from __future__ import annotations
+
+import copy
+
+import lean_cases
+import pytest
+import torch
+from torch import nn
+
+from leannorm.saving import lean
+
+SETTINGS = {"norm": {"recompute": "norm"}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
+
+
+class Stock(torch.autograd.graph.saved_tensors_hooks):
+    """Holds as stock autograd does, and counts."""
+
+    def __init__(self):
+        self.held = {}
+
+        def pack(tensor):
+            base = tensor if tensor._base is None else tensor._base
+            if not (base.is_leaf and base.requires_grad):
+                storage = tensor.untyped_storage()
+                self.held[storage._cdata] = storage
+            return tensor.detach()
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    @property
+    def kept_bytes(self):
+        return sum(storage.nbytes() for storage in self.held.values())
+
+
+def step(model, x, context, autocast=None):
+    """Everything that a training step leaves behind."""
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    with context, torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+        y = model(x)
+        loss = y.float().square().mean()
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"output": y.detach(), "input": x.grad, **gradients, **dict(model.named_buffers())}, context
+
+
+def assert_same(ours, stock):
+    assert ours.keys() == stock.keys()
+    different = [name for name in stock if not same(ours[name], stock[name])]
+    assert not different, f"not equal bit for bit: {different}"
+
+
+def same(a, b):
+    return (a is None and b is None) or (torch.equal(a, b) and a.stride() == b.stride())
+
+
+def check(make, x, passes=2, autocast=None, **settings):
+    """Two passes: in the first, steps are tried; in the second they are trusted, or planned."""
+    model = make().to(x.dtype)
+    if x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous():
+        model = model.to(memory_format=torch.channels_last)
+    stock_model = copy.deepcopy(model)
+    for _ in range(passes):
+        stock, counted = step(stock_model, x, Stock(), autocast)
+        ours, saved = step(model, x, lean(**settings), autocast)
+        assert_same(ours, stock)
+        assert saved.kept_bytes <= counted.kept_bytes
+        for m in (model, stock_model):
+            m.zero_grad()
+    return saved.kept_bytes / counted.kept_bytes
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", lean_cases.IMAGES)
+def test_images(name, setting):
+    check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE), **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+@pytest.mark.parametrize("name", lean_cases.IMAGES)
+def test_images_channels_last(name, setting):
+    x = torch.randn(lean_cases.IMAGE).to(memory_format=torch.channels_last)
+    check(lean_cases.IMAGES[name], x, **SETTINGS[setting])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", lean_cases.IMAGES)
+def test_images_in_other_dtypes(name, dtype):
+    check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE, dtype=dtype), recompute="conv")
+
+
+@pytest.mark.parametrize("name", lean_cases.IMAGES)
+def test_images_under_autocast(name):
+    check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE), autocast=torch.bfloat16, recompute="conv")
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", lean_cases.SEQUENCES)
+def test_sequences(name, dtype, autocast):
+    check(lean_cases.SEQUENCES[name], torch.randn(lean_cases.TOKENS, dtype=dtype), autocast=autocast)
+
+
+LEAST_KEPT = {
+    "silu": 0.75,
+    "silu, in place": 0.55,
+    "relu": 0.75,
+    "relu, in place": 0.75,
+    "squeeze and excite, in place": 0.5,
+    "dense block": 0.55,
+    "layer scale": 0.6,
+    "group norm": 0.75,
+    "instance norm": 0.75,
+    "leannorm batch norm": 0.75,
+    "batch norm, evaluation": 0.75,
+}
+
+
+@pytest.mark.parametrize("name", LEAST_KEPT)
+def test_keeps_little(name):
+    assert check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE)) < LEAST_KEPT[name]
+
+
+@pytest.mark.parametrize("name", ["silu", "relu", "gelu", "group norm", "layer scale", "dropout"])
+def test_odd_shapes(name):
+    for shape in [(2, 3, 14, 14), (5, 3, 14, 14)]:
+        check(lean_cases.IMAGES[name], torch.randn(shape), recompute="conv")
+        check(lean_cases.IMAGES[name], torch.randn(shape).transpose(2, 3), recompute="conv")
+
+
+def test_a_mean_of_ten_thousand_and_values_that_are_no_numbers():
+    model = lean_cases.IMAGES["silu"]
+    check(model, torch.randn(lean_cases.IMAGE) + 1e4)
+    x = torch.randn(lean_cases.IMAGE)
+    x[0, 0, 0, 0] = float("inf")
+    stock, _ = step(network := model(), x, Stock())
+    network.zero_grad()
+    ours, _ = step(network, x, lean())
+    assert all(torch.equal(ours[k].isnan(), stock[k].isnan()) for k in stock if k.endswith("weight"))
+
+
+def test_one_rebuild_serves_every_reader(monkeypatch):
+    counted = []
+    layer_norm = torch.native_layer_norm
+    monkeypatch.setattr(torch, "native_layer_norm", lambda x, *a: counted.append(x.shape) or layer_norm(x, *a))
+    model, x = lean_cases.SEQUENCES["three readers"](), torch.randn(lean_cases.TOKENS)
+    step(model, x, lean())
+    counted.clear()
+    with lean():
+        loss = model(x).sum()
+    loss.backward()
+    assert counted.count(x.shape) == 1
+
+
+def test_settings_that_do_not_exist():
+    for wrong in ({"recompute": "everything"}, {"budget": 0.0}, {"budget": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            lean(**wrong)
+
+
+def test_budget_is_met_and_can_be_looked_at():
+    model, x = lean_cases.IMAGES["dense block"](), torch.randn(lean_cases.IMAGE)
+    for budget in (0.9, 0.7, 0.5):
+        for _ in range(2):
+            _, saved = step(model, x, lean(budget=budget))
+        plan = saved.plan
+        stock = step(model, x, Stock())[1].kept_bytes
+        assert plan.kept_bytes == saved.kept_bytes
+        assert saved.kept_bytes <= budget * stock
+        assert saved.kept_bytes > (budget - 0.25) * stock  # no more is rebuilt than asked for
+        assert any(plan.rebuild) and not all(plan.rebuild)
+    _, saved = step(model, x[:2], lean(budget=0.5))
+    assert saved.plan.calls != plan.calls  # planned again for other shapes
+
+
+def test_records_say_what_became_of_each_tensor():
+    model, x = lean_cases.IMAGES["silu"](), torch.randn(lean_cases.IMAGE)
+    _, saved = step(model, x, lean())
+    fates = {record.node: record.rebuilt for record in saved.records}
+    assert fates == {"ConvolutionBackward0": False, "NativeBatchNormBackward0": True, "SiluBackward0": True}
+    assert all(record.seconds >= 0 for record in saved.records if record.rebuilt)
+
+
+def test_buffers_move_once_and_no_random_number_is_drawn_in_the_backward_pass():
+    model, x = lean_cases.around(nn.Dropout(0.5)), torch.randn(lean_cases.IMAGE)
+    step(model, x, lean())
+    with lean():
+        loss = model(x).sum()
+    before, buffers = torch.get_rng_state(), copy.deepcopy(dict(model.named_buffers()))
+    loss.backward()
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
