@@ -74,26 +74,24 @@ def find(graph: fx.Graph, shift_is_zero: Mapping[fx.Node, bool]) -> tuple[list[M
     """
     matches: list[Match] = []
     skips: list[Skip] = []
-    taken: set[fx.Node] = set()
     for node in graph.nodes:
         if _name(node) not in _NORMS:
+            if _name(node) == "leannorm::conv_batch_norm":
+                skips.append(Skip(node, "it is one operator with its convolution; take to_pair() of the layer"))
             continue
         norm = norm_of(node)
         if isinstance(norm, str):
             skips.append(Skip(node, norm))
             continue
         before = _layer_before(norm)
-        if isinstance(before, Layer) and before.node not in taken:
-            taken.add(before.node)
+        if isinstance(before, Layer):
             matches.append(Match(norm, (before,), True))
             continue
         after = _layers_after(norm, shift_is_zero.get(node, False))
-        if isinstance(after, tuple) and not taken & {layer.node for layer in after}:
-            taken |= {layer.node for layer in after}
+        if isinstance(after, tuple):
             matches.append(Match(norm, after, False))
-            continue
-        reasons = [r for r in (before, after) if isinstance(r, str)]
-        skips.append(Skip(node, "; ".join(reasons) or "its neighbours have taken in another norm"))
+        else:
+            skips.append(Skip(node, f"{before}; {after}"))
     return matches, skips
 
 
@@ -123,7 +121,7 @@ def _layer_before(norm: Norm) -> Layer | str:
         return f"before it stands {layer}"
     if len(layer.node.users) > 1:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
-    if layer.kind == "linear" and norm.node.meta["val_dim"] != 2:
+    if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
         return "it normalizes axis 1, but the linear layer's features are on the last axis"
     return layer
 
@@ -136,7 +134,7 @@ def _layers_after(norm: Norm, shift_is_zero: bool) -> tuple[Layer, ...] | str:
         layer = _layer_of(user)
         if isinstance(layer, str) or layer.input is not norm.result:
             return f"after it comes {layer if isinstance(layer, str) else 'a use as a weight'}"
-        if layer.kind == "linear" and norm.node.meta["val_dim"] != 2:
+        if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
             return "the linear layer after it works on another axis"
         if not shift_is_zero and (layer.padded or layer.kind == "transposed"):
             return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
@@ -147,7 +145,8 @@ def _layers_after(norm: Norm, shift_is_zero: bool) -> tuple[Layer, ...] | str:
 def _layer_of(node: fx.Node) -> Layer | str:
     kind = _LAYERS.get(_name(node))
     if kind is None:
-        return f"{node.target}" if node.op == "call_function" else f"an {'input' if node.op == 'placeholder' else 'output'}"
+        kinds = {"call_function": str(node.target), "placeholder": "an input", "output": "an output"}
+        return kinds.get(node.op, node.op)
     a = _arguments(node)
     if a["weight"].op != "get_attr" or (a["bias"] is not None and a["bias"].op != "get_attr"):
         return f"a {kind} layer whose weight is computed (a parametrization)"
