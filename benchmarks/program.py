@@ -94,12 +94,12 @@ def measure(architecture: Architecture) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "net.pt2")
             forked.save(path)
-            weights = sum(t.nbytes for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+            weights = sum(
+                t.nbytes for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values()
+            )
             result["size"] = path.stat().st_size / weights
             loaded = program.Program.load(path)
-            result["different"] += [
-                f"loaded {d}" for d in differences_of_programs(forked, loaded, image)
-            ]
+            result["different"] += [f"loaded {d}" for d in differences_of_programs(forked, loaded, image)]
         shared = [n.meta["branch"] for n in forked.graph.nodes if n.op == "call_function"]
         result["nodes"] = {b: shared.count(b) for b in ("shared", "train", "infer")}
         result["equal"] = not result["different"]
@@ -121,7 +121,9 @@ def differences_of_programs(a: program.Program, b: program.Program, image: torch
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -48,7 +48,12 @@ class Declared(tnn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.bn_b, self.b, self.bn_a = tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), tnn.Conv2d(4, 4, 3), tnn.BatchNorm2d(4)
+        self.a, self.bn_b, self.b, self.bn_a = (
+            tnn.Conv2d(3, 4, 3),
+            tnn.BatchNorm2d(4),
+            tnn.Conv2d(4, 4, 3),
+            tnn.BatchNorm2d(4),
+        )
         self.c, self.bn_c = tnn.Conv2d(4, 4, 1), tnn.BatchNorm2d(4)
 
     def forward(self, x):
@@ -75,34 +80,104 @@ IMAGE, ROW = (2, 3, 9, 9), (4, 6)
 # name: (model, input shape, norms folded, words of the reasons for those that are not)
 CASES = {
     "conv": (lambda: seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4)), IMAGE, 1, ()),
-    "conv, groups, no bias": (lambda: seq(tnn.Conv2d(3, 6, 3, groups=3, bias=False), tnn.BatchNorm2d(6)), IMAGE, 1, ()),
+    "conv, groups, no bias": (
+        lambda: seq(tnn.Conv2d(3, 6, 3, groups=3, bias=False), tnn.BatchNorm2d(6)),
+        IMAGE,
+        1,
+        (),
+    ),
     "conv 1d, 3d": (lambda: seq(tnn.Conv1d(3, 4, 3), tnn.BatchNorm1d(4)), (2, 3, 9), 1, ()),
     "conv 3d": (lambda: seq(tnn.Conv3d(3, 4, 2), tnn.BatchNorm3d(4)), (2, 3, 4, 4, 4), 1, ()),
-    "padded with reflections": (lambda: seq(tnn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), tnn.BatchNorm2d(4)), IMAGE, 1, ()),
+    "padded with reflections": (
+        lambda: seq(tnn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), tnn.BatchNorm2d(4)),
+        IMAGE,
+        1,
+        (),
+    ),
     "same padding": (lambda: seq(tnn.Conv2d(3, 4, 3, padding="same"), tnn.BatchNorm2d(4)), IMAGE, 1, ()),
     "transposed": (lambda: seq(tnn.ConvTranspose2d(3, 4, 3, stride=2), tnn.BatchNorm2d(4)), IMAGE, 1, ()),
-    "transposed, groups": (lambda: seq(tnn.ConvTranspose2d(6, 4, 3, groups=2, bias=False), tnn.BatchNorm2d(4)), (2, 6, 5, 5), 1, ()),
-    "transposed 1d, groups": (lambda: seq(tnn.ConvTranspose1d(4, 8, 3, groups=4), tnn.BatchNorm1d(8)), (2, 4, 5), 1, ()),
+    "transposed, groups": (
+        lambda: seq(tnn.ConvTranspose2d(6, 4, 3, groups=2, bias=False), tnn.BatchNorm2d(4)),
+        (2, 6, 5, 5),
+        1,
+        (),
+    ),
+    "transposed 1d, groups": (
+        lambda: seq(tnn.ConvTranspose1d(4, 8, 3, groups=4), tnn.BatchNorm1d(8)),
+        (2, 4, 5),
+        1,
+        (),
+    ),
     "linear": (lambda: seq(tnn.Linear(6, 5), tnn.BatchNorm1d(5)), ROW, 1, ()),
-    "linear, no affine": (lambda: seq(tnn.Linear(6, 5, bias=False), tnn.BatchNorm1d(5, affine=False)), ROW, 1, ()),
+    "linear, no affine": (
+        lambda: seq(tnn.Linear(6, 5, bias=False), tnn.BatchNorm1d(5, affine=False)),
+        ROW,
+        1,
+        (),
+    ),
     "linear on 3-D": (lambda: seq(tnn.Linear(6, 6), tnn.BatchNorm1d(6)), (4, 6, 6), 0, ("last axis",)),
     "linear after, 3-D": (lambda: seq(tnn.BatchNorm1d(6), tnn.Linear(6, 6)), (4, 6, 6), 0, ("another axis",)),
-    "without statistics": (lambda: seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4, track_running_stats=False)), IMAGE, 0, ("batch's own",)),
+    "without statistics": (
+        lambda: seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4, track_running_stats=False)),
+        IMAGE,
+        0,
+        ("batch's own",),
+    ),
     "norm, then conv": (lambda: seq(tnn.BatchNorm2d(3), tnn.Conv2d(3, 4, 3)), IMAGE, 1, ()),
-    "norm, then conv with groups": (lambda: seq(tnn.BatchNorm2d(4), tnn.Conv2d(4, 8, 3, groups=2, bias=False)), (2, 4, 7, 7), 1, ()),
-    "norm, then padded conv": (lambda: seq(tnn.BatchNorm2d(3), tnn.Conv2d(3, 4, 3, padding=1)), IMAGE, 0, ("border",)),
+    "norm, then conv with groups": (
+        lambda: seq(tnn.BatchNorm2d(4), tnn.Conv2d(4, 8, 3, groups=2, bias=False)),
+        (2, 4, 7, 7),
+        1,
+        (),
+    ),
+    "norm, then padded conv": (
+        lambda: seq(tnn.BatchNorm2d(3), tnn.Conv2d(3, 4, 3, padding=1)),
+        IMAGE,
+        0,
+        ("border",),
+    ),
     "norm, then linear": (lambda: seq(tnn.BatchNorm1d(6), tnn.Linear(6, 5)), ROW, 1, ()),
-    "norm, then transposed": (lambda: seq(tnn.BatchNorm2d(3), tnn.ConvTranspose2d(3, 4, 3)), IMAGE, 0, ("border",)),
-    "norms on both sides": (lambda: seq(tnn.BatchNorm2d(3), tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4)), IMAGE, 2, ()),
-    "activation between": (lambda: seq(tnn.Conv2d(3, 4, 3), tnn.ReLU(), tnn.BatchNorm2d(4), tnn.ReLU()), IMAGE, 0, ("relu",)),
+    "norm, then transposed": (
+        lambda: seq(tnn.BatchNorm2d(3), tnn.ConvTranspose2d(3, 4, 3)),
+        IMAGE,
+        0,
+        ("border",),
+    ),
+    "norms on both sides": (
+        lambda: seq(tnn.BatchNorm2d(3), tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4)),
+        IMAGE,
+        2,
+        (),
+    ),
+    "activation between": (
+        lambda: seq(tnn.Conv2d(3, 4, 3), tnn.ReLU(), tnn.BatchNorm2d(4), tnn.ReLU()),
+        IMAGE,
+        0,
+        ("relu",),
+    ),
     "conv twice, one norm": (lambda: Twice(True), IMAGE, 1, ()),
     "conv twice, once alone": (lambda: Twice(False), IMAGE, 0, ("also called without",)),
     "declared in another order": (Declared, (2, 3, 12, 12), 2, ("tanh",)),
     "used beside the norm": (Residual, IMAGE, 0, ("used elsewhere",)),
-    "leannorm's layers": (lambda: seq(tnn.Conv2d(3, 4, 3), leannorm.nn.BatchNorm2d(4, momentum=None)), IMAGE, 1, ()),
-    "leannorm's joined layer": (lambda: seq(leannorm.nn.ConvBatchNorm2d(3, 4, 3, padding=1), tnn.ReLU()), IMAGE, 1, ()),
+    "leannorm's layers": (
+        lambda: seq(tnn.Conv2d(3, 4, 3), leannorm.nn.BatchNorm2d(4, momentum=None)),
+        IMAGE,
+        1,
+        (),
+    ),
+    "leannorm's joined layer": (
+        lambda: seq(leannorm.nn.ConvBatchNorm2d(3, 4, 3, padding=1), tnn.ReLU()),
+        IMAGE,
+        1,
+        (),
+    ),
     "half precision": (lambda: seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4)).bfloat16(), IMAGE, 1, ()),
-    "half weights, wide statistics": (lambda: seq(tnn.Conv2d(3, 4, 3).bfloat16(), leannorm.nn.BatchNorm2d(4)), IMAGE, 1, ()),
+    "half weights, wide statistics": (
+        lambda: seq(tnn.Conv2d(3, 4, 3).bfloat16(), leannorm.nn.BatchNorm2d(4)),
+        IMAGE,
+        1,
+        (),
+    ),
 }
 
 
@@ -123,7 +198,11 @@ def test_folded_equals_unfolded(name):
     assert report.difference == (y - expected).double().abs().max().item()
     assert y.dtype == expected.dtype
     left = [m for m in report.model.modules() if isinstance(m, tnn.modules.batchnorm._BatchNorm)]
-    assert len(left) == len([m for m in before.modules() if isinstance(m, tnn.modules.batchnorm._BatchNorm)]) - count or name == "conv twice, one norm"
+    assert (
+        len(left)
+        == len([m for m in before.modules() if isinstance(m, tnn.modules.batchnorm._BatchNorm)]) - count
+        or name == "conv twice, one norm"
+    )
     for key, value in net.state_dict().items():  # the original is untouched
         assert torch.equal(value, before.state_dict()[key])
 
@@ -185,7 +264,10 @@ class Extended(tnn.BatchNorm2d):
         (parametrized, "weight is computed"),
         (tied, "also called without|shares its parameters"),
         (lambda net: seq(net[0], Extended(3)), "Extended does more than normalize"),
-        (lambda net: seq(net[0], tnn.utils.parametrizations.orthogonal(tnn.Linear(9, 9)), net[1]), "computed"),
+        (
+            lambda net: seq(net[0], tnn.utils.parametrizations.orthogonal(tnn.Linear(9, 9)), net[1]),
+            "computed",
+        ),
     ],
     ids=["hooks", "weight norm", "tied", "subclass", "orthogonal"],
 )
@@ -209,7 +291,9 @@ def test_a_wrong_fold_is_an_error(monkeypatch):
 
     right = fold_modules.into_layer_before
     monkeypatch.setattr(
-        fold_modules, "into_layer_before", lambda *a: tuple(v * (1 + 1e-8) for v in right(*a[:2], a[2].double(), *a[3:]))
+        fold_modules,
+        "into_layer_before",
+        lambda *a: tuple(v * (1 + 1e-8) for v in right(*a[:2], a[2].double(), *a[3:])),
     )
     net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4)))
     with pytest.raises(FoldError, match="folding changed the output by"):
@@ -234,5 +318,7 @@ def test_bad_input_is_named(call, message):
 def test_the_report_reads():
     net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), tnn.ReLU(), tnn.BatchNorm2d(4)))
     text = leannorm.fold(net, (torch.randn(IMAGE),)).describe()
-    assert text.startswith("folded   1 into 0\nskipped  3: before it stands aten.relu.default; after it comes an output")
+    assert text.startswith(
+        "folded   1 into 0\nskipped  3: before it stands aten.relu.default; after it comes an output"
+    )
     assert "1 folded, 1 skipped; largest output difference" in text

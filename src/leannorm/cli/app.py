@@ -7,6 +7,8 @@ import typer
 from leannorm.cli.check import check
 from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
+from leannorm.cli.fold import fold
+from leannorm.cli.fork import fork
 from leannorm.cli.info import info
 
 app = typer.Typer(
@@ -15,5 +17,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, convert_checkpoint, info):
+for command in (demo, check, convert_checkpoint, fold, fork, info):
     app.command()(command)

@@ -23,7 +23,11 @@ def export(
     """Export the part that runs a branch again, with the structure in which inputs come and results go."""
     used = {n.target: n for n in part.graph.nodes if n.op == "placeholder"}
     graph = fx.Graph()
-    new = {used[i.name] if i.name in used else None: graph.placeholder(i.name) for i in signature.inputs}
+    new: dict[fx.Node, fx.Node] = {}
+    for i in signature.inputs:  # all of them, also those that this branch does not use
+        node = graph.placeholder(i.name)
+        if i.name in used:
+            new[used[i.name]] = node
     for node in part.graph.nodes:
         if node.op not in ("placeholder", "output"):
             new[node] = graph.node_copy(node, lambda n: new[n])

@@ -51,7 +51,7 @@ def write(
         with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:
             archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
             for name, storage in memories.values():
-                data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
+                data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
                 with archive.open(name, "w", force_zip64=True) as entry:
                     entry.write(memoryview(data))
         os.replace(temporary, path)
@@ -134,7 +134,9 @@ def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.Un
     name = entry["memory"]
     if name not in memories:
         data = torch.empty(archive.getinfo(name).file_size, dtype=torch.uint8)
-        rest = memoryview(data.numpy())
+        values: Any = data.numpy()
+        rest = memoryview(values)
+        stream: Any
         with archive.open(name) as stream:
             while read := stream.readinto(rest):
                 rest = rest[read:]

@@ -46,7 +46,8 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], lis
         into = into_layer_before if match.before else into_layer_after
         for layer in match.layers:
             node = new[layer.node]
-            x, weight, bias, *rest = (*node.args, None)[: max(3, len(node.args))]
+            given: tuple[Any, ...] = node.args
+            x, weight, bias, *rest = (*given, None)[: max(3, len(given))]
             values = all_variables(result)
             bias_value = None if bias is None else values[str(bias.target)]
             folded = into(scale_shift, layer.kind, values[str(weight.target)], bias_value, layer.groups)
@@ -58,7 +59,8 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], lis
                     nodes.append(graph.get_attr(name))
             node.args = (x, *nodes, *rest)
         done, norm = new[match.norm.result], new[match.norm.node]
-        done.replace_all_uses_with(norm.args[0])
+        source: Any = norm.args[0]
+        done.replace_all_uses_with(source)
         for node in dict.fromkeys((done, norm)):
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
@@ -69,8 +71,12 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], lis
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
     """The module with its floating variables in float64; what it calls stays as it is."""
-    values = {str(n.target): _attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"}
-    wide = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()}
+    values = {
+        str(n.target): _attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"
+    }
+    wide = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()
+    }
     return fx.GraphModule(wide, _copied(module.graph)[0])
 
 

@@ -77,7 +77,9 @@ def find(graph: fx.Graph, shift_is_zero: Mapping[fx.Node, bool]) -> tuple[list[M
     for node in graph.nodes:
         if _name(node) not in _NORMS:
             if _name(node) == "leannorm::conv_batch_norm":
-                skips.append(Skip(node, "it is one operator with its convolution; take to_pair() of the layer"))
+                skips.append(
+                    Skip(node, "it is one operator with its convolution; take to_pair() of the layer")
+                )
             continue
         norm = norm_of(node)
         if isinstance(norm, str):

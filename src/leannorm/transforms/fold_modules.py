@@ -56,9 +56,7 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match
     norm = model.get_submodule(path)
     inside = {n for m in own for n in (m.norm.node, m.norm.result)}
     others = [
-        n
-        for n in graph.nodes
-        if n.op == "call_function" and n not in inside and path in _scopes(n) and path
+        n for n in graph.nodes if n.op == "call_function" and n not in inside and path in _scopes(n) and path
     ]
     if (others and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
         return f"{type(norm).__name__} does more than normalize"
