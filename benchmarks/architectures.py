@@ -49,7 +49,7 @@ mobilenetv4_conv_small regnetx_002 regnety_002 repvgg_a0 mobileone_s0 ghostnet_0
 tinynet_e lcnet_050 hardcorenas_a fbnetc_100 spnasnet_100 semnasnet_075 mixnet_s dla34 dpn48b
 densenet121 cspresnet50 cspdarknet53 darknet53 ese_vovnet19b_dw hrnet_w18_small vgg11_bn xception41
 selecsls42 edgenext_xx_small convnext_atto mobilevit_xxs poolformer_s12 eca_resnext26ts gernet_s
-rexnet_100 hgnetv2_b0 inception_next_atto test_resnet
+rexnet_100 hgnetv2_b0 inception_next_atto
 """
 
 ARCHITECTURES = (
@@ -63,6 +63,4 @@ ARCHITECTURES = (
     Architecture("timm:levit_128s", (3, 64, 64), {"img_size": 64}),
     Architecture("timm:mixer_s32_224", (3, 64, 64), {"img_size": 64, "drop_rate": 0.1}),
 )
-SAMPLE = tuple(
-    a for a in ARCHITECTURES if a.name in ("torchvision:mobilenet_v3_small", "timm:repghostnet_050")
-)
+SMALL = tuple(Architecture(f"timm:test_{n}") for n in ("resnet", "byobnet", "efficientnet"))

@@ -1,7 +1,7 @@
 """Fold every architecture and compare the outputs: in float64 to 10,000 roundings, and as it is.
 
-    python benchmarks/fold.py                  the architectures of architectures.py
-    python benchmarks/fold.py --timm 'resnet*' those of timm whose names match, at 64 x 64
+    python -m benchmarks.fold                  the architectures of architectures.py
+    python -m benchmarks.fold --timm 'resnet*' those of timm whose names match, at 64 x 64
 
 Statistics, scales and shifts are random, so that a norm that is left out or taken twice shows. Prints a
 line for each architecture, and exits with 1 if any fold is wrong.
@@ -15,9 +15,9 @@ import warnings
 from collections import Counter
 
 import torch
-from architectures import ARCHITECTURES, Architecture
 
 import leannorm
+from benchmarks.architectures import ARCHITECTURES, Architecture
 
 
 def randomized(model: torch.nn.Module) -> torch.nn.Module:
@@ -33,7 +33,9 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--timm", metavar="PATTERN")
     options = parser.parse_args()

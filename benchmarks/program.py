@@ -1,7 +1,7 @@
 """Fork every architecture and compare with the eager model, bit for bit; then what a fork costs.
 
-    python benchmarks/program.py                all architectures: equality, fork time, file size
-    python benchmarks/program.py NAME...        some
+    python -m benchmarks.program                all architectures: equality, fork time, file size
+    python -m benchmarks.program NAME...        some
 
 Prints a line for each, the count that is equal, and exits with 1 if any is not.
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, Architecture
 from torch.utils import _pytree as pytree
 
+from benchmarks.architectures import ARCHITECTURES, Architecture
 from leannorm import program
 
 STEPS = 2

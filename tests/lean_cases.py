@@ -24,7 +24,9 @@ class Apply(nn.Module):
         return self.function(x, *self.children_)
 
 
-def around(*middle: nn.Module, channels: int = 16, norm: type[nn.Module] | None = nn.BatchNorm2d) -> nn.Module:
+def around(
+    *middle: nn.Module, channels: int = 16, norm: type[nn.Module] | None = nn.BatchNorm2d
+) -> nn.Module:
     """Convolution, norm, what is tried, convolution: both sides keep tensors."""
     norms = [] if norm is None else [norm(16)]
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *norms, *middle, nn.Conv2d(channels, 4, 1))
@@ -159,7 +161,9 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: on_tokens(Attention(False)),
     "attention by hand": lambda: on_tokens(Attention(True)),
-    "three readers": lambda: on_tokens(Apply(lambda x, a, b: x + a(x) * b(x), nn.Linear(32, 32), nn.Linear(32, 32))),
+    "three readers": lambda: on_tokens(
+        Apply(lambda x, a, b: x + a(x) * b(x), nn.Linear(32, 32), nn.Linear(32, 32))
+    ),
     "layer norm, no bias": lambda: on_tokens(nn.LayerNorm(32, bias=False), nn.GELU()),
     "layer norm, plain": lambda: on_tokens(nn.LayerNorm(32, elementwise_affine=False)),
     "layer norm, eps": lambda: on_tokens(nn.LayerNorm(32, eps=0.0123)),

@@ -144,7 +144,9 @@ def test_a_mean_of_ten_thousand_and_values_that_are_no_numbers():
 def test_one_rebuild_serves_every_reader(monkeypatch):
     counted = []
     layer_norm = torch.native_layer_norm
-    monkeypatch.setattr(torch, "native_layer_norm", lambda x, *a: counted.append(x.shape) or layer_norm(x, *a))
+    monkeypatch.setattr(
+        torch, "native_layer_norm", lambda x, *a: counted.append(x.shape) or layer_norm(x, *a)
+    )
     model, x = lean_cases.SEQUENCES["three readers"](), torch.randn(lean_cases.TOKENS)
     step(model, x, lean())
     counted.clear()

@@ -1,5 +1,6 @@
 """Normalization layers for PyTorch that train in about half the memory."""
 
+from leannorm import distributed as distributed
 from leannorm import functional as functional
 from leannorm import interop as interop
 from leannorm import nn as nn
@@ -14,6 +15,9 @@ from leannorm.ops.select import explain as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.freed_memory import FreedMemory as FreedMemory
 from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.saving import lean as lean
+from leannorm.saving import make_lean as make_lean
+from leannorm.saving import unmake_lean as unmake_lean
 from leannorm.transforms import FoldReport as FoldReport
 from leannorm.transforms import convert as convert
 from leannorm.transforms import fold as fold
@@ -30,11 +34,15 @@ __all__ = [
     "MissingDependencyError",
     "backends",
     "convert",
+    "distributed",
     "fold",
     "functional",
     "interop",
     "keep_freed_memory",
+    "lean",
+    "make_lean",
     "nn",
     "program",
+    "unmake_lean",
     "use_backend",
 ]

@@ -23,16 +23,8 @@ def affine_of(norm: Norm, variables: Mapping[str, Tensor]) -> Affine:
 
 
 def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Match], list[Skip]]:
-    """`find`, knowing which norms do not shift."""
-    zero = {}
-    for match in find(graph, _Always())[0]:
-        zero[match.norm.node] = not bool(affine_of(match.norm, variables).shift.any())
-    return find(graph, zero)
-
-
-class _Always(dict[fx.Node, bool]):
-    def get(self, key: fx.Node, default: Any = None) -> bool:
-        return True
+    """`find`, with the variables' values at hand."""
+    return find(graph, lambda norm: not bool(affine_of(norm, variables).shift.any()))
 
 
 def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], list[Skip]]:

@@ -7,7 +7,7 @@ zeros does not stand between (a padded zero is not shifted).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,10 +67,10 @@ class Skip(NamedTuple):
     reason: str
 
 
-def find(graph: fx.Graph, shift_is_zero: Mapping[fx.Node, bool]) -> tuple[list[Match], list[Skip]]:
+def find(graph: fx.Graph, only_scales: Callable[[Norm], bool]) -> tuple[list[Match], list[Skip]]:
     """Every batch norm of the graph, matched or skipped with the reason.
 
-    `shift_is_zero` tells of a norm's call whether it only scales: then padding is no hindrance.
+    Where a norm `only_scales`, padding behind it is no hindrance.
     """
     matches: list[Match] = []
     skips: list[Skip] = []
@@ -89,7 +89,7 @@ def find(graph: fx.Graph, shift_is_zero: Mapping[fx.Node, bool]) -> tuple[list[M
         if isinstance(before, Layer):
             matches.append(Match(norm, (before,), True))
             continue
-        after = _layers_after(norm, shift_is_zero.get(node, False))
+        after = _layers_after(norm, only_scales)
         if isinstance(after, tuple):
             matches.append(Match(norm, after, False))
         else:
@@ -128,7 +128,7 @@ def _layer_before(norm: Norm) -> Layer | str:
     return layer
 
 
-def _layers_after(norm: Norm, shift_is_zero: bool) -> tuple[Layer, ...] | str:
+def _layers_after(norm: Norm, only_scales: Callable[[Norm], bool]) -> tuple[Layer, ...] | str:
     if not norm.result.users:
         return "nothing follows it"
     layers = []
@@ -138,7 +138,7 @@ def _layers_after(norm: Norm, shift_is_zero: bool) -> tuple[Layer, ...] | str:
             return f"after it comes {layer if isinstance(layer, str) else 'a use as a weight'}"
         if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
             return "the linear layer after it works on another axis"
-        if not shift_is_zero and (layer.padded or layer.kind == "transposed"):
+        if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
             return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
         layers.append(layer)
     return tuple(layers)
