@@ -200,13 +200,19 @@ def main() -> None:
     print(f"one layer, {'x'.join(map(str, SHAPE))} a rank, forward and backward, gloo on this machine, ms")
     print("ranks   alone    bare  shared  gather   shared/bare")
     for line in measured:
-        times = "".join(f"{line['milliseconds'][name]:8.2f}" for name in ("alone", "bare", "shared", "gather"))
+        times = "".join(
+            f"{line['milliseconds'][name]:8.2f}" for name in ("alone", "bare", "shared", "gather")
+        )
         print(f"{line['ranks']:5d}{times}   {line['shared_over_bare']:8.3f}   (reach on 4: {REACH})")
     modelled = model(SHAPE[1])
     print(f"\nmodel, {SHAPE[1]} channels, a layer's two exchanges: us, bytes and messages sent by a rank")
-    print(f"{'network':18s}{'ranks':>7s}{'us':>9s}{'bytes':>8s}{'msgs':>6s}{'us':>14s}{'bytes':>10s}{'msgs':>7s}")
+    print(
+        f"{'network':18s}{'ranks':>7s}{'us':>9s}{'bytes':>8s}{'msgs':>6s}{'us':>14s}{'bytes':>10s}{'msgs':>7s}"
+    )
     for line in modelled:
-        gather = f"{line['gather_microseconds']:14.0f}{line['gather_bytes']:10.0f}{line['gather_messages']:7d}"
+        gather = (
+            f"{line['gather_microseconds']:14.0f}{line['gather_bytes']:10.0f}{line['gather_messages']:7d}"
+        )
         ours = f"{line['microseconds']:9.0f}{line['bytes']:8.0f}{line['messages']:6d}"
         print(f"{line['network']:18s}{line['ranks']:7d}{ours}{gather}")
     if options.json:

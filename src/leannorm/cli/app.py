@@ -8,6 +8,8 @@ from leannorm.cli.check import check
 from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
 from leannorm.cli.fit import fit
+from leannorm.cli.fold import fold
+from leannorm.cli.fork import fork
 from leannorm.cli.info import info
 from leannorm.cli.profile import profile
 
@@ -23,6 +25,8 @@ COMMANDS = (
     profile,
     fit,
     convert_checkpoint,
+    fold,
+    fork,
     info,
 )
 for command in COMMANDS:
