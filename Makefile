@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check conformance clean
+.PHONY: demo test faults check conformance clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -17,6 +17,9 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest
+
+faults: $(VENV)/.ready
+	cd tests && ../$(BIN)/python -m faults
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -88,7 +88,18 @@ def test_exports_are_complete_sorted_and_documented(module):
         assert getattr(module, name).__doc__, name
 
 
-EXTRAS = ["h5py", "jinja2", "matplotlib", "msgpack", "onnx", "plotly", "rich", "safetensors", "sklearn", "timm"]
+EXTRAS = [
+    "h5py",
+    "jinja2",
+    "matplotlib",
+    "msgpack",
+    "onnx",
+    "plotly",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "timm",
+]
 EXTRAS += ["torchvision", "triton", "typer"]
 
 

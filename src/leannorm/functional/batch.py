@@ -233,6 +233,8 @@ def update_running_statistics(
     if isinstance(count, int) and count == 0:
         return
     degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
+    if isinstance(count, Tensor):  # on the device: empty on all ranks
+        factor = (count > 0).to(count.dtype) * factor
     for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
         value = _unwrapped(value.detach() if value.requires_grad else value, running)
         dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
