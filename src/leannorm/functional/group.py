@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
@@ -124,7 +123,7 @@ def _by_own_statistics(
 ) -> Tensor:
     channels = input.shape[1]
     if channels == 0:  # no group to speak of
-        return torch.empty_like(input)
+        return input.clone()
     y, mean, m2 = channel_norm(input, weight, bias, None, eps, "identity", channels)
     if input.numel():
         moved = mean.mean(0), m2.mean(0), channel_plan(input.shape, channels).inner
