@@ -78,9 +78,9 @@ def momentum_is_a_number(value: float | None) -> None:
 
 
 def _writable(tensor: Tensor) -> bool:
-    if not (tensor.requires_grad or tensor.is_inference() or tensor.stride(0) == 0):
+    if torch.compiler.is_compiling():
         return True
-    if torch.compiler.is_compiling() or transformed(tensor):
+    if not (tensor.requires_grad or tensor.is_inference() or tensor.stride(0) == 0) or transformed(tensor):
         return True
     frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
     overlaps = tensor.shape[0] > 1 and tensor.stride(0) == 0
