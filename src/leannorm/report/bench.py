@@ -69,9 +69,9 @@ class Timing(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     backend: str
-    seconds: float
-    ratio: float
-    floor: float
+    seconds: float | None
+    ratio: float | None
+    floor: float | None
     correct: bool
 
 
@@ -80,7 +80,7 @@ def bench(
 ) -> Iterator[Timing]:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
-    A backend whose answer is wrong is not timed (its seconds are NaN). Freed memory is kept from then on.
+    A backend whose answer is wrong is not timed (its seconds are None). Freed memory is kept from then on.
 
     >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
     >>> [timing.correct for timing in bench(turns=1, cases=[small])][0]
@@ -116,17 +116,17 @@ def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> 
                 seconds[name].append(taken)
         copies.append(time_step(lambda: target.copy_(dy), device))
     floor = median(copies) * _TENSORS_MOVED / 2  # a copy moves two tensors
-    for name in correct:
-        taken_by = seconds.get(name, [float("nan")])
+    for name, right in correct.items():
+        took = median(seconds[name]) if right else None
         yield Timing(
             case.name,
             case.shape,
             str(dtype).removeprefix("torch."),
             name,
-            median(taken_by),
-            median(a / b for a, b in zip(taken_by, seconds["torch"], strict=name in seconds)),
-            floor / median(taken_by),
-            correct[name],
+            took,
+            median(a / b for a, b in zip(seconds[name], seconds["torch"], strict=True)) if took else None,
+            floor / took if took else None,
+            right,
         )
 
 
