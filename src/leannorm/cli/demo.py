@@ -87,5 +87,5 @@ class _Live:
         self._bar.update(self._task, completed=done, total=of)
 
     def epoch(self, epoch: int, sides: list[Side]) -> None:
-        seen = "   ".join(f"{side.name} {side.loss[-1]:.4f} {side.accuracy[-1]:6.1%}" for side in sides)
-        self._console.print(f"epoch {epoch}   {seen}", highlight=False)
+        seen = "  ".join(f"{side.name} {side.loss[-1]:.4f} {side.accuracy[-1]:6.1%}" for side in sides)
+        self._console.print(f"epoch {epoch}  {seen}", highlight=False)
