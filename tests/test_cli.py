@@ -17,7 +17,7 @@ RUN = [sys.executable, "-c", "import sys; from leannorm.cli import main; sys.exi
 
 
 def in_a_process(*arguments, **kwargs):
-    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=280, **kwargs)
 
 
 @pytest.mark.parametrize(
