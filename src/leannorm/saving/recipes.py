@@ -8,6 +8,7 @@ step, or None: then the tensor is held, as in stock autograd. Steps close over n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -89,9 +90,15 @@ def _scale_and_shift(
     given as they are; so the second rounding is torch's as well.
     """
     scale = rstd if weight is None else rstd * weight
-    shift = torch.addcmul(torch.zeros_like(scale) if bias is None else bias, mean, scale, value=-1)
-    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
+    zero, one = _zero_and_one(len(scale), scale.dtype, type(scale))
+    shift = torch.addcmul(zero if bias is None else bias, mean, scale, value=-1)
     return lambda x: torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
+
+
+@lru_cache(maxsize=64)
+def _zero_and_one(channels: int, dtype: torch.dtype, kind: type) -> tuple[Tensor, Tensor]:
+    """Made once for real tensors, and apart from those for fake ones."""
+    return torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)
 
 
 @recipe("NativeGroupNormBackward0")

@@ -163,6 +163,7 @@ def waiting(node: Any, output: int) -> list[Value]:
 # ------------------------------------------------ from a node's saved tensor to the value that was packed
 
 _peek = threading.local()
+_NOTHING = torch.empty(0)
 
 
 def unpack(value: Value) -> Tensor:
@@ -170,7 +171,7 @@ def unpack(value: Value) -> Tensor:
     seen = getattr(_peek, "seen", None)
     if seen is not None:
         seen.append(value)
-        return torch.empty(0)
+        return _NOTHING
     with torch.no_grad(), without_autocast():
         return value.read()
 
@@ -221,4 +222,4 @@ def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
 
 def held(tensor: Tensor) -> Value:
     node = tensor.grad_fn
-    return Value(tensor.detach(), tensor._version, name=node.name() if node else "")
+    return Value(tensor.detach(), tensor._version, None, node.name() if node else "")
