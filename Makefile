@@ -18,6 +18,9 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest
 
+conformance: $(VENV)/.ready
+	$(BIN)/python -m pytest -m conformance tests/test_conformance.py
+
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

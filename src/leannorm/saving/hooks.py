@@ -44,7 +44,7 @@ class Packing:
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook."""
-        if tensor.dtype == torch.int64 and type(tensor) is Tensor:
+        if tensor.dtype == torch.int64 and type(tensor) in _PLAIN:
             # a narrow copy beside the caller's own tensor would be memory added
             alone = sys.getrefcount(tensor) <= views.references_when_alone()
             return self._hold_narrowed(tensor).used() if alone else self._hold(tensor)

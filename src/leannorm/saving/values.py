@@ -126,7 +126,17 @@ class Value:
                 f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
                 " it, or edit it after backward()."
             )
+        if type(tensor) is Tensor and tensor.numel() and _freed(tensor):
+            raise RuntimeError(
+                f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
+                " forward pass, as sharding does with weights, and rebuilding a convolution needs it: use"
+                ' leannorm.lean("norm"), which reads no parameters in the backward pass'
+            )
         return tensor
+
+
+def _freed(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0
 
 
 def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> Tensor:
@@ -163,7 +173,6 @@ def waiting(node: Any, output: int) -> list[Value]:
 # ------------------------------------------------ from a node's saved tensor to the value that was packed
 
 _peek = threading.local()
-_NOTHING = torch.empty(0)
 
 
 def unpack(value: Value) -> Tensor:
@@ -171,7 +180,7 @@ def unpack(value: Value) -> Tensor:
     seen = getattr(_peek, "seen", None)
     if seen is not None:
         seen.append(value)
-        return _NOTHING
+        return torch.empty(0)
     with torch.no_grad(), without_autocast():
         return value.read()
 
