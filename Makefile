@@ -3,23 +3,25 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test faults check conformance clean
+.PHONY: demo test conformance faults check sanitize clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision  # they would bring another torch
 	touch $@
 
-conformance: $(VENV)/.ready
-	$(BIN)/python -m pytest -m conformance
-
 demo: $(VENV)/.ready
-	$(BIN)/leannorm demo
+	$(BIN)/leannorm demo --report demo.html --json demo.json
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Every architecture of timm and torchvision that trains here; hours, where `make test` runs a sample.
+conformance: $(VENV)/.ready
+	$(BIN)/python -m pytest -m conformance
 
 faults: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m faults
