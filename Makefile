@@ -9,7 +9,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
 	touch $@
 
 demo: $(VENV)/.ready

@@ -1,8 +1,7 @@
 """Fork every architecture and compare with the eager model, bit for bit; then what a fork costs.
 
-    python benchmarks/program.py                all architectures: equality, fork time, file size, step time
-    python benchmarks/program.py NAME...        some
-    python benchmarks/program.py --jobs 1       in one process (times are then worth reading)
+    python -m benchmarks.program                all architectures: equality, fork time, file size
+    python -m benchmarks.program NAME...        some
 
 Prints a line for each, the count that is equal, and exits with 1 if any is not.
 """
@@ -20,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES, Architecture
 from torch.utils import _pytree as pytree
 
+from benchmarks.architectures import ARCHITECTURES, Architecture
 from leannorm import program
 
 STEPS = 2
@@ -67,13 +66,11 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all()))
 
 
-def seconds(function: Any, *args: Any, times: int = 1) -> float:
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        function(*args)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+def seconds(function: Any) -> tuple[Any, float]:
+    """What it returns, and the processor's time that it took (an export runs on one thread)."""
+    start = time.process_time()
+    result = function()
+    return result, time.process_time() - start
 
 
 def exports(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.export.ExportedProgram]:
@@ -86,20 +83,20 @@ def measure(architecture: Architecture) -> dict[str, Any]:
     result: dict[str, Any] = {"name": architecture.name, "equal": False}
     try:
         model = architecture.build()
-        alone = seconds(lambda: exports(model, image))
-        start = time.perf_counter()
-        forked = program.fork(model, (image,))
-        result["fork"] = (time.perf_counter() - start) / alone
+        exports(model, image)  # the first one of a process pays for imports
+        _, alone = seconds(lambda: exports(model, image))
+        forked, taken = seconds(lambda: program.fork(model, (image,)))
+        result["fork"] = taken / alone
         result["different"] = differences(model, forked, [torch.rand_like(image) for _ in range(STEPS)])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "net.pt2")
             forked.save(path)
-            weights = sum(t.nbytes for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values())
+            weights = sum(
+                t.nbytes for t in {id(t): t for t in model.state_dict(keep_vars=True).values()}.values()
+            )
             result["size"] = path.stat().st_size / weights
             loaded = program.Program.load(path)
-            result["different"] += [
-                f"loaded {d}" for d in differences_of_programs(forked, loaded, image)
-            ]
+            result["different"] += [f"loaded {d}" for d in differences_of_programs(forked, loaded, image)]
         shared = [n.meta["branch"] for n in forked.graph.nodes if n.op == "call_function"]
         result["nodes"] = {b: shared.count(b) for b in ("shared", "train", "infer")}
         result["equal"] = not result["different"]
@@ -121,7 +118,9 @@ def differences_of_programs(a: program.Program, b: program.Program, image: torch
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What every test shares: a fixed seed, few threads, warnings as errors (pyproject), poisoned memory."""
+"""What every test shares: a fixed seed, warnings as errors (pyproject), poisoned memory."""
 
 import pytest
 import torch
@@ -12,8 +12,6 @@ def seed():
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """`torch.empty` is filled with NaN, so that an output that nobody wrote shows."""
-    flags = torch.utils.deterministic
-    before = flags.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    flags.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)  # torch fills only then
     yield
-    flags.fill_uninitialized_memory = before[0]
+    torch.use_deterministic_algorithms(False)

@@ -24,7 +24,9 @@ class Apply(nn.Module):
         return self.function(x, *self.children_)
 
 
-def around(*middle: nn.Module, channels: int = 16, norm: type[nn.Module] | None = nn.BatchNorm2d) -> nn.Module:
+def around(
+    *middle: nn.Module, channels: int = 16, norm: type[nn.Module] | None = nn.BatchNorm2d
+) -> nn.Module:
     """Convolution, norm, what is tried, convolution: both sides keep tensors."""
     norms = [] if norm is None else [norm(16)]
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *norms, *middle, nn.Conv2d(channels, 4, 1))
@@ -135,7 +137,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "roll": lambda: Apply(lambda x: x.roll((1, -2), (2, 3))),
     "slice": lambda: Apply(lambda x: x[:, :, 1:-1, 2:]),
     "shuffle": lambda: Apply(lambda x: x.view(-1, 2, 8, 14, 14).transpose(1, 2).reshape(-1, 16, 14, 14)),
-    "cast": lambda: Apply(lambda x: x.double().square().float()),
+    "cast": lambda: Apply(lambda x: x.double().square().to(x.dtype)),
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda make=make: around(make())) for name, make in ACTIVATIONS.items()},
@@ -159,7 +161,9 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: on_tokens(Attention(False)),
     "attention by hand": lambda: on_tokens(Attention(True)),
-    "three readers": lambda: on_tokens(Apply(lambda x, a, b: x + a(x) * b(x), nn.Linear(32, 32), nn.Linear(32, 32))),
+    "three readers": lambda: on_tokens(
+        Apply(lambda x, a, b: x + a(x) * b(x), nn.Linear(32, 32), nn.Linear(32, 32))
+    ),
     "layer norm, no bias": lambda: on_tokens(nn.LayerNorm(32, bias=False), nn.GELU()),
     "layer norm, plain": lambda: on_tokens(nn.LayerNorm(32, elementwise_affine=False)),
     "layer norm, eps": lambda: on_tokens(nn.LayerNorm(32, eps=0.0123)),

@@ -101,6 +101,9 @@ NETWORKS = {
     "leannorm": lambda: stack(nn.BatchNorm2d(4)),
     "leannorm cumulative": lambda: stack(nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False)),
     "leannorm convolution": lambda: stack(nn.ConvBatchNorm2d(4, 6, 3, padding="same"), nn.LayerNorm(6)),
+    "leannorm rows and groups": lambda: tnn.Sequential(
+        nn.GroupNorm(1, 3), nn.InstanceNorm2d(3, affine=True, track_running_stats=True), nn.RMSNorm(8)
+    ),
     "operator": lambda: stack(nn.BatchNormOp(4), nn.BatchNormOp(4, use_global_est=True)),
     "shared modules": Shared,
     "in place": InPlace,
@@ -112,3 +115,8 @@ NETWORKS = {
     ),
     "recurrent": lambda: tnn.Sequential(tnn.Flatten(2), tnn.GRU(64, 8, 2, dropout=0.3, batch_first=True)),
 }
+
+
+def small():
+    """For the command line."""
+    return stack(tnn.BatchNorm2d(4))

@@ -211,6 +211,20 @@ def test_what_the_checkpoint_leaves_open_is_said(case):
     assert len(done.notes) == 1
 
 
+def test_the_eps_of_rms_norm_is_asked_for_and_set():
+    layer = torch.nn.RMSNorm(2)
+    with pytest.warns(ConventionWarning, match="flax's default is 1e-06, here '' has None; pass eps="):
+        interop.load(layer, {"scale": [1.0, 2.0]}, "flax")
+    interop.load(layer, {"scale": [1.0, 2.0]}, "flax", eps=1e-6)
+    assert (layer.eps, layer.weight.tolist()) == (1e-6, [1, 2])
+
+
+def test_two_collections_of_flax_that_hold_one_name():
+    twice = {"params": {"scale": [1.0, 2.0]}, "batch_stats": {"scale": [1.0, 2.0]}}
+    with pytest.raises(InputError, match="two collections hold 'scale'"):
+        interop.load(torch.nn.RMSNorm(2), twice, "flax", eps=1e-6)
+
+
 def test_statistics_are_converted_in_float64_and_cast_once():
     model = nn.BatchNorm1d(2)
     interop.load(model, bn_values(), "keras", count=7, eps=1e-3, momentum=0.99)

@@ -79,7 +79,7 @@ def test_onnxruntime_infers_the_same():
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_table_holds_the_frameworks_own_defaults(framework):
     told, table = defaults(framework), CONVENTIONS[framework]
-    for name in ("momentum", "eps", "layer_eps"):
+    for name in told.keys() - {"version"}:
         assert table.attribute(getattr(table, name)) == table.attribute(told[name])
 
 
@@ -114,10 +114,32 @@ def test_every_form_of_keras_holds_the_same(form, tmp_path):
     ("file", "framework", "layer"),
     [
         ("paddle_bfloat16.pdparams", "paddle", torch.nn.BatchNorm1d(4, dtype=torch.bfloat16)),
-        ("flax_bfloat16.msgpack", "flax", torch.nn.RMSNorm(4, dtype=torch.bfloat16)),
+        ("flax_bfloat16.msgpack", "flax", torch.nn.RMSNorm(4, eps=1e-6, dtype=torch.bfloat16)),
     ],
 )
 def test_bfloat16_is_read_as_such(file, framework, layer):
     interop.load(layer, FIXTURES / file, framework, count=math.inf)
     wanted = torch.arange(1, 5) / 8
     assert all(torch.equal(t.float(), wanted) for t in layer.state_dict().values() if t.dim())
+
+
+WRONG = {
+    "variance not converted": ("var", {"count": math.inf}),
+    "momentum of the new value": ("mean", {"momentum": 0.1}),
+    "another eps": ("trained", {"eps": 1e-4}),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_mistaken_convention_stands_out(framework, mistake):
+    """What `ORACLE_ERROR` allows is far from the error of any convention mistaken."""
+    result, wrong = WRONG[mistake]
+    told, model = recorded(framework), Net()
+    count = told["count"].item()
+    arguments = {"count": count} | said(framework) | wrong
+    interop.load(model, FIXTURES / FILES[framework], framework, **arguments)
+    output = model(told["x"]).detach()
+    biased = model.bn.running_var * ((count - 1) / count)
+    got = {"trained": output, "mean": model.bn.running_mean, "var": biased}[result]
+    assert (got - told[result]).abs().max() > 10 * ORACLE_ERROR[framework]

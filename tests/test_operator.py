@@ -167,7 +167,7 @@ BAD = [
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[m for _, m in BAD])
 def test_bad_input_changes_nothing(change, message):
     x, mean, var, scale, bias = arguments(dtype=torch.float32)
-    given = dict(x=x, estimated_mean=mean, estimated_var=var, scale=scale, bias=bias) | change
+    given = {"x": x, "estimated_mean": mean, "estimated_var": var, "scale": scale, "bias": bias} | change
     before = mean.clone(), var.clone()
     with pytest.raises(InputError, match=message):
         F.batch_norm_op(**given)

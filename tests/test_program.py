@@ -109,7 +109,7 @@ def test_memory_that_one_branch_overwrites_is_not_shared():
         (("infer:1",), {"0", "infer"}, False),
         (("train:1",), {"0", "train"}, True),
     ],
-    ids=str,
+    ids=lambda v: str(v) if isinstance(v, bool) else "+".join(sorted(v)),
 )
 def test_only_what_a_target_needs_runs_and_changes_state(targets, runs, moves):
     net = stack(torch.nn.BatchNorm2d(4))

@@ -88,7 +88,7 @@ def test_a_pickle_in_any_place_is_not_unpickled(saved, tmp_path, monkeypatch):
         rewritten(saved, tmp_path, replace={"program.json": pickled}),
         rewritten(saved, tmp_path, replace={"data/0": pickled}),
     ):
-        with pytest.raises(InputError, match="not a whole file written by Program.save"):
+        with pytest.raises(InputError, match=r"not a whole file written by Program\.save"):
             program.Program.load(path)
     assert not (tmp_path / "hacked").exists()
 
@@ -132,7 +132,7 @@ def test_a_file_that_contradicts_itself_is_an_error(name, saved, tmp_path):
 def test_another_programs_file_is_an_error(tmp_path):
     path = tmp_path / "exported.pt2"
     torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), path)
-    with pytest.raises(InputError, match="not a whole file written by Program.save"):
+    with pytest.raises(InputError, match=r"not a whole file written by Program\.save"):
         program.Program.load(path)
     with pytest.raises(FileNotFoundError):
         program.Program.load(tmp_path / "nothing.pt2")

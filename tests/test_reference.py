@@ -86,3 +86,9 @@ def test_derivatives_are_autograds_at_kinks_too(act):
 def test_derivatives_can_be_differentiated(act):
     z = torch.randn(20, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(ACTIVATIONS[act].grad, z)
+
+
+def test_fresh_memory_is_poisoned():
+    """Else no test would see an output that a kernel forgot to write."""
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(torch.ones(2, 3, dtype=torch.bfloat16)).isnan().all()

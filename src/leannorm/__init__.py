@@ -1,10 +1,13 @@
 """Normalization layers for PyTorch that train in about half the memory."""
 
+from leannorm import distributed as distributed
 from leannorm import functional as functional
 from leannorm import interop as interop
 from leannorm import nn as nn
+from leannorm import program as program
 from leannorm._errors import BackendUnavailableError as BackendUnavailableError
 from leannorm._errors import DtypeError as DtypeError
+from leannorm._errors import FoldError as FoldError
 from leannorm._errors import InputError as InputError
 from leannorm._errors import LeannormError as LeannormError
 from leannorm._errors import MissingDependencyError as MissingDependencyError
@@ -12,21 +15,38 @@ from leannorm.ops.select import explain as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.freed_memory import FreedMemory as FreedMemory
 from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.report.profile import MemoryReport as MemoryReport
+from leannorm.report.profile import profile as profile
+from leannorm.saving import lean as lean
+from leannorm.saving import make_lean as make_lean
+from leannorm.saving import unmake_lean as unmake_lean
+from leannorm.transforms import FoldReport as FoldReport
 from leannorm.transforms import convert as convert
+from leannorm.transforms import fold as fold
 
 __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "DtypeError",
+    "FoldError",
+    "FoldReport",
     "FreedMemory",
     "InputError",
     "LeannormError",
+    "MemoryReport",
     "MissingDependencyError",
     "backends",
     "convert",
+    "distributed",
+    "fold",
     "functional",
     "interop",
     "keep_freed_memory",
+    "lean",
+    "make_lean",
     "nn",
+    "profile",
+    "program",
+    "unmake_lean",
     "use_backend",
 ]

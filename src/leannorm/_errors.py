@@ -28,3 +28,7 @@ class MissingDependencyError(LeannormError, ImportError):
 
 class SyncError(LeannormError, RuntimeError):
     """Ranks that share statistics did not come together: one is missing, or they disagree."""
+
+
+class FoldError(LeannormError, RuntimeError):
+    """A folded model does not compute what the model did; nothing was returned or changed."""

@@ -19,13 +19,14 @@ TORCH_AXES = {"linear": "oi", "conv": "oi*", "conv_transpose": "io*"}
 
 @dataclass(frozen=True)
 class Convention:
-    """One framework's way to write a norm layer; `momentum` and both eps are its own defaults."""
+    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults."""
 
     framework: str
     momentum: float
     eps: float
     layer_eps: float
     names: Mapping[str, Names]
+    rms_eps: float | None = None
     momentum_weighs_old: bool = True
     biased_running_var: bool = True
     float32_attributes: bool = False
@@ -96,6 +97,7 @@ CONVENTIONS: dict[str, Convention] = {
             momentum=0.99,
             eps=1e-3,
             layer_eps=1e-3,
+            rms_eps=1e-6,
             names={
                 **_norm(("gamma",), ("beta",), "moving_mean", "moving_variance"),
                 **_layers("kernel", "bias", "embeddings"),
@@ -109,6 +111,7 @@ CONVENTIONS: dict[str, Convention] = {
             momentum=0.99,
             eps=1e-5,
             layer_eps=1e-6,
+            rms_eps=1e-6,
             names={
                 **_norm(("scale",), ("bias",), "mean", "var"),
                 **_layers("kernel", "bias", "embedding"),
@@ -122,6 +125,7 @@ CONVENTIONS: dict[str, Convention] = {
             momentum=0.9,
             eps=1e-5,
             layer_eps=1e-5,
+            rms_eps=1e-5,
             float32_attributes=True,
             names={
                 "batch_norm": {

@@ -16,9 +16,10 @@ from leannorm.interop.matching import Slot, foreign_names, kind_of
 
 Names = Mapping[str, str | Sequence[str]]
 PerLayer = float | Mapping[str, float] | None
-DEFAULT_EPS: dict[str | None, Callable[[Convention], float]] = {
+DEFAULT_EPS: dict[str | None, Callable[[Convention], float | None]] = {
     "batch_norm": lambda convention: convention.eps,
     "norm": lambda convention: convention.layer_eps,
+    "rms_norm": lambda convention: convention.rms_eps,
 }
 
 
@@ -88,17 +89,20 @@ def settings_of(
             ours = getattr(module, argument)
             default = theirs.momentum if argument == "momentum" else DEFAULT_EPS[kind_of(module)](theirs)
             value = told.get(name, stated[0].get(argument, default) if stated else default)
+            if value is None:
+                continue
             if argument == "momentum":
                 _checks.momentum(value)
                 value = theirs.torch_momentum(value)
             else:
-                _checks.positive_eps(value)
+                check = _checks.positive_eps if kind_of(module) == "batch_norm" else _checks.non_negative_eps
+                check(value)
                 value = theirs.attribute(value)
             # the file's float32 of our own value says nothing new
             same = ours is not None and math.isclose(ours, value, rel_tol=1e-6)
             if name in told or (stated and argument in stated[0] and not same):
                 changes.setdefault(name, {})[argument] = value
-            elif not (stated or same or theirs.framework == "torch"):
+            elif default is not None and not (stated or same or theirs.framework == "torch"):
                 unsaid[name] = default
         if unsaid:
             name, default = next(iter(unsaid.items()))

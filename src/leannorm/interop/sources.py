@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from leannorm._errors import InputError
 from leannorm.interop.arrays import Checkpoint, from_mapping
@@ -15,6 +16,9 @@ from leannorm.interop.conventions import Convention
 from leannorm.interop.files import read
 from leannorm.interop.matching import Slot
 from leannorm.interop.settings import listed
+
+# of Flax: learned and running; one layer's tensors are in both
+COLLECTIONS = ("params.", "batch_stats.")
 
 
 def _blobs(checkpoint: Checkpoint) -> Checkpoint:
@@ -33,9 +37,11 @@ def _blobs(checkpoint: Checkpoint) -> Checkpoint:
 
 def _numbered(arrays: Sequence[Any], slots: Sequence[Slot]) -> Checkpoint:
     """Keras' `get_weights()`: one list, layer by layer in the model's order."""
-    wanted = list({id(s.tensor): s for s in reversed(slots) if s.candidates and not s.optional}.values())[
-        ::-1
-    ]
+    first: dict[int, Slot] = {}
+    for slot in slots:
+        if slot.candidates and not slot.optional:
+            first.setdefault(id(slot.tensor), slot)
+    wanted = list(first.values())
     if len(wanted) != len(arrays):
         raise InputError(
             f"the list must hold one array for each of the model's {len(wanted)} tensors "
@@ -60,12 +66,13 @@ def read_any(source: Any, theirs: Convention, slots: Sequence[Slot]) -> Checkpoi
     if theirs.framework == "caffe":
         return _blobs(checkpoint)
     if theirs.framework == "flax":
-        collections = ("params.", "batch_stats.")
-        keys = {
-            key: next((key.removeprefix(c) for c in collections if key.startswith(c)), key)
-            for key in checkpoint.tensors
-        }
-        return Checkpoint({keys[key]: value for key, value in checkpoint.tensors.items()})
+        merged: dict[str, Tensor] = {}
+        for key, value in checkpoint.tensors.items():
+            inner = next((key.removeprefix(c) for c in COLLECTIONS if key.startswith(c)), key)
+            if inner in merged:
+                raise InputError(f"two collections hold {inner!r}; pass the one to load")
+            merged[inner] = value
+        return Checkpoint(merged)
     if theirs.framework == "paddle":
         # numpy has no bfloat16: Paddle saves its bits as uint16
         return Checkpoint(

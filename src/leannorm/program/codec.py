@@ -35,7 +35,7 @@ _CONSTANTS = {
 _META = ("branch", "scopes", "writes")
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """What was read is not of this format, or asks for something that a program may not do."""
 
 
@@ -69,7 +69,7 @@ def decode_graph(data: Any, root: torch.nn.Module) -> fx.Graph:
         elif op in ("placeholder", "get_attr"):
             target = ".".join(_name(part, attribute=op == "get_attr") for part in target.split("."))
         else:
-            raise Refused(f"a node of kind {op!r}")
+            raise RefusedError(f"a node of kind {op!r}")
         if "graph" in entry:
             inner = torch.nn.Module()
             root.add_module(_name(target), fx.GraphModule(inner, decode_graph(entry["graph"], inner)))
@@ -77,7 +77,7 @@ def decode_graph(data: Any, root: torch.nn.Module) -> fx.Graph:
         kwargs = {_name(k): decode(v, known) for k, v in entry.get("kwargs", {}).items()}
         node = graph.create_node(op, target, args, kwargs, name)
         if node.name != name or name in known:
-            raise Refused(f"the name {name!r} twice")
+            raise RefusedError(f"the name {name!r} twice")
         known[name] = node
         node.meta = {k: entry[k] for k in _META if k in entry}
         node.meta.setdefault("scopes", [])
@@ -127,7 +127,7 @@ def decode(data: Any, known: dict[str, fx.Node]) -> Any:
         return torch.device(content)
     if kind == "torch":
         return _CONSTANTS[content]
-    raise Refused(f"an argument of kind {kind!r}")
+    raise RefusedError(f"an argument of kind {kind!r}")
 
 
 def encode_structure(spec: pytree.TreeSpec) -> Any:
@@ -181,10 +181,10 @@ def _decode_target(name: str) -> Any:
         return _BUILTINS[name]
     match = re.fullmatch(r"(\w+)::(\w+)\.(\w+)", name)
     if match is None or match[1] not in LIBRARIES or name.split(".")[0] in _REFUSED:
-        raise Refused(f"the operator {name!r}")
+        raise RefusedError(f"the operator {name!r}")
     overload = getattr(getattr(getattr(torch.ops, match[1]), match[2], None), match[3], None)
     if not isinstance(overload, torch._ops.OpOverload):
-        raise Refused(f"the operator {name!r}, which this installation lacks (import its library first)")
+        raise RefusedError(f"the operator {name!r}, which this installation lacks (import its library first)")
     return overload
 
 
@@ -192,9 +192,9 @@ def _name(text: str, attribute: bool = False) -> str:
     """A name that is nothing but a name, since it becomes part of generated code."""
     allowed = r"[\w :/,+-]+" if attribute else r"[A-Za-z_]\w*"
     if not isinstance(text, str) or not re.fullmatch(allowed, text, re.ASCII):
-        raise Refused(f"the name {text!r}")
+        raise RefusedError(f"the name {text!r}")
     if text.startswith("__") or (keyword.iskeyword(text) and not attribute):
-        raise Refused(f"the name {text!r}")
+        raise RefusedError(f"the name {text!r}")
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,20 @@ from torch.utils import _pytree as pytree
 from leannorm.program.signature import Input, Signature
 
 
-def export(part: fx.GraphModule, signature: Signature, returned: pytree.TreeSpec) -> ExportedProgram:
+def export(
+    part: fx.GraphModule,
+    signature: Signature,
+    returned: pytree.TreeSpec,
+    rewrite: Callable[[fx.GraphModule], torch.nn.Module] | None = None,
+) -> ExportedProgram:
     """Export the part that runs a branch again, with the structure in which inputs come and results go."""
     used = {n.target: n for n in part.graph.nodes if n.op == "placeholder"}
     graph = fx.Graph()
-    new = {used[i.name] if i.name in used else None: graph.placeholder(i.name) for i in signature.inputs}
+    new: dict[fx.Node, fx.Node] = {}
+    for i in signature.inputs:  # all of them, also those that this branch does not use
+        node = graph.placeholder(i.name)
+        if i.name in used:
+            new[used[i.name]] = node
     for node in part.graph.nodes:
         if node.op not in ("placeholder", "output"):
             new[node] = graph.node_copy(node, lambda n: new[n])
@@ -28,7 +38,11 @@ def export(part: fx.GraphModule, signature: Signature, returned: pytree.TreeSpec
     module = fx.GraphModule(part, graph)
     varying = _varying(signature)
     shapes = dict(zip([*names, *kwargs], [*varying[0], *varying[1].values()], strict=True))
-    return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+    program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+    if rewrite is None:
+        return program
+    changed = rewrite(program.module(check_guards=False))
+    return torch.export.export(changed, args, kwargs, dynamic_shapes=shapes)
 
 
 def example(signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -98,7 +98,8 @@ def _picture(columns: Mapping[str, list[Row]]) -> Iterator[str]:
 def _column(column: list[Row], branch: str, x: int, y: int) -> Iterator[str]:
     if not column:
         return
-    yield f'<text x="{x + _WIDTH // 2}" y="{y - 10}" text-anchor="middle" font-weight="bold">{_TITLES[branch]}</text>'
+    title = f'text-anchor="middle" font-weight="bold">{_TITLES[branch]}'
+    yield f'<text x="{x + _WIDTH // 2}" y="{y - 10}" {title}</text>'
     for row, following in zip_longest(column, column[1:]):
         centre = x + _WIDTH // 2
         if following is not None:

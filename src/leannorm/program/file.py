@@ -51,7 +51,7 @@ def write(
         with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:
             archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
             for name, storage in memories.values():
-                data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
+                data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
                 with archive.open(name, "w", force_zip64=True) as entry:
                     entry.write(memoryview(data))
         os.replace(temporary, path)
@@ -68,11 +68,11 @@ def read(
         with zipfile.ZipFile(path) as archive:
             text = json.loads(archive.read(_TEXT))
             if text["format"] != _FORMAT:
-                raise codec.Refused(f"the format {text['format']!r}, not {_FORMAT!r}")
+                raise codec.RefusedError(f"the format {text['format']!r}, not {_FORMAT!r}")
             return _build(text, archive)
     except FileNotFoundError:
         raise
-    except codec.Refused as error:
+    except codec.RefusedError as error:
         raise InputError(f"{os.fspath(path)} is refused: it has {error}") from error
     except Exception as error:  # whatever a damaged or foreign file leads to, nothing is left behind
         raise InputError(
@@ -95,9 +95,9 @@ def _build(text: Any, archive: zipfile.ZipFile) -> tuple[Joined, Signature, dict
     nodes: dict[str, fx.Node] = {n.name: n for n in graph.nodes}
     for node in graph.nodes:
         if node.op == "get_attr" and node.target not in variables and node.target not in root._modules:
-            raise codec.Refused(f"no variable {node.target!r}")
+            raise codec.RefusedError(f"no variable {node.target!r}")
         if node.meta["branch"] not in ("shared", *text["results"]):
-            raise codec.Refused(f"a branch {node.meta['branch']!r}")
+            raise codec.RefusedError(f"a branch {node.meta['branch']!r}")
     results = {k: [codec.decode(v, nodes) for v in text["results"][k]] for k in ("train", "infer")}
     inputs = []
     for name, sizes, dtype, value in text["inputs"]:
@@ -134,7 +134,9 @@ def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.Un
     name = entry["memory"]
     if name not in memories:
         data = torch.empty(archive.getinfo(name).file_size, dtype=torch.uint8)
-        rest = memoryview(data.numpy())
+        values: Any = data.numpy()
+        rest = memoryview(values)
+        stream: Any
         with archive.open(name) as stream:
             while read := stream.readinto(rest):
                 rest = rest[read:]

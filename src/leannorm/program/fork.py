@@ -12,10 +12,10 @@ from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _NormBase
 
 from leannorm._errors import InputError
+from leannorm.functional.exported import AsOperators
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.select import use_backend
 from leannorm.program.join import INFER, TRAIN, join
-from leannorm.program.operators import AsOperators
 from leannorm.program.program import Program
 from leannorm.program.signature import signature_of
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 _STATISTICS = {
     "aten::batch_norm": (3, 4, lambda a: a[5]),
     "aten::instance_norm": (3, 4, lambda a: a[5]),
+    "leannorm::layer_instance_norm": (1, 2, lambda a: a[5]),
     "leannorm::batch_norm_act": (1, 2, lambda a: a[5]),
     "leannorm::tracked_batch_norm": (1, 3, lambda a: a[3] is not None),
     "leannorm::conv_batch_norm": (3, 5, lambda a: a[5] is not None),

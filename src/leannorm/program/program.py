@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,11 +122,18 @@ class Program:
         """
         return cls(*read(path))
 
-    def to_exported(self, branch: str = INFER) -> torch.export.ExportedProgram:
-        """One branch alone as a plain `torch.export.ExportedProgram`, on the same variables."""
+    def to_exported(
+        self,
+        branch: str = INFER,
+        rewrite: Callable[[fx.GraphModule], torch.nn.Module] | None = None,
+    ) -> torch.export.ExportedProgram:
+        """One branch alone as a plain `torch.export.ExportedProgram`, on the same variables.
+
+        `rewrite` may return a changed module from the branch's; `leannorm.fold(program)` passes its own.
+        """
         if branch not in (TRAIN, INFER):
             raise InputError(f"a branch is {TRAIN!r} or {INFER!r}, got {branch!r}")
-        return export(self._part((branch,)), self.signature, self._structures[branch])
+        return export(self._part((branch,)), self.signature, self._structures[branch], rewrite)
 
     def _call(self, branch: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         leaves = self.signature.flatten(args, kwargs)

@@ -47,21 +47,25 @@ _TRACERS_OWN = sys.stdlib_module_names | {"torch"}
 
 
 class Match(NamedTuple):
-    """A norm's call, perhaps an addition of `residual`, an activation: each used by the next one alone."""
+    """A norm's call, perhaps an addition, an activation: each used by the next one alone.
+
+    `residual` is the place among the addition's arguments of what is added.
+    """
 
     norm: fx.Node
     act: fx.Node
     name: str
     addition: fx.Node | None
-    residual: fx.Node | None
+    residual: int | None
     between: tuple[fx.Node, ...]
 
 
 class Traced(NamedTuple):
-    """A block's graph, the matches in it, and whether the graph holds for every call."""
+    """A block's graph, the matches in it, the modules it calls, and whether it holds for every call."""
 
     graph: fx.Graph
     matches: list[Match]
+    called: list[Module]
     lasting: bool
 
 
@@ -139,7 +143,8 @@ def trace(block: Module, norms: Mapping[str, Module]) -> Traced | None:
     if len(codes) > 1:  # keep what both ways have in common
         in_evaluation = {(m.norm.target, m.act.target) for m in found[0]}
         found[1] = [m for m in found[1] if (m.norm.target, m.act.target) in in_evaluation]
-    return Traced(graphs[1], found[1], len(codes) == 1 and not seen and not constants)
+    called = [block.get_submodule(str(n.target)) for n in graphs[1].nodes if n.op == "call_module"]
+    return Traced(graphs[1], found[1], called, len(codes) == 1 and not seen and not constants)
 
 
 def _matches(graph: fx.Graph, block: Module, norms: Mapping[str, Module]) -> Iterator[Match]:
@@ -214,15 +219,15 @@ def _activation(node: fx.Node, of: fx.Node, block: Module) -> str | None:
     return name if all(_DEFAULTS.get(k, v) == v for k, v in options.items()) else None
 
 
-def _added(node: fx.Node, to: fx.Node) -> fx.Node | None:
-    """What this node adds to `to`; None where it does something else."""
+def _added(node: fx.Node, to: fx.Node) -> int | None:
+    """The place among the arguments of what this node adds to `to`; None where it does something else."""
     if node.op != "call_function" or node.target not in _ADDITIONS or node.kwargs or len(node.args) != 2:
         return None
     first, second = node.args
-    if first is to and second is not to:
-        return second if isinstance(second, fx.Node) else None
-    if second is to and node.target is not operator.iadd:
-        return first if isinstance(first, fx.Node) else None
+    if first is to and second is not to and isinstance(second, fx.Node):
+        return 1
+    if second is to and isinstance(first, fx.Node) and first is not to and node.target is not operator.iadd:
+        return 0
     return None
 
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from leannorm._errors import InputError
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
+from leannorm.functional.group import group_norm, layer_instance_norm
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.functional.operator import register
 
@@ -24,8 +26,8 @@ _ROWS = "int[] normalized_shape, Tensor? weight"
 
 
 def _act(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *rest: Any) -> Tensor:
-    *rest, act, residual = rest
-    return batch_norm_act(x, mean, var, weight, bias, *rest, act=act, residual=residual)
+    training, momentum, eps, act, residual = rest
+    return batch_norm_act(x, mean, var, weight, bias, training, momentum, eps, act=act, residual=residual)
 
 
 def _conv(
@@ -34,8 +36,8 @@ def _conv(
     bias: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    mean, var, tracked, bn_weight, bn_bias, stride, padding, padding_name, dilation, *rest = rest
-    groups, mode, training, momentum, eps, eps_mode = rest
+    mean, var, tracked, bn_weight, bn_bias, *options = rest
+    stride, padding, padding_name, dilation, groups, mode, training, momentum, eps, eps_mode = options
     return conv_batch_norm(
         x,
         weight,
@@ -111,12 +113,28 @@ register(
     _like_twice,
 )
 
+register(
+    "group_norm(Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    group_norm,
+    _like,
+)
+register(
+    f"layer_instance_norm(Tensor x, {_STATE}, Tensor? weight, Tensor? bias, bool use_input_stats,"
+    " float? momentum, float eps, int rank, int num_features) -> Tensor",
+    layer_instance_norm,
+    _like,
+)
+
 ops = torch.ops.leannorm
 
 
 def _call_tracked(x: Tensor, mean: Any, var: Any, tracked: Any, *rest: Any) -> Any:
-    weight, bias, training, momentum, eps, ranks, *last = rest
-    act, residual = last or ("identity", None)
+    weight, bias, training, momentum, eps, ranks, act, residual, sharing = rest
+    if sharing is not None:
+        raise InputError(
+            "a norm that shares its batch over a process group cannot be exported; export the model on one "
+            "rank, or convert it with leannorm.convert(model, to='leannorm') first"
+        )
     return ops.tracked_batch_norm(
         x, mean, var, tracked, weight, bias, training, momentum, eps, list(ranks), act, residual
     )
@@ -166,6 +184,8 @@ _CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
     tracked_batch_norm: _call_tracked,
     batch_norm_act: _call_act,
     conv_batch_norm: _call_conv,
+    group_norm: lambda x, groups, weight, bias, eps: ops.group_norm(x, groups, weight, bias, eps),
+    layer_instance_norm: lambda *given: ops.layer_instance_norm(*given),
     **{f: _call_rows(f.__name__) for f in (layer_norm, rms_norm, add_layer_norm, add_rms_norm)},
 }
 

@@ -1,0 +1,65 @@
+"""`leannorm fold`: batch norms folded into their neighbours, and the difference that this makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leannorm.cli.options import InputShape, JsonFile
+
+
+def fold(
+    model: Annotated[
+        str, typer.Argument(help="A program's file (.pt2), or timm:NAME, torchvision:NAME, ...")
+    ],
+    input: InputShape = "2x3x224x224",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the folded model here (torch.export).", metavar="FILE"),
+    ] = None,
+    verify: Annotated[bool, typer.Option(help="Compare the outputs before and after.")] = True,
+    json: JsonFile = None,
+) -> None:
+    """Fold the batch norms of a model, or of a program's inference branch, and say which were not and why."""
+    import torch
+    from rich.console import Console
+
+    from leannorm._errors import FoldError
+    from leannorm.cli import CHECK_FELL_SHORT
+    from leannorm.program import Program
+    from leannorm.report.files import check_writable, write_json
+    from leannorm.report.models import model_named, shape_of
+    from leannorm.transforms import fold as folding
+
+    check_writable(json, output)
+    console = Console(soft_wrap=True)
+    try:
+        if Path(model).is_file():
+            report = folding(Program.load(model), verify=verify)
+        else:
+            shape = shape_of(input)
+            report = folding(model_named(model), (torch.randn(shape),), verify=verify)
+    except FoldError as error:
+        console.print(str(error), style="bold red", highlight=False)
+        raise typer.Exit(CHECK_FELL_SHORT) from error
+    console.print(report.describe(), highlight=False, markup=False)
+    if output:
+        whole = report.model
+        if isinstance(whole, torch.nn.Module):
+            whole = torch.export.export(whole, (torch.randn(shape),))
+        torch.export.save(whole, output)
+        console.print(f"folded model: {output}", highlight=False)
+    if json:
+        write_json(
+            json,
+            {
+                "folded": [f._asdict() for f in report.folded],
+                "skipped": [s._asdict() for s in report.skipped],
+                "difference": report.difference,
+                "difference_in_float64": report.checked,
+                "largest_output": report.scale,
+            },
+        )
+        console.print(f"numbers: {json}", highlight=False)

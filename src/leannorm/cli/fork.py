@@ -1,0 +1,56 @@
+"""`leannorm fork`: one program with a training and an inference branch, in one file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from leannorm.cli.options import InputShape, JsonFile
+
+
+def fork(
+    model: Annotated[str, typer.Argument(help="timm:NAME, torchvision:NAME or package.module:callable.")],
+    input: InputShape = "2x3x224x224",
+    any_batch: Annotated[bool, typer.Option(help="Let the batch size vary.")] = True,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the program here (.pt2).", metavar="FILE")
+    ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(help="Write a picture of the fork here (SVG).", metavar="FILE")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Fork a model into one program with both modes, and show what the branches share."""
+    import torch
+    from rich.console import Console
+
+    from leannorm.program import fork as forking
+    from leannorm.report.files import check_writable, write_json
+    from leannorm.report.models import model_named, shape_of
+
+    check_writable(json, output, draw)
+    shape = shape_of(input)
+    dynamic = ({0: torch.export.Dim("batch", min=2)},) if any_batch and shape[0] > 1 else None
+    program = forking(model_named(model), (torch.randn(shape),), dynamic)
+    console = Console(soft_wrap=True)
+    console.print(program.describe(), highlight=False, markup=False)
+    if draw:
+        program.draw(draw)
+        console.print(f"picture: {draw}", highlight=False)
+    if output:
+        program.save(output)
+        console.print(f"program: {output}, {output.stat().st_size:,} bytes", highlight=False)
+    if json:
+        branches = [n.meta["branch"] for n in program.graph.nodes if n.op == "call_function"]
+        write_json(
+            json,
+            {
+                "operators": {b: branches.count(b) for b in ("shared", "train", "infer")},
+                "parameters": sum(p.numel() for p in program.parameters()),
+                "inputs": program.signature.describe(),
+                "values": program.names(),
+            },
+        )
+        console.print(f"numbers: {json}", highlight=False)

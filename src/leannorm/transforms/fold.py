@@ -1,0 +1,238 @@
+"""Batch norms folded into the layers beside them, for inference, and the check that nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from leannorm._errors import FoldError, InputError
+from leannorm.functional.exported import AsOperators
+from leannorm.nn.conv import _ConvBatchNorm
+from leannorm.ops.select import use_backend
+from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64
+from leannorm.transforms.fold_match import Match, Skip
+from leannorm.transforms.fold_modules import fold_modules
+
+ROUNDINGS = 1e4  # a hundred layers, some ten roundings each and as much again for what they are amplified by
+
+
+class Folded(NamedTuple):
+    """A norm that is gone, and the layers that took it in."""
+
+    norm: str
+    into: tuple[str, ...]
+
+
+class Skipped(NamedTuple):
+    """A norm that stayed, and why."""
+
+    norm: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """What `fold` did. `model` is the result; `difference` is the largest one between the outputs.
+
+    `difference` is in the outputs' own units and dtype; it and `checked` (the same in float64, where
+    possible) are None where nothing was verified. `scale` is the largest output.
+    """
+
+    model: Any = field(repr=False)
+    folded: tuple[Folded, ...]
+    skipped: tuple[Skipped, ...]
+    difference: float | None = None
+    checked: float | None = None
+    scale: float | None = None
+
+    def describe(self) -> str:
+        """One line for each norm, then the measured difference."""
+        lines = [f"folded   {f.norm} into {', '.join(f.into)}" for f in self.folded]
+        lines += [f"skipped  {s.norm}: {s.reason}" for s in self.skipped]
+        lines.append(f"{len(self.folded)} folded, {len(self.skipped)} skipped")
+        if self.difference is not None:
+            lines[-1] += f"; largest output difference {self.difference:.2g} of {self.scale:.2g}"
+        return "\n".join(lines)
+
+
+def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: bool = True) -> FoldReport:
+    r"""Fold every batch norm that can be folded into the convolution or linear layer before or after it.
+
+    .. math:: s = \gamma / \sqrt{v + \epsilon}, \quad W' = s W, \quad b' = s (b - m) + \beta
+
+    and behind a norm :math:`W' = W s`, :math:`b' = b + W t` with :math:`t = \beta - s m`, where no zeros are
+    padded in between. Neighbours are found by the flow of data in the model's evaluation graph
+    (`torch.export`), not by the order of declaration.
+
+    `model` is a module, or a `Program`. A module gives a folded copy in evaluation mode, of the same
+    classes, with `torch.nn.Identity` in the norms' places; what has hooks or parametrizations, is called
+    both with and without its norm, or shares parameters, stays and is named. A program gives its folded
+    inference branch as a `torch.export.ExportedProgram`; there each call has weights of its own. The
+    original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
+
+    `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and raises
+    `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, in float64 where
+    the model runs in it. Returns a `FoldReport`. Raises `InputError` where the model cannot be exported.
+    Source: Jacob et al., 2018, arXiv:1712.05877, section 3.2.
+
+    >>> import torch, leannorm
+    >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    >>> report = leannorm.fold(net, (torch.randn(2, 3, 8, 8),))
+    >>> report.folded
+    (Folded(norm='1', into=('0',)),)
+    >>> report.model[1]
+    Identity()
+    """
+    inputs = None if example_inputs is None else tuple(example_inputs)
+    if hasattr(model, "to_exported"):
+        return _fold_program(model, inputs, verify)
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"fold takes a module or a program, got {type(model).__name__}")
+    if inputs is None:
+        raise InputError(
+            "a module is folded along its graph, which needs example_inputs; pass a tuple of inputs"
+        )
+    original = copy.deepcopy(model).eval()
+    result = _parted(original)
+    graph = _evaluation_graph(result, inputs)
+    found = find_all(graph, all_variables(result))
+    matches, skips = fold_modules(result, graph, *found)
+    report = _report(result, matches, skips)
+    if not verify:
+        return report
+
+    def again(wide: torch.nn.Module) -> torch.nn.Module:
+        other = _parted(wide)
+        fold_modules(other, graph, *found)
+        return other
+
+    return _verified(report, original, result, copy.deepcopy(original).double(), again, inputs)
+
+
+def _fold_program(program: Any, inputs: tuple[Any, ...] | None, verify: bool) -> FoldReport:
+    parts: list[fx.GraphModule] = []
+    reports: list[FoldReport] = []
+
+    def rewrite(module: fx.GraphModule) -> fx.GraphModule:
+        result, matches, skips = fold_graph(module)
+        parts.extend((module, result))
+        reports.append(_report(result, matches, skips))
+        return result
+
+    exported = program.to_exported("infer", rewrite)
+    report = replace(reports[0], model=exported)
+    if not verify:
+        return report
+    if inputs is None:
+        inputs = tuple(_random(value) for value in exported.example_inputs[0])
+    original, result = parts
+    return _verified(
+        report,
+        original,
+        result,
+        in_float64(original),
+        lambda m: fold_graph(cast(fx.GraphModule, m))[0],
+        inputs,
+    )
+
+
+def _random(value: Any) -> Any:
+    def one(v: Any) -> Any:
+        return torch.randn_like(v) if isinstance(v, Tensor) and v.is_floating_point() else v
+
+    return pytree.tree_map(one, value)
+
+
+def _evaluation_graph(model: torch.nn.Module, inputs: tuple[Any, ...]) -> fx.Graph:
+    try:
+        with use_backend("reference"), AsOperators():
+            exported = torch.export.export(model, inputs)
+    except Exception as error:  # torch.export has no error of its own
+        reason = str(error).strip().split("\n", 1)[0]
+        raise InputError(
+            f"torch.export cannot trace {type(model).__name__} in evaluation mode, so its neighbours are not "
+            f"known: {type(error).__name__}: {reason}"
+        ) from error
+    module: Any = exported.module(check_guards=False)
+    graph: fx.Graph = module.graph
+    return graph
+
+
+def _parted(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy in which our joined convolutions and norms are pairs, of which the norm can be folded."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if isinstance(child, _ConvBatchNorm) and child.eps_mode == "inside":
+                parent._modules[name] = torch.nn.Sequential(*child.to_pair())
+    return model
+
+
+def _report(result: torch.nn.Module, matches: list[Match], skips: list[Skip]) -> FoldReport:
+    folded: dict[str, list[str]] = {}
+    for match in matches:
+        folded.setdefault(_path(match.norm.mean), []).extend(_path(x.weight) for x in match.layers)
+    skipped = {_norm_path(s.norm): s.reason for s in skips}
+    return FoldReport(
+        result,
+        tuple(Folded(norm, tuple(dict.fromkeys(into))) for norm, into in folded.items()),
+        tuple(Skipped(norm, reason) for norm, reason in skipped.items()),
+    )
+
+
+def _verified(
+    report: FoldReport,
+    original: torch.nn.Module,
+    result: torch.nn.Module,
+    wide: torch.nn.Module,
+    again: Callable[[torch.nn.Module], torch.nn.Module],
+    inputs: tuple[Any, ...],
+) -> FoldReport:
+    """The report with measured differences; the folding is checked in float64, where `again` repeats it."""
+    difference, scale, eps = _difference(original, result, inputs)
+    checked, largest = difference, scale
+    with suppress(RuntimeError):  # the model casts to a dtype of its own: what was measured has to do
+        checked, largest, eps = _difference(wide, again(wide), pytree.tree_map(_double, inputs))
+    if not checked <= ROUNDINGS * eps * largest:
+        raise FoldError(
+            f"folding changed the output by {checked:.3g} of {largest:.3g}, more than rounding does; please "
+            "report the model; verify=False returns the folded model all the same"
+        )
+    return replace(report, difference=difference, checked=checked, scale=scale)
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _difference(
+    a: torch.nn.Module, b: torch.nn.Module, inputs: tuple[Any, ...]
+) -> tuple[float, float, float]:
+    """The largest difference between the outputs, the largest output, and one rounding of 1."""
+    with torch.no_grad():
+        outputs = [pytree.tree_leaves(m(*copy.deepcopy(inputs))) for m in (a, b)]
+    difference, scale, eps = 0.0, 0.0, torch.finfo(torch.float64).eps
+    for mine, theirs in zip(*outputs, strict=True):
+        if isinstance(mine, Tensor) and mine.is_floating_point() and mine.numel():
+            eps = max(eps, torch.finfo(mine.dtype).eps)
+            gap = (mine.double() - theirs.double()).abs().max().item()
+            difference = gap if gap != gap else max(difference, gap)
+            scale = max(scale, mine.double().abs().max().item())
+    return difference, scale, eps
+
+
+def _path(variable: fx.Node) -> str:
+    return str(variable.target).rpartition(".")[0]
+
+
+def _norm_path(norm: fx.Node) -> str:
+    """The norm module's path, or the call's name where its statistics are no variables."""
+    variables = [a for a in norm.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+    return _path(variables[0]) if variables else norm.name

@@ -1,0 +1,93 @@
+"""Folding in a graph: every call gets variables of its own, so a layer called twice is no difficulty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from leannorm.transforms.fold_match import Match, Norm, Skip, find
+from leannorm.transforms.fold_math import Affine, affine, into_layer_after, into_layer_before
+
+
+def affine_of(norm: Norm, variables: Mapping[str, Tensor]) -> Affine:
+    """The norm's call as scale and shift, from its variables' values."""
+
+    def value(node: fx.Node | None) -> Tensor | None:
+        return None if node is None else variables[str(node.target)]
+
+    mean, var = variables[str(norm.mean.target)], variables[str(norm.var.target)]
+    return affine(mean, var, value(norm.weight), value(norm.bias), norm.eps)
+
+
+def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Match], list[Skip]]:
+    """`find`, with the variables' values at hand."""
+    return find(graph, lambda norm: not bool(affine_of(norm, variables).shift.any()))
+
+
+def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], list[Skip]]:
+    """A new module on new variables where something was folded; `module` keeps its own."""
+    variables = all_variables(module)
+    matches, skips = find_all(module.graph, variables)
+    graph, new = _copied(module.graph)
+    result = fx.GraphModule(module, graph)
+    for number, match in enumerate(matches):
+        scale_shift = affine_of(match.norm, variables)
+        into = into_layer_before if match.before else into_layer_after
+        for layer in match.layers:
+            node = new[layer.node]
+            given: tuple[Any, ...] = node.args
+            x, weight, bias, *rest = (*given, None)[: max(3, len(given))]
+            values = all_variables(result)
+            bias_value = None if bias is None else values[str(bias.target)]
+            folded = into(scale_shift, layer.kind, values[str(weight.target)], bias_value, layer.groups)
+            nodes = []
+            with graph.inserting_before(node):
+                for what, tensor in zip(("weight", "bias"), folded, strict=True):
+                    name = f"folded_{number}_{node.name}_{what}"
+                    result.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+                    nodes.append(graph.get_attr(name))
+            node.args = (x, *nodes, *rest)
+        done, norm = new[match.norm.result], new[match.norm.node]
+        source: Any = norm.args[0]
+        done.replace_all_uses_with(source)
+        for node in dict.fromkeys((done, norm)):
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return fx.GraphModule(result, graph), matches, skips
+
+
+def in_float64(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with its floating variables in float64; what it calls stays as it is."""
+    values = {
+        str(n.target): _attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"
+    }
+    wide = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()
+    }
+    return fx.GraphModule(wide, _copied(module.graph)[0])
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    copied, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied.output(copied.graph_copy(graph, new))
+    copied.set_codegen(graph._codegen)
+    return copied, new
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def all_variables(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under all of their names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

@@ -1,0 +1,173 @@
+"""Which batch norms of an evaluation graph a neighbouring layer can take in, by the flow of data.
+
+A norm by constants is y = s * x + t for each channel. The layer before it can take it in if nobody else
+reads that layer's result; the layers after it can if they alone read the norm's, and if padding with
+zeros does not stand between (a padded zero is not shifted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_LAYERS = {
+    **{f"aten::conv{n}d": "conv" for n in (1, 2, 3)},
+    **{f"aten::conv_transpose{n}d": "transposed" for n in (1, 2, 3)},
+    "aten::linear": "linear",
+}
+# operator -> its names of x, mean, variance, weight, bias, eps
+_NORMS = {
+    "aten::batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "eps"),
+    "leannorm::tracked_batch_norm": ("x", "running_mean", "running_var", "weight", "bias", "eps"),
+    "leannorm::batch_norm_act": ("x", "running_mean", "running_var", "weight", "bias", "eps"),
+    "leannorm::batch_norm_op": ("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
+}
+
+
+class Layer(NamedTuple):
+    """A call of a convolution, a transposed convolution or a linear layer."""
+
+    node: fx.Node
+    kind: str
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    padded: bool
+    groups: int
+
+
+class Norm(NamedTuple):
+    """A call of a batch norm whose statistics are constants; `result` is its normalized output."""
+
+    node: fx.Node
+    result: fx.Node
+    input: fx.Node
+    mean: fx.Node
+    var: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    eps: float
+
+
+class Match(NamedTuple):
+    """A norm's call and the calls that take it in: the one before it, or all that follow."""
+
+    norm: Norm
+    layers: tuple[Layer, ...]
+    before: bool
+
+
+class Skip(NamedTuple):
+    """A norm's call that stays, and why."""
+
+    norm: fx.Node
+    reason: str
+
+
+def find(graph: fx.Graph, only_scales: Callable[[Norm], bool]) -> tuple[list[Match], list[Skip]]:
+    """Every batch norm of the graph, matched or skipped with the reason.
+
+    Where a norm `only_scales`, padding behind it is no hindrance.
+    """
+    matches: list[Match] = []
+    skips: list[Skip] = []
+    for node in graph.nodes:
+        if _name(node) not in _NORMS:
+            if _name(node) == "leannorm::conv_batch_norm":
+                skips.append(
+                    Skip(node, "it is one operator with its convolution; take to_pair() of the layer")
+                )
+            continue
+        norm = norm_of(node)
+        if isinstance(norm, str):
+            skips.append(Skip(node, norm))
+            continue
+        before = _layer_before(norm)
+        if isinstance(before, Layer):
+            matches.append(Match(norm, (before,), True))
+            continue
+        after = _layers_after(norm, only_scales)
+        if isinstance(after, tuple):
+            matches.append(Match(norm, after, False))
+        else:
+            skips.append(Skip(node, f"{before}; {after}"))
+    return matches, skips
+
+
+def norm_of(node: fx.Node) -> Norm | str:
+    """The norm that a node is, or why it cannot be folded."""
+    a = _arguments(node)
+    if a.get("training") or a.get("is_infer") is False:
+        return "it uses the batch's own statistics"
+    if a.get("act", "identity") != "identity" or a.get("residual") is not None:
+        return "it also adds or activates in the same operator"
+    x, mean, var, weight, bias, eps = (a[name] for name in _NORMS[_name(node)])
+    for what, value in (("statistics", mean), ("statistics", var), ("weight", weight), ("bias", bias)):
+        if value is not None and value.op != "get_attr":
+            return f"its {what} is computed, not a variable"
+    result = node
+    if _name(node) == "leannorm::batch_norm_op":
+        results = [u for u in node.users if u.args[1] == 0]
+        if len(results) != 1 or len(node.users) != 1:
+            return "its statistics are used as well"
+        result = results[0]
+    return Norm(node, result, x, mean, var, weight, bias, eps)
+
+
+def _layer_before(norm: Norm) -> Layer | str:
+    layer = _layer_of(norm.input)
+    if isinstance(layer, str):
+        return f"before it stands {layer}"
+    if len(layer.node.users) > 1:
+        return f"the result of the {layer.kind} layer before it is used elsewhere too"
+    if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
+        return "it normalizes axis 1, but the linear layer's features are on the last axis"
+    return layer
+
+
+def _layers_after(norm: Norm, only_scales: Callable[[Norm], bool]) -> tuple[Layer, ...] | str:
+    if not norm.result.users:
+        return "nothing follows it"
+    layers = []
+    for user in norm.result.users:
+        layer = _layer_of(user)
+        if isinstance(layer, str) or layer.input is not norm.result:
+            return f"after it comes {layer if isinstance(layer, str) else 'a use as a weight'}"
+        if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
+            return "the linear layer after it works on another axis"
+        if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
+            return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _layer_of(node: fx.Node) -> Layer | str:
+    kind = _LAYERS.get(_name(node))
+    if kind is None:
+        kinds = {"call_function": str(node.target), "placeholder": "an input", "output": "an output"}
+        return kinds.get(node.op, node.op)
+    a = _arguments(node)
+    if a["weight"].op != "get_attr" or (a["bias"] is not None and a["bias"].op != "get_attr"):
+        return f"a {kind} layer whose weight is computed (a parametrization)"
+    padding = a.get("padding", 0)
+    padded = padding != "valid" if isinstance(padding, str) else any(_each(padding))
+    return Layer(node, kind, a["input"], a["weight"], a["bias"], padded, a.get("groups", 1))
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _each(value: Any) -> list[int]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, defaults included."""
+    target: Any = node.target
+    named = zip(target._schema.arguments, node.args, strict=False)
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    return defaults | {a.name: v for a, v in named} | dict(node.kwargs)

@@ -1,0 +1,62 @@
+"""A batch norm by constants, taken into the weight and bias of a neighbouring linear map."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Affine(NamedTuple):
+    """y = scale * x + shift for each channel, in float64."""
+
+    scale: Tensor
+    shift: Tensor
+
+
+def affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Affine:
+    """What evaluation-mode batch norm does to a channel."""
+    mean, var = mean.detach().double(), var.detach().double()
+    scale = torch.rsqrt(var + eps)
+    scale = scale if weight is None else scale * weight.detach().double()
+    shift = -mean * scale
+    return Affine(scale, shift if bias is None else shift + bias.detach().double())
+
+
+def into_layer_before(
+    norm: Affine, kind: str, weight: Tensor, bias: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the layer that does layer, then norm; in the layer's dtype.
+
+    A convolution's weight is (out, in / groups, *), a transposed one's (in, out / groups, *) with a group's
+    outputs beside each other, a linear layer's (out, in).
+    """
+    w = weight.detach().double()
+    if kind == "transposed":
+        rows, per_group = w.shape[0], w.shape[1]
+        scale = norm.scale.reshape(groups, 1, per_group).expand(groups, rows // groups, per_group)
+        scale = scale.reshape(rows, per_group)
+        w = w * scale.reshape(*scale.shape, *(1,) * (w.dim() - 2))
+    else:
+        w = w * norm.scale.reshape(-1, *(1,) * (w.dim() - 1))
+    b = norm.shift if bias is None else norm.shift + norm.scale * bias.detach().double()
+    return w.to(weight.dtype), b.to(weight.dtype if bias is None else bias.dtype)
+
+
+def into_layer_after(
+    norm: Affine, kind: str, weight: Tensor, bias: Tensor | None, groups: int
+) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the layer that does norm, then layer; where nothing is padded, or the shift is 0."""
+    w = weight.detach().double()
+    after = (1,) * (w.dim() - 2)
+    if kind == "transposed":
+        scaled = w * norm.scale.reshape(-1, 1, *after)
+        added = torch.zeros(w.shape[1] * groups, dtype=w.dtype, device=w.device)  # only where the shift is 0
+    else:
+        outputs, inputs = w.shape[0] // groups, w.shape[1]
+        grouped = w.reshape(groups, outputs, inputs, -1)
+        scaled = (grouped * norm.scale.reshape(groups, 1, inputs, 1)).reshape(w.shape)
+        added = (grouped.sum(-1) * norm.shift.reshape(groups, 1, inputs)).sum(-1).flatten()
+    b = added if bias is None else added + bias.detach().double()
+    return scaled.to(weight.dtype), b.to(weight.dtype if bias is None else bias.dtype)

@@ -1,0 +1,118 @@
+"""Folding in a model of modules: the layers' parameters change, the norms' places become empty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from leannorm.transforms.fold_graph import affine_of, all_variables
+from leannorm.transforms.fold_match import Layer, Match, Skip
+from leannorm.transforms.fold_math import into_layer_after, into_layer_before
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fold_modules(
+    model: torch.nn.Module, graph: fx.Graph, matches: list[Match], skips: list[Skip]
+) -> tuple[list[Match], list[Skip]]:
+    """Fold, in place, every norm module all of whose calls match; returns what was folded and what not."""
+    calls: dict[str, list[Match]] = {}
+    for match in matches:
+        calls.setdefault(_owner(match.norm.mean), []).append(match)
+    unmatched = {_owner(s.norm.args[i]): s.reason for s in skips for i in _statistics(s.norm)}
+    folded = []
+    for path, own in calls.items():
+        reason = unmatched.get(path) or _why_not(model, graph, path, own)
+        if reason is not None:
+            skips = [*skips, *(Skip(m.norm.node, reason) for m in own)]
+            continue
+        variables = all_variables(model)
+        layers = {str(layer.weight.target): layer for match in own for layer in match.layers}
+        for layer in layers.values():
+            _fold_one(model, own[0], layer, variables)
+        _replace(model, model.get_submodule(path), _remainder(model.get_submodule(path)))
+        folded += own
+    return folded, skips
+
+
+def _fold_one(model: torch.nn.Module, match: Match, layer: Layer, variables: Mapping[str, Any]) -> None:
+    module: Any = model.get_submodule(_owner(layer.weight))
+    into = into_layer_before if match.before else into_layer_after
+    weight, bias = into(
+        affine_of(match.norm, variables), layer.kind, module.weight, module.bias, layer.groups
+    )
+    trained = module.weight.requires_grad
+    module.weight = torch.nn.Parameter(weight, requires_grad=trained)
+    module.bias = torch.nn.Parameter(bias, requires_grad=trained)
+
+
+def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match]) -> str | None:
+    """What stands against replacing the norm at `path`, whose calls are `own`."""
+    if len({match.before for match in own}) > 1:
+        return "its calls stand before and behind layers"
+    norm = model.get_submodule(path)
+    inside = {n for m in own for n in (m.norm.node, m.norm.result)}
+    others = [
+        n for n in graph.nodes if n.op == "call_function" and n not in inside and path in _scopes(n) and path
+    ]
+    if (others and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
+        return f"{type(norm).__name__} does more than normalize"
+    modules = {path: norm}
+    own_calls = {layer.node for match in own for layer in match.layers}
+    for match in own:
+        for layer in match.layers:
+            where = _owner(layer.weight)
+            modules[where] = module = model.get_submodule(where)
+            if not all(hasattr(module, name) for name in ("weight", "bias")):
+                return f"{where or 'the model'} ({type(module).__name__}) has no weight and bias of its own"
+            if any(user not in own_calls for user in layer.weight.users):
+                return f"{where} is also called without this norm"
+            if (layer.bias is None) != (module.bias is None):
+                return f"{where} does not always use its bias"
+    names: dict[int, set[int]] = {}
+    for _, module in model.named_modules():
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                names.setdefault(id(tensor), set()).add(id(module))
+    for where, module in modules.items():
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{where} has hooks, which would see other values"
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            return f"{where} is parametrized"
+        if any(len(names[id(p)]) > 1 for p in module._parameters.values() if p is not None):
+            return f"{where} shares its parameters with another module"
+    return None
+
+
+def _remainder(norm: torch.nn.Module) -> torch.nn.Module | None:
+    """What is left of a norm module once it no longer normalizes; None if that is not known."""
+    name = f"{type(norm).__module__}.{type(norm).__qualname__}"
+    if name == "timm.layers.norm_act.BatchNormAct2d":
+        kept: Any = norm
+        return torch.nn.Sequential(kept.drop, kept.act)
+    plain = ("torch.nn.modules.batchnorm.", "leannorm.nn.batch.", "leannorm.nn.sync.")
+    return torch.nn.Identity() if name.startswith(plain) else None
+
+
+def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module | None) -> None:
+    """Put `new` into every place where `old` is."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = (new or torch.nn.Identity()).train(old.training)
+
+
+def _owner(variable: Any) -> str:
+    return str(variable.target).rpartition(".")[0] if isinstance(variable, fx.Node) else ""
+
+
+def _statistics(norm: fx.Node) -> list[int]:
+    """Where among a norm's arguments its variables stand."""
+    return [i for i, a in enumerate(norm.args) if isinstance(a, fx.Node) and a.op == "get_attr"][:2]
+
+
+def _scopes(node: fx.Node) -> list[str]:
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
