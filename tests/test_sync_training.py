@@ -286,3 +286,15 @@ def destroyed(rank):
 
 def test_a_group_that_is_gone():
     assert all(ranks(2, destroyed))
+
+
+def without_collectives(rank):
+    """gloo knows nothing of this device; the running statistics stay."""
+    layer = nn.SyncBatchNorm(3, device="meta")
+    with pytest.raises(InputError, match="collectives for the input's device meta"):
+        layer(torch.randn(2, 3, device="meta"))
+    return True
+
+
+def test_a_backend_without_the_devices_collectives():
+    assert all(ranks(2, without_collectives))

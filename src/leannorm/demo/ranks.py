@@ -51,7 +51,8 @@ def train(epochs: int, batch_size: int, sync: bool, seed: int = 0) -> list[tuple
     network.dropout = ShareOfDropout(network.dropout.p, rank, ranks)
     together = DistributedDataParallel(convert(network, to="sync") if sync else network)
     optimizers = [torch.optim.SGD(n.parameters(), lr=0.02, momentum=0.9) for n in (alone, together)]
-    images, found, step = digits.images.double(), [], 0
+    found: list[tuple[float, float]] = []
+    images, step = digits.images.double(), 0
     for _ in range(epochs):
         losses = []
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed + len(found)))
