@@ -12,6 +12,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
 	touch $@
 
+conformance: $(VENV)/.ready
+	$(BIN)/python -m pytest -m conformance
+
 demo: $(VENV)/.ready
 	$(BIN)/leannorm demo
 

@@ -211,6 +211,50 @@ class ByChance(Block):
         return F.relu(self.normalized(x)) * random.choice((1.0, 1.0))
 
 
+class ByArgument(Block):
+    def forward(self, x, skip=None):
+        y = self.normalized(x)
+        return F.relu(y) if skip is not None else y
+
+
+class Counts(Block):
+    """Writes attributes, which a traced forward would not."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.seen = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen = F.relu(self.normalized(x))
+        return self.seen * self.calls
+
+
+class CountsInABuffer(Block):
+    fused, rewritten = 1, True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return F.relu(self.normalized(x)) + self.calls
+
+
+class Given(Block):
+    """A parameter of its own in the text."""
+
+    fused, rewritten = 1, True
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, x):
+        return F.relu(self.normalized(x)) * self.scale
+
+
 class ByModeWithModules(Block):
     """What is done differently lies behind the pair: the pair is joined, the forward stays."""
 
@@ -269,6 +313,10 @@ BLOCKS = [
     ByMode,
     ByGradMode,
     ByChance,
+    ByArgument,
+    Counts,
+    CountsInABuffer,
+    Given,
     ByModeWithModules,
     PartOfASequence,
     OfAnother,

@@ -7,6 +7,7 @@ decision may fall otherwise on another call is told apart here, and its forward 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 import sys
@@ -97,6 +98,8 @@ for _name in (
 
 
 class _Shallow(fx.Tracer):
+    proxy_buffer_attributes = True  # what is done to a buffer is part of the text
+
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         return True
 
@@ -105,8 +108,8 @@ class _Shallow(fx.Tracer):
 
 
 @contextmanager
-def _watched(seen: list[object]) -> Iterator[None]:
-    """Note in `seen` every telltale call from outside of torch, and every random number drawn."""
+def _watched(block: Module, seen: list[object]) -> Iterator[None]:
+    """Note in `seen` telltale calls from outside of torch, random numbers drawn, attributes written."""
 
     def note(frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call" or called not in _TELLTALES:
@@ -115,6 +118,7 @@ def _watched(seen: list[object]) -> Iterator[None]:
             seen.append(called)
 
     profiler, states = sys.getprofile(), (random.getstate(), torch.get_rng_state())
+    attributes = [(module, dict(vars(module))) for module in block.modules()]
     sys.setprofile(note)
     try:
         yield
@@ -124,14 +128,27 @@ def _watched(seen: list[object]) -> Iterator[None]:
             seen.append(random)
             random.setstate(states[0])
             torch.set_rng_state(states[1])
+        for module, before in attributes:
+            if {k: id(v) for k, v in vars(module).items()} != {k: id(v) for k, v in before.items()}:
+                seen.append(module)
+                vars(module).clear()
+                vars(module).update(before)
 
 
 def trace(block: Module, norms: Mapping[str, Module]) -> Traced | None:
-    """The block's graph, traced as in training; None where `forward` decides by a tensor's value."""
+    """The block's graph, traced as in training; None where `forward` decides by a tensor's value.
+
+    Only blocks of one input are traced: another may be None, and a stand-in never is.
+    """
+    inputs = list(inspect.signature(type(block).forward).parameters.values())[1:]
+    if [(p.kind, p.default) for p in inputs] != [
+        (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty)
+    ]:
+        return None
     before, seen, graphs = block.training, list[object](), []
     try:
         for block.training in (False, True):
-            with _watched(seen):
+            with _watched(block, seen):
                 graphs.append(_Shallow().trace(block))
     except Exception:  # the block's own code, run on stand-ins, may raise anything
         return None
