@@ -5,8 +5,8 @@
 Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The answer is
 checked against one process before anything is timed; the sides take turns; a time is the slowest rank's,
 and the median over the turns. `gather` is torch's own exchange (2 C + 1 values from every rank to every
-rank, then a sum of 2 C), with the same kernels around it; `bare` is our layer without sharing, and two bare
-sums of the size that sharing sends.
+rank, then a sum of 2 C), with the same kernels around it; `bare` is our layer without sharing, with a bare
+sum of the size that sharing sends after its forward and after its backward pass.
 """
 
 from __future__ import annotations
@@ -77,22 +77,20 @@ def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor
     sync, local = nn.SyncBatchNorm(channels), nn.BatchNorm2d(channels)
     message = torch.zeros(message_size(channels), dtype=torch.float64)
 
-    def step(layer: Callable[[Tensor], Tensor]) -> Tensor:
+    def step(layer: Callable[[Tensor], Tensor], exchange: Callable[[], object] = lambda: None) -> Tensor:
         y = layer(x)
+        exchange()
         y.backward(dy)
+        exchange()
         x.grad = None
         return y.detach()
 
-    def bare() -> Tensor:
-        y = step(local)
-        for _ in range(2):
-            dist.all_reduce(message)
-        return y
-
-    def gather() -> Tensor:
-        return step(lambda v: Gather.apply(v, local.weight, local.bias, local.eps))
-
-    return {"alone": lambda: step(local), "bare": bare, "shared": lambda: step(sync), "gather": gather}
+    return {
+        "alone": lambda: step(local),
+        "bare": lambda: step(local, lambda: dist.all_reduce(message)),
+        "shared": lambda: step(sync),
+        "gather": lambda: step(lambda v: Gather.apply(v, local.weight, local.bias, local.eps)),
+    }
 
 
 def rank_main(rank: int, world: int, port: int, repeats: int, end: Any) -> None:

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import socket
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from leannorm import distributed, nn
 from leannorm._errors import InputError
+from leannorm.saving import lean
 
 EXACT = 1e-14  # float64, values of order one
 STEPS = 3
@@ -131,6 +133,37 @@ def checkpointed(rank, reentrant):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_under_checkpointing(reentrant):
     assert all(ranks(2, checkpointed, reentrant))
+
+
+def lean_pass(rank):
+    """Under `lean()` kernels rebuild outputs: no collective more, the same gradients to the bit."""
+    calls, all_reduce = [], dist.all_reduce
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = count
+    torch.manual_seed(rank)
+    x, found = torch.randn(4, 3, 34, 34), []
+    for context in (nullcontext(), lean()):
+        calls.clear()
+        torch.manual_seed(0)
+        layers = [torch_nn.Conv2d(3, 16, 3), nn.SyncBatchNorm(16), torch_nn.ReLU()]
+        model = torch_nn.Sequential(*layers, torch_nn.Conv2d(16, 4, 3))
+        with context as saved:
+            loss = model(x).square().sum()
+        loss.backward()
+        found.append((len(calls), [p.grad for p in model.parameters()], list(model.buffers())))
+    (plain, grads, buffers), (again, grads_again, buffers_again) = found
+    assert plain == again == 2
+    assert saved.rebuilt_bytes > 0
+    assert all(torch.equal(a, b) for a, b in zip(buffers, buffers_again, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+
+
+def test_under_lean():
+    assert all(ranks(2, lean_pass))
 
 
 def on_nodes(rank):
@@ -253,3 +286,15 @@ def destroyed(rank):
 
 def test_a_group_that_is_gone():
     assert all(ranks(2, destroyed))
+
+
+def without_collectives(rank):
+    """gloo knows nothing of this device; the running statistics stay."""
+    layer = nn.SyncBatchNorm(3, device="meta")
+    with pytest.raises(InputError, match="collectives for the input's device meta"):
+        layer(torch.randn(2, 3, device="meta"))
+    return True
+
+
+def test_a_backend_without_the_devices_collectives():
+    assert all(ranks(2, without_collectives))

@@ -138,7 +138,7 @@ def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> tuple[Tens
         )
     total, total_count = add_up(sums, count, sharing.group, sharing.forward_call(x))
     if _may_be_repeated():
-        sharing.seen.append(Shared(sums, total, total_count))
+        sharing.seen.append(Shared(sums, total.clone(), total_count))
     return total, total_count
 
 

@@ -247,3 +247,9 @@ def _accuracy(network: nn.Module, digits: Digits) -> float:
     )
     network.train()
     return right / len(digits.test_labels)
+
+
+if __name__ == "__main__":
+    from leannorm.demo.ranks import main
+
+    raise SystemExit(main())

@@ -15,7 +15,7 @@ def add_up(sums: Tensor, count: int, group: str, call: Call) -> tuple[Tensor, Te
         total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, count, group, *call)
     else:
         total = statistics_group(group, call).all_reduce(sums, count, call)
-    return total[1:], total[0]
+    return total[1:], total[0].clone()  # what is kept for long shall not keep the whole message
 
 
 @torch.library.custom_op("leannorm::add_up_over_ranks", mutates_args=())

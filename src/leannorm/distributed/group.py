@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
-from leannorm.distributed.call import HEADER, SMALLEST, Call, agree, message_size
+from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
@@ -43,9 +43,10 @@ class StatisticsGroup:
         self.parent = parent
         self.rank, self.world = dist.get_rank(parent), dist.get_world_size(parent)
         self.backend = dist.get_backend(parent)
+        self.devices = {device.type for device in parent._device_types}
         device = next(iter(parent._device_types))
         self.timeout = parent._get_backend(device).options._timeout.total_seconds()
-        self.size, self.number, self.own_calls = SMALLEST, 0, 0
+        self.size, self.number, self.own_calls = UNIT, 0, 0
         self.store = meeting.store_of(parent, _made[parent.group_name])
         _made[parent.group_name] += 1
         self.broken: str | None = None
@@ -62,6 +63,11 @@ class StatisticsGroup:
         """(1 + len(sums),): the count and the sums, added up over the ranks; raises where ranks disagree."""
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
+        if sums.device.type not in self.devices:
+            raise InputError(
+                f"the process group's backend ({self.backend}) must have collectives for the input's device "
+                f"{sums.device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
+            )
         self.own_calls += 1
         call = self._identified(call)
         self._read_headers(wait=False)
@@ -122,12 +128,6 @@ class StatisticsGroup:
         try:
             work = dist.all_reduce(total, group=self.communicator, async_op=True)
         except RuntimeError as error:
-            if "No backend type associated" in str(error):
-                raise InputError(
-                    f"the process group's backend ({self.backend}) must have collectives for the input's "
-                    f"device {total.device}; name one for each device, for example "
-                    "init_process_group('cpu:gloo,cuda:nccl')"
-                ) from error
             raise self._broken(call, str(error), ask=0) from error
         if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
             work.wait()  # orders the streams; the host goes on

@@ -16,7 +16,7 @@ from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
-_REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 72 bytes a channel
+_REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 64 bytes a channel
 
 # what `share` sets
 SHARING = ("process_group", "timeout", "debug_consistency", "layer_name", "_seen")
@@ -73,9 +73,9 @@ class SyncBatchNorm(Synchronized):
     may be empty. With one rank or none it is `BatchNorm`, to the bit. Works on any device whose backend has
     `all_reduce`: gloo on CPU, NCCL on GPU.
 
-    Cost: one `all_reduce` forward and one backward, of max(4 KiB, 8 bytes * (4 C + 7) rounded up to a power
-    of two, for the widest layer), whatever the number of ranks; no wait for the device. Evaluation does
-    not communicate. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
+    Cost: one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
+    to a multiple of 4 KiB, whatever the number of ranks; no wait for the device. Evaluation does not
+    communicate. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
 
     Ranks that disagree (other layer, mode or number of channels) all raise the same `SyncError`, on an
     accelerator at one of the next calls, or at once with `debug_consistency`. Where a rank does not come,

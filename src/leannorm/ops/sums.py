@@ -27,7 +27,7 @@ def sums_of(moments: Moments) -> Tensor:
     lead = _leading_bits(mean)
     rest = mean - lead
     n_lead, n_rest = n * lead, n * rest
-    square_rest = moments.m2 + rest * (2 * n_lead + n_rest)
+    square_rest = torch.addcmul(moments.m2, rest, torch.add(n_rest, n_lead, alpha=2))
     return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
 
 
@@ -37,7 +37,9 @@ def moments_of(sums: Tensor, count: Tensor) -> Moments:
     n = count.clamp_min(1)
     lead = _leading_bits((n_lead + n_rest) / n)
     # what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
-    n_left = (n_lead - n * lead) + n_rest
+    n_merged = n * lead
+    n_left = (n_lead - n_merged) + n_rest
     left = n_left / n
-    between = (square_lead - n * lead * lead) - n_left * (2 * lead + left)
+    between = torch.addcmul(square_lead, n_merged, lead, value=-1)
+    between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
     return Moments(lead + left, (square_rest + between).clamp_min(0), count)

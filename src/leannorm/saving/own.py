@@ -11,13 +11,13 @@ from leannorm.saving.recipes import Given, _copy, recipe
 from leannorm.saving.values import Step, Value, saved_by_function
 
 
-@recipe("ChannelNormBackward", "ChannelAffineBackward")
+@recipe("ChannelNormBackward", "ChannelAffineBackward", "SyncNormBackward")
 def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    values = saved_by_function(node, 7)
+    values = saved_by_function(node, 8 if node.name() == "SyncNormBackward" else 7)
     if output or values is None:  # not all there yet: the node is saving its own output
         return None
-    x, mean, rstd, weight, bias, residual, _ = values
-    inputs_before_bias = 2 if node.name() == "ChannelNormBackward" else 4
+    x, mean, rstd, weight, bias, residual = values[:6]
+    inputs_before_bias = 4 if node.name() == "ChannelAffineBackward" else 2
     if x is None or mean is None or rstd is None:
         return None
     act, backend = node.act, node.backend

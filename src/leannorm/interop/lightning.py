@@ -1,0 +1,50 @@
+"""Lightning's `sync_batchnorm=True` with leannorm's layers, on any device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leannorm._errors import MissingDependencyError
+
+
+def layer_sync(process_group: Any = None) -> Any:
+    """A Lightning plug-in that shares batch norms' statistics for `fit`, and takes that back after it.
+
+    `Trainer(sync_batchnorm=True, plugins=[layer_sync()])` does with `leannorm.convert(model, to="sync")`
+    what Lightning does with torch's converter, which needs a GPU and drops subclasses' own forward; also
+    under other launchers than Lightning's. `process_group` is `convert`'s.
+
+    Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed.
+    Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
+    """
+    try:
+        from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+    except ModuleNotFoundError:
+        try:
+            from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
+        except ModuleNotFoundError as error:
+            raise MissingDependencyError(
+                "layer_sync needs Lightning; pip install lightning, or pytorch-lightning"
+            ) from error
+
+    class LeannormLayerSync(TorchSyncBatchNorm):  # type: ignore[misc]
+        """Derived from Lightning's own, beside which no other plug-in is let in."""
+
+        def apply(self, model: Any) -> Any:
+            from leannorm import convert
+
+            self._before = [(module, type(module), frozenset(vars(module))) for module in model.modules()]
+            return convert(model, to="sync", process_group=process_group)
+
+        def revert(self, model: Any) -> Any:
+            for module, cls, names in self._before:
+                if type(module) is not cls:
+                    object.__setattr__(module, "__class__", cls)
+                    for name in frozenset(vars(module)) - names:
+                        del vars(module)[name]
+            return model
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return layer_sync, (process_group,)
+
+    return LeannormLayerSync()

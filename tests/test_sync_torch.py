@@ -1,0 +1,143 @@
+"""torch's own distributed tests of SyncBatchNorm (`test_DistributedDataParallel_SyncBatchNorm*`), written
+again for gloo and our class: a local network and the same one in DDP agree, step by step."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+from torch import nn as torch_nn
+from torch.nn.parallel import DistributedDataParallel
+
+from leannorm import nn
+from leannorm.demo import ranks as demo
+from leannorm.demo.digits import Digits
+from leannorm.transforms import convert
+
+WORLD = 2
+
+
+def network(affine=True, spatial=True):
+    torch.manual_seed(0)
+    if spatial:
+        layers = [torch_nn.Conv2d(3, 4, 2), torch_nn.BatchNorm2d(4, affine=affine), torch_nn.Conv2d(4, 4, 2)]
+    else:
+        layers = [torch_nn.Linear(3, 40), torch_nn.BatchNorm1d(40, affine=affine), torch_nn.Linear(40, 4)]
+    return torch_nn.Sequential(*layers).double()
+
+
+def agree(rank, options):
+    """Two steps of a network on the whole batch, and of its converted copy on shares."""
+    local = network(options.get("affine", True), options.get("spatial", True))
+    shared = convert(copy.deepcopy(local), to="sync")
+    memory_format = options.get("memory_format", torch.contiguous_format)
+    if options.get("spatial", True):
+        shared = shared.to(memory_format=memory_format)
+    wrapped = DistributedDataParallel(shared)
+    sizes = options["sizes"]
+    start = sum(sizes[:rank])
+    for step in range(2):
+        torch.manual_seed(100 + step)
+        shape = (3, 5, 5) if options.get("spatial", True) else (3,)
+        x = torch.randn(sum(sizes), *shape, dtype=torch.float64)
+        for model, rows in ((local, x), (wrapped, x[start : start + sizes[rank]])):
+            rows = rows.contiguous(memory_format=memory_format) if rows.dim() == 4 else rows
+            model.zero_grad()
+            # a sum over the shares, which DDP divides by the number of ranks
+            (model(rows).square().sum() / (1 if model is wrapped else WORLD)).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 1e-3 * p.grad
+    pairs = zip(local.state_dict().values(), shared.state_dict().values(), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+OPTIONS = {
+    "default": {"sizes": (4, 4)},
+    "no affine": {"sizes": (4, 4), "affine": False},
+    "2D input": {"sizes": (4, 4), "spatial": False},
+    "channels last": {"sizes": (4, 4), "memory_format": torch.channels_last},
+    "single input per process": {"sizes": (1, 1), "spatial": False},
+    "different input sizes": {"sizes": (2, 6)},
+    "single and many": {"sizes": (1, 7), "spatial": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_ddp_agrees_with_one_process(options):
+    assert max(ranks(WORLD, agree, options)) <= 1e-12
+
+
+def running_values(rank):
+    """Ranks with inputs of different sizes: the running statistics are those of all values."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(convert(torch_nn.Sequential(torch_nn.BatchNorm2d(2)), to="sync"))
+    values = [[torch.randn(1, 2, 4, 2 * (r + 1)) for r in range(WORLD)] for _ in range(10)]
+    for inputs in values:
+        model(inputs[rank]).sum().backward()
+    oracle = torch_nn.BatchNorm1d(2)
+    for inputs in values:
+        oracle(torch.cat([v.flatten(2) for v in inputs], dim=2))
+    for name, value in oracle.named_buffers():
+        torch.testing.assert_close(model.module[0].get_buffer(name), value)
+    return True
+
+
+def test_running_values_of_different_input_sizes():
+    assert all(ranks(WORLD, running_values))
+
+
+def gradients_of_halves(rank):
+    """float16 on a CPU: the gradient of the input is finite and of the input's dtype."""
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(convert(torch_nn.Sequential(torch_nn.BatchNorm1d(3)), to="sync").half())
+    x = torch.randn(5, 3, dtype=torch.half, requires_grad=True)
+    model(x).sum().backward()
+    return x.grad.dtype is torch.half and bool(x.grad.isfinite().all())
+
+
+def test_halves():
+    assert all(ranks(WORLD, gradients_of_halves))
+
+
+def evaluation(rank):
+    """No communication: one rank alone may evaluate."""
+    layer = nn.SyncBatchNorm(3).eval()
+    return rank == 1 or layer(torch.randn(2, 3)).shape == (2, 3)
+
+
+def test_evaluation_needs_nobody():
+    assert all(ranks(WORLD, evaluation))
+
+
+def groups_of_converted(rank):
+    group = dist.new_group([0, 1])
+    model = convert(
+        torch_nn.Sequential(torch_nn.BatchNorm2d(3), torch_nn.BatchNorm1d(3)), to="sync", process_group=group
+    )
+    return all(layer.process_group is group for layer in model)
+
+
+def test_converted_layers_have_the_group():
+    assert all(ranks(WORLD, groups_of_converted))
+
+
+def demo_on_few_digits(rank, sync):
+    torch.manual_seed(3)
+    few = Digits("few", torch.randn(24, 1, 28, 28), torch.arange(24) % 10, torch.empty(0), torch.empty(0))
+    demo.load = lambda: few
+    return demo.train(epochs=2, batch_size=8, sync=sync)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_demo_trains_as_one_process_does(sync):
+    for losses in ranks(WORLD, demo_on_few_digits, sync):
+        assert all((abs(shared - single) <= demo.SAME) == sync for shared, single in losses)
+
+
+@pytest.mark.parametrize("arguments", [["--sync"], ["--epochs", "many"]])
+def test_bad_usage_of_the_demo(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        demo.main(arguments)
+    assert capsys.readouterr().err.count("error: ") == 1
