@@ -134,8 +134,8 @@ def main() -> int:
             continue
         verdict = "equal" if result["equal"] else f"DIFFERENT: {', '.join(result['different'])}"
         print(
-            f"{result['name']:40} fork {result['fork']:.2f} x two exports, file {result['size']:.3f} x weights, "
-            f"nodes {result['nodes']}, {verdict}",
+            f"{result['name']:40} fork {result['fork']:.2f} x two exports, "
+            f"file {result['size']:.3f} x weights, nodes {result['nodes']}, {verdict}",
             flush=True,
         )
     equal = [r for r in results if r["equal"]]

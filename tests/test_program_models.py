@@ -11,9 +11,9 @@ import leannorm
 from leannorm import program
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import architectures  # noqa: E402
-from benchmarks import program as comparison  # noqa: E402
-from benchmarks.fold import randomized  # noqa: E402
+from benchmarks import architectures
+from benchmarks import program as comparison
+from benchmarks.fold import randomized
 
 CASES = {a.name: a for a in (*architectures.ARCHITECTURES, *architectures.SMALL)}
 SAMPLE = ["torchvision:mobilenet_v3_small", *(a.name for a in architectures.SMALL)]
