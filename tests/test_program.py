@@ -175,11 +175,8 @@ def test_intermediate_values_are_those_of_the_modules():
 def test_calls_of_one_module_have_names_and_effects_of_their_own():
     net = Repeated()
     forked = program.fork(net, (image(),))
-    assert forked.names() == ["conv", "train:bn", "train:conv@1", "train:bn@1"] + [
-        "infer:bn",
-        "infer:conv@1",
-        "infer:bn@1",
-    ]
+    for branch in ("train", "infer"):
+        assert {f"{branch}:bn", f"{branch}:conv@1", f"{branch}:bn@1"} < set(forked.names())
     forked.run("train:bn", (image(),))
     assert net.bn.num_batches_tracked == 1
     forked.run("train:bn@1", (image(),))
