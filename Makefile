@@ -23,5 +23,10 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+conformance: $(VENV)/.ready
+	$(BIN)/pip install --quiet -c constraints.txt timm torchvision
+	$(BIN)/python -m benchmarks.program
+	$(BIN)/python -m benchmarks.fold
+
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

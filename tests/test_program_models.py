@@ -15,38 +15,24 @@ from benchmarks import architectures
 from benchmarks import program as comparison
 from benchmarks.fold import randomized
 
-SAMPLE = [
-    *architectures.SMALL,
-    *(a for a in architectures.ARCHITECTURES if a.name == "torchvision:mobilenet_v3_small"),
-]
+needs_zoo = pytest.mark.skipif(
+    find_spec("timm") is None or find_spec("torchvision") is None, reason="needs timm and torchvision"
+)
 
 
-@pytest.fixture(scope="module")
-def zoo():
-    """timm and torchvision; where the latter was built for another torch, its two operators are declared."""
-    if find_spec("timm") is None or find_spec("torchvision") is None:
-        pytest.skip("needs timm and torchvision")
-    declared = torch.library.Library("torchvision", "FRAGMENT")
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            declared.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        import torchvision
-    return torchvision, declared
-
-
+@needs_zoo
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", SAMPLE, ids=lambda a: a.name)
-def test_a_forked_network_is_the_network(zoo, architecture):
+@pytest.mark.parametrize("architecture", architectures.SMALL, ids=lambda a: a.name)
+def test_a_forked_network_is_the_network(architecture):
     model, image = architecture.build(), torch.rand(2, *architecture.image)
     forked = program.fork(model, (image,))
     assert not comparison.differences(model, forked, [image])
 
 
+@needs_zoo
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", SAMPLE, ids=lambda a: a.name)
-def test_a_folded_network_is_the_network(zoo, architecture):
+@pytest.mark.parametrize("architecture", architectures.SMALL, ids=lambda a: a.name)
+def test_a_folded_network_is_the_network(architecture):
     model = randomized(architecture.build())
     norms = sum(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
     report = leannorm.fold(model, (torch.randn(2, *architecture.image),))
