@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test check conformance clean
+.PHONY: demo test faults check conformance clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -12,11 +12,17 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
 	touch $@
 
+conformance: $(VENV)/.ready
+	$(BIN)/python -m pytest -m conformance
+
 demo: $(VENV)/.ready
 	$(BIN)/leannorm demo
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest
+
+faults: $(VENV)/.ready
+	cd tests && ../$(BIN)/python -m faults
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

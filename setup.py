@@ -30,10 +30,8 @@ FLAGS = [
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-Wall",
     "-Wno-psabi",  # vectors wider than the machine's never cross a call that is not inlined
-    "-Wno-uninitialized",  # the compiler's own intrinsics
-    "-Wno-maybe-uninitialized",
+    "-w",  # the compiler warns of its own intrinsics
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
 
@@ -108,7 +106,7 @@ class BuildKernels(build_ext):
             self.get_ext_fullpath(ext.name),
             library_dirs=[str(torch_root / "lib")],
             libraries=["torch_cpu"],
-            extra_postargs=["-undefined", "dynamic_lookup"] if apple else ["-Wl,--as-needed", "-s"],
+            extra_postargs=["-undefined", "dynamic_lookup"] if apple else ["-Wl,--as-needed"],
             target_lang="c++",
         )
 

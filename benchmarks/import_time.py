@@ -1,6 +1,6 @@
 """What `import leannorm` costs beyond `import torch`, in fresh processes that take turns.
 
-    python -m benchmarks.import_time [--runs 7]
+python -m benchmarks.import_time [--runs 7]
 """
 
 from __future__ import annotations

@@ -13,31 +13,31 @@ enum Activation {
 
 namespace LEANNORM_ISA {
 
-template <class V> inline V clamp(V z, double low, double high) {
+template <class V> LEANNORM_INLINE V clamp(V z, double low, double high) {
   z = z < splat<V>(low) ? splat<V>(low) : z;  // written so that NaN stays NaN
   return z > splat<V>(high) ? splat<V>(high) : z;
 }
-template <class V> inline V sigmoid(V z) { return 1 / (1 + exp(-z)); }
+template <class V> LEANNORM_INLINE V sigmoid(V z) { return 1 / (1 + exp(-z)); }
 
 template <class V> struct Tanh { V value, rest; };  // tanh(u) and 1 - tanh(u)^2
-template <class V> inline Tanh<V> tanh_of(V u) {
+template <class V> LEANNORM_INLINE Tanh<V> tanh_of(V u) {
   const V e = exp(2 * clamp(u, -20, 20)), one_minus = 2 / (e + 1);
   return {1 - one_minus, one_minus * (2 - one_minus)};
 }
 
 constexpr double kSqrtHalf = 0.70710678118654752440, kSqrtTwoOverPi = 0.79788456080286535588;
-template <class V> inline V gelu_inner(V z) {
+template <class V> LEANNORM_INLINE V gelu_inner(V z) {
   using S = typename Scalar<V>::type;
   return S(kSqrtTwoOverPi) * (z + S(0.044715) * z * z * z);
 }
 
 // tanh(softplus(z)) = n / (n + 2) with n = e^z (e^z + 2); past 20 it is 1 in float32, past 40 in float64.
-template <class V> inline Tanh<V> tanh_softplus(V z) {
+template <class V> LEANNORM_INLINE Tanh<V> tanh_softplus(V z) {
   const V limit = splat<V>(40), e = exp(z > limit ? limit : z), n = e * (e + 2), one_minus = 2 / (n + 2);
   return {n / (n + 2), one_minus * (2 - one_minus)};
 }
 
-template <class V> inline V activate(V z, int act) {
+template <class V> LEANNORM_INLINE V activate(V z, int act) {
   using S = typename Scalar<V>::type;
   const V zero{};
   switch (act) {
@@ -55,13 +55,13 @@ template <class V> inline V activate(V z, int act) {
   }
 }
 
-template <class V> inline V between(V z, double low, double high) {
+template <class V> LEANNORM_INLINE V between(V z, double low, double high) {
   const V one = splat<V>(1), zero{};
   const V above = z > splat<V>(low) ? one : zero;
   return z < splat<V>(high) ? above : zero;
 }
 
-template <class V> inline V slope_from_input(V z, int act) {
+template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
   using S = typename Scalar<V>::type;
   const V zero{}, one = splat<V>(1);
   switch (act) {
@@ -95,7 +95,7 @@ template <class V> inline V slope_from_input(V z, int act) {
   }
 }
 
-template <class V> inline V slope_from_output(V y, int act) {
+template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   const V zero{}, one = splat<V>(1);
   switch (act) {
     case kRelu: return y > zero ? one : zero;

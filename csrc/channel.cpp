@@ -58,21 +58,26 @@ struct Statistics {
   double eps, *mean, *m2, *rstd;
 
   void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t per_set = !cut.columns ? 1 : groups == 0 ? s.c : groups, base = set * per_set;
-    const int64_t per_group = groups == 0 ? 1 : s.c / groups;
-    std::vector<int64_t> counts(per_set);
+    const int64_t channels = cut.channels(set), per_group = groups == 0 ? 1 : s.c / groups;
+    const int64_t per_set = !cut.columns ? 1 : channels / per_group;
+    const int64_t base = set * (!cut.columns ? 1 : cut.channels(0) / per_group);
+    const int64_t count = std::max<int64_t>(count_of(s, groups), 1);
     std::fill_n(mean + base, per_set, 0.0);
     std::fill_n(m2 + base, per_set, 0.0);
-    partials.merge(set, [&](int64_t slot, int64_t count, double slot_mean, double slot_m2) {
-      const int64_t g = cut.columns ? slot % s.c / per_group : 0, i = base + g;
-      const double weight = double(count) / double(counts[g] + count), difference = slot_mean - mean[i];
+    std::vector<int64_t> counts(cut.columns && cut.fold * per_group > 1 ? per_set : 0);
+    partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2) {
+      if (n == count) {  // the slot is the whole statistic
+        mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
+        return;
+      }
+      const int64_t g = slot % channels / per_group, i = base + g;
+      const double weight = double(n) / double(counts[g] + n), difference = slot_mean - mean[i];
       mean[i] += difference * weight;
       m2[i] += slot_m2 + difference * difference * (double(counts[g]) * weight);
-      counts[g] += count;
+      counts[g] += n;
     });
     if (rstd == nullptr) return;
-    for (int64_t i = base; i < base + per_set; ++i)
-      rstd[i] = 1 / std::sqrt(m2[i] / std::max<int64_t>(counts[i - base], 1) + eps);
+    for (int64_t i = base; i < base + per_set; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
   }
 };
 
@@ -101,7 +106,7 @@ struct Call {
   Call(const Tensor& x, int64_t groups, const Optional& weight, const Optional& bias, const Optional& residual,
        const std::string& act)
       : s(x, groups), type(element_type(x)), groups(groups), act(activation_index(act)), cut(channel_cut(s, groups)),
-        coefficients(s, cut, groups, weight, bias),
+        coefficients(type, s, cut, groups, weight, bias),
         tensors{data(x), data(residual), nullptr, nullptr, nullptr, nullptr, element_size(type)} {
     check(s, x, residual, "residual");
   }
@@ -138,7 +143,7 @@ struct Call {
   }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const double* rstd, double* sum_dz, double* sum_dz_xhat) const {
-    const int64_t first = coefficients.first(set), n = coefficients.channels();
+    const int64_t first = coefficients.first(set), n = cut.channels(set);
     std::fill_n(sum_dz + first, n, 0.0);
     std::fill_n(sum_dz_xhat + first, n, 0.0);
     partials.merge(set, [&](int64_t channel, double dz, double dz_centred) {
@@ -240,7 +245,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
       [&](int64_t set) {
         call.merge(partials, set, rstds.data(), sum_dz, sum_dz_xhat);
         const int64_t first = coefficients.first(set);
-        for (int64_t i = first; i < first + coefficients.channels(); ++i) {
+        for (int64_t i = first; i < first + call.cut.channels(set); ++i) {
           const int64_t statistic = coefficients.statistic(set, i % s.c);
           const double scaled = coefficients.weight(i % s.c) / count;
           p[statistic] += scaled * sum_dz[i];

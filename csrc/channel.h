@@ -11,13 +11,15 @@
 
 namespace leannorm {
 
-struct Block { int64_t count, stride, length; };
+// The second pass over a set fetches what lies `ahead` elements further, where the next set begins.
+struct Block { int64_t count, stride, length, ahead; };
 
-// float64 values of each column, or of each plane: `step` is 0 where all planes of a block share one.
-// z = (x - mean) * scale + bias; dx = scale * dz + (x - mean) * rstd * slope + shift, or scale * dz where
-// the statistics are constants (slope is null).
+// Values of each column, or of each plane (`step` is 0 where all planes of a block share one), in the
+// compute type: float64 for float64 elements, else float32. The mean is in two parts, so that a large one
+// loses nothing. z = (x - mean) * scale + bias; dx = scale * dz + (x - mean) * rstd * slope + shift, or
+// scale * dz where the statistics are constants (slope is null).
 struct Coefficients {
-  const double *mean, *scale, *bias, *rstd, *slope, *shift;
+  const void *mean, *mean_rest, *scale, *bias, *rstd, *slope, *shift;
   int64_t step;
 };
 
@@ -28,7 +30,8 @@ struct Operands {
 };
 
 struct ChannelKernels {
-  // Adds the sums of (x - shift) and of its square, of the whole block (planes) or of each column.
+  // Adds the sums of (x - shift) and of its square, of the whole block (planes) or of each column;
+  // `wide_moments` does without float32, whatever the values and the shift.
   using Moments = void (*)(const void* x, Block, const double* shift, double* sums, double* squares);
   // result = act(z + residual)
   using Normalize = void (*)(const Operands&, Block, const Coefficients&, int act);
@@ -40,7 +43,7 @@ struct ChannelKernels {
   using InputGrad = void (*)(const Operands&, Block, const Coefficients&, int act);
 
   // [planes, columns][ElementType]
-  Moments moments[2][4];
+  Moments moments[2][4], wide_moments[2][4];
   Normalize normalize[2][4];
   GradSums grad_sums[2][4];
   InputGrad input_grad[2][4];

@@ -10,22 +10,22 @@ namespace leannorm::LEANNORM_ISA {
 template <class V> struct Affine {
   V mean, mean_rest, scale, bias;  // the mean in two parts: a large one loses nothing
 
-  V centre(V x) const { return (x - mean) - mean_rest; }
-  V apply(V centred) const { return centred * scale + bias; }
+  LEANNORM_INLINE V centre(V x) const { return (x - mean) - mean_rest; }
+  LEANNORM_INLINE V apply(V centred) const { return centred * scale + bias; }
 };
 template <class V> struct Backward : Affine<V> {
   V rstd, slope, shift;
   bool constant;  // the statistics do not depend on x
 
-  V input_grad(V dz, V centred) const {
+  LEANNORM_INLINE V input_grad(V dz, V centred) const {
     return constant ? dz * this->scale : dz * this->scale + ((centred * rstd) * slope + shift);
   }
 };
 
 // Splits the work at compile time by what is common, at run time by what is rare.
 enum Form { kPlain, kReluFromInput, kReluFromOutput, kAny };
-inline Form forward_form(int act) { return act == kIdentity ? kPlain : act == kRelu ? kReluFromInput : kAny; }
-inline Form backward_form(const Operands& o, int act) {
+LEANNORM_INLINE Form forward_form(int act) { return act == kIdentity ? kPlain : act == kRelu ? kReluFromInput : kAny; }
+LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   if (act == kIdentity) return kPlain;
   return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
 }
@@ -37,12 +37,15 @@ template <class T> struct Place {
   const Operands& o;
   int64_t at;
 
-  template <bool Whole> V load(const void* p, int64_t n, V rest) const {
+  LEANNORM_INLINE void fetch(const void* p, int64_t ahead) const {
+    __builtin_prefetch(static_cast<const T*>(p) + at + ahead, 0, 2);
+  }
+  template <bool Whole> LEANNORM_INLINE V load(const void* p, int64_t n, V rest) const {
     const T* q = static_cast<const T*>(p) + at;
     if constexpr (Whole) return E::load(q);
     else return E::load(q, n, rest);
   }
-  template <bool Whole> void store(void* p, V v, int64_t n) const {
+  template <bool Whole> LEANNORM_INLINE void store(void* p, V v, int64_t n) const {
     T* q = static_cast<T*>(p) + at;
     if constexpr (Whole) E::store(q, v);
     else E::store(q, v, n);
@@ -50,9 +53,10 @@ template <class T> struct Place {
 };
 
 template <class T, Form form, bool Whole>
-inline void normalize_vector(Place<T> place, int64_t n, const Affine<typename Element<T>::V>& affine, int act) {
+LEANNORM_INLINE void normalize_vector(Place<T> place, int64_t n, int64_t ahead, const Affine<typename Element<T>::V>& affine, int act) {
   using V = typename Element<T>::V;
   const Operands& o = place.o;
+  place.fetch(o.x, ahead);
   V z = affine.apply(affine.centre(place.template load<Whole>(o.x, n, V{})));
   if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
   if constexpr (form == kReluFromInput) z = activate(z, kRelu);
@@ -64,7 +68,7 @@ inline void normalize_vector(Place<T> place, int64_t n, const Affine<typename El
 template <class V> struct Gradient { V dz, centred; };
 
 template <class T, Form form, bool Whole>
-inline Gradient<typename Element<T>::V> gradient(Place<T> place, int64_t n,
+LEANNORM_INLINE Gradient<typename Element<T>::V> gradient(Place<T> place, int64_t n,
                                                  const Affine<typename Element<T>::V>& affine, int act) {
   using V = typename Element<T>::V;
   const Operands& o = place.o;
@@ -83,25 +87,44 @@ inline Gradient<typename Element<T>::V> gradient(Place<T> place, int64_t n,
 }
 
 template <class T, Form form, bool Whole>
-inline void input_grad_vector(Place<T> place, int64_t n, const Backward<typename Element<T>::V>& c, int act) {
+LEANNORM_INLINE void input_grad_vector(Place<T> place, int64_t n, int64_t ahead, const Backward<typename Element<T>::V>& c, int act) {
+  place.fetch(place.o.x, ahead);
+  place.fetch(place.o.dy, ahead);
   const auto g = gradient<T, form, Whole>(place, n, c, act);
   const auto dx = c.input_grad(g.dz, g.centred);
   if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, g.dz, n);
   place.template store<Whole>(place.o.result, dx, n);
 }
 
-template <class V> struct Sums {
-  Wide<V> first{}, second{};
+// Two sums of one run of at most kRun vectors, in the compute type: few enough terms that what float32
+// rounds off stays below the rounding of the result.
+constexpr int kRun = 8;
+template <class V> struct Run {
+  V first{}, second{};
 
-  void add_moments(V x, Wide<V> shift) {
-    const Wide<V> d = widen(x) - shift;
+  LEANNORM_INLINE void add_moments(V x, V shift) {
+    const V d = x - shift;
     first = first + d;
     second = second + d * d;
   }
-  void add(Gradient<V> g) {
-    const Wide<V> dz = widen(g.dz);
-    first = first + dz;
-    second = second + dz * widen(g.centred);
+  LEANNORM_INLINE void add(Gradient<V> g) {
+    first = first + g.dz;
+    second = second + g.dz * g.centred;
+  }
+};
+
+// Sums of runs, in float64.
+template <class V> struct Sums {
+  Wide<V> first{}, second{};
+
+  LEANNORM_INLINE void add(Run<V> run) {
+    first = first + widen(run.first);
+    second = second + widen(run.second);
+  }
+  LEANNORM_INLINE void add_moments(V x, Wide<V> shift) {
+    const Wide<V> d = widen(x) - shift;
+    first = first + d;
+    second = second + d * d;
   }
 };
 

@@ -34,7 +34,7 @@ BY_BACKWARD_FORM(column_input_grad, GRAD_PARAMETERS, o, b, c, act)
 #define BY_TYPE(kernel) {kernel<float>, kernel<double>, kernel<bfloat16>, kernel<float16>}
 #define BY_LAYOUT(verb) {BY_TYPE(plane_##verb), BY_TYPE(column_##verb)}
 
-extern const ChannelKernels channel_kernels = {BY_LAYOUT(moments), BY_LAYOUT(normalize), BY_LAYOUT(grad_sums),
+extern const ChannelKernels channel_kernels = {BY_LAYOUT(moments), BY_LAYOUT(wide_moments), BY_LAYOUT(normalize), BY_LAYOUT(grad_sums),
                                                BY_LAYOUT(input_grad)};
 
 }  // namespace leannorm::LEANNORM_ISA

@@ -51,6 +51,10 @@ struct Chunk { int64_t offset; Block block; int64_t index; };
 
 // At most this many elements are summed before the sums are merged.
 constexpr int64_t kChunk = 16384;
+// Sets larger than this are not fetched ahead: they would push each other out of the cache.
+// Columns a thread takes at a time, where all rows of so many stay in its cache.
+constexpr int64_t kStrip = 64, kCached = 1 << 17;
+constexpr int64_t kAhead = 1 << 16;
 
 struct Cut {
   int64_t sets = 0, chunks = 0;  // chunks of each set
@@ -61,26 +65,31 @@ struct Cut {
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
   int64_t planes = 0, stride = 0, length = 0, set_stride = 0, per_chunk = 1, segments = 1;
-  // Columns.
-  int64_t rows = 0, width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
+  // Columns: `width` of them a set (the last set may have fewer), rows `stride` elements apart.
+  int64_t rows = 0, width = 0, last_width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
 
   Chunk chunk(int64_t set, int64_t i) const { return columns ? column_chunk(set, i) : plane_chunk(set, i); }
 
   Chunk plane_chunk(int64_t set, int64_t i) const {
-    const int64_t first = segments > 1 ? i / segments : i * per_chunk;
-    const int64_t start = segments > 1 ? i % segments * kChunk : 0;
-    const int64_t count = segments > 1 ? 1 : std::min(per_chunk, planes - first);
-    return {set * set_stride + first * stride + start,
-            {count, stride, std::min(length - start, segments > 1 ? kChunk : length)},
+    const int64_t ahead = set_elements() <= kAhead ? set_stride : 0, start = set * set_stride;
+    if (segments > 1) {
+      const int64_t plane = i / segments, at = i % segments * kChunk;
+      return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead},
+              step == 0 ? set : set * planes + plane};
+    }
+    const int64_t first = i * per_chunk;
+    return {start + first * stride, {std::min(per_chunk, planes - first), stride, length, ahead},
             step == 0 ? set : set * planes + first};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
-    const int64_t start = set * set_stride + i * rows_per_chunk * width;
-    if (i == whole_chunks) return {set * set_stride + rows * width, {1, tail, tail}, set * width};
-    return {start, {std::min(rows_per_chunk, rows - i * rows_per_chunk), width, width}, set * width};
+    const int64_t ahead = set_elements() <= kAhead ? set_stride : 0, start = set * set_stride, first = i * rows_per_chunk;
+    if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, set * width};
+    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, set_width(set), ahead}, set * width};
   }
-
+  int64_t set_width(int64_t set) const { return set + 1 == sets ? last_width : width; }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
+  // The channels of a set (all but the last have as many as the first).
+  int64_t channels(int64_t set) const { return !columns ? (step == 0 ? 1 : planes) : set_width(set) / fold; }
 
   static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
                        int64_t step) {
@@ -94,16 +103,22 @@ struct Cut {
     cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
     return cut;
   }
-  static Cut of_columns(int64_t sets, int64_t rows, int64_t channels) {
+  // `samples` matrices of rows x channels.
+  static Cut of_columns(int64_t samples, int64_t rows, int64_t channels, bool split) {
     Cut cut;
     cut.columns = true;
-    cut.sets = sets;
-    cut.fold = std::max<int64_t>(1, std::min(rows, 64 / channels));
-    cut.width = channels * cut.fold;
+    cut.sets = samples;
+    cut.fold = std::max<int64_t>(1, std::min(rows, kStrip / channels));
+    cut.width = cut.stride = channels * cut.fold;
     cut.rows = rows / cut.fold;
     cut.tail = rows % cut.fold * channels;
     cut.set_stride = rows * channels;
-    cut.rows_per_chunk = std::max<int64_t>(64, 2 * kChunk / cut.width);
+    if (split && channels > kStrip && rows * kStrip <= kCached) {
+      cut.width = cut.set_stride = kStrip;
+      cut.sets = (channels + kStrip - 1) / kStrip;
+    }
+    cut.last_width = split ? (cut.stride - 1) % cut.width + 1 : cut.width;
+    cut.rows_per_chunk = std::max<int64_t>(128, 2 * kChunk / cut.width);
     cut.whole_chunks = (cut.rows + cut.rows_per_chunk - 1) / cut.rows_per_chunk;
     cut.chunks = cut.whole_chunks + (cut.tail > 0);
     cut.slots = cut.width;
@@ -113,7 +128,8 @@ struct Cut {
 
 // The cut into channels: what normalizing and the gradient sums walk over.
 inline Cut channel_cut(const Shape& s, int64_t groups) {
-  if (s.columns) return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c) : Cut::of_columns(s.n, s.inner, s.c);
+  if (s.columns)
+    return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, true) : Cut::of_columns(s.n, s.inner, s.c, false);
   if (groups == 0) return Cut::of_planes(s.c, s.n, s.c * s.inner, s.inner, s.inner, 0);
   return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
 }

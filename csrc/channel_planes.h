@@ -1,44 +1,93 @@
 // Planes: runs of elements that share one statistic, its coefficients in every lane.
 #pragma once
 
+#include <type_traits>
+
 #include "channel_elements.h"
 
 namespace leannorm::LEANNORM_ISA {
 
-template <class V> inline Affine<V> plane_affine(const Coefficients& c, int64_t i) {
-  const V mean = splat<V>(c.mean[i]);
-  return {mean, splat<V>(c.mean[i] - mean[0]), splat<V>(c.scale[i]), splat<V>(c.bias[i])};
+template <class V> LEANNORM_INLINE V all_lanes(const void* p, int64_t i) {
+  return V{} + static_cast<const typename Scalar<V>::type*>(p)[i];
 }
-template <class V> inline Backward<V> plane_backward(const Coefficients& c, int64_t i) {
+template <class V> LEANNORM_INLINE Affine<V> plane_affine(const Coefficients& c, int64_t i) {
+  return {all_lanes<V>(c.mean, i), all_lanes<V>(c.mean_rest, i), all_lanes<V>(c.scale, i), all_lanes<V>(c.bias, i)};
+}
+template <class V> LEANNORM_INLINE Backward<V> plane_backward(const Coefficients& c, int64_t i) {
   const Affine<V> affine = plane_affine<V>(c, i);
   if (c.slope == nullptr) return {affine, V{}, V{}, V{}, true};
-  return {affine, splat<V>(c.rstd[i]), splat<V>(c.slope[i]), splat<V>(c.shift[i]), false};
+  return {affine, all_lanes<V>(c.rstd, i), all_lanes<V>(c.slope, i), all_lanes<V>(c.shift, i), false};
+}
+
+// take(i, n, whole) for every vector of a block's planes, n of its lanes; done() after every kRun of them
+// at most; plane(p) before each plane.
+template <int W, class Plane, class Take, class Done>
+LEANNORM_INLINE void each_run(Block block, Plane plane, Take take, Done done) {
+  const int64_t vectors = (block.length + W - 1) / W, whole_runs = block.length / (kRun * W);
+  int64_t pending = 0;
+  for (int64_t p = 0; p < block.count; ++p) {
+    if (plane(p) || pending + vectors - whole_runs * kRun > kRun) {
+      done();
+      pending = 0;
+    }
+    const int64_t end = p * block.stride + block.length;
+    int64_t i = p * block.stride;
+    for (int64_t run = 0; run < whole_runs; ++run, i += kRun * W) {
+      if (pending != 0) done();
+      pending = 0;
+#pragma GCC unroll 8
+      for (int j = 0; j < kRun; ++j) take(i + j * W, W, std::true_type());
+      done();
+    }
+    pending += vectors - whole_runs * kRun;
+    for (; i + W <= end; i += W) take(i, W, std::true_type());
+    if (i < end) take(i, end - i, std::false_type());
+  }
+  done();
 }
 
 template <class T>
 void plane_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = Element<T>;
   using V = typename E::V;
-  constexpr int W = E::W;
-  const Wide<V> k = splat_wide<V>(*shift);
-  Sums<V> even, odd;  // two chains of additions, so that none waits for the other
-  for (int64_t p = 0; p < block.count; ++p) {
-    const T* x = static_cast<const T*>(base) + p * block.stride;
-    int64_t i = 0;
-    for (; i + 2 * W <= block.length; i += 2 * W) {
-      even.add_moments(E::load(x + i), k);
-      odd.add_moments(E::load(x + i + W), k);
-    }
-    if (i + W <= block.length) {
-      even.add_moments(E::load(x + i), k);
-      i += W;
-    }
-    if (i == block.length) continue;
-    // Lanes past the end hold the shift itself, an element of x, and add nothing.
-    odd.add_moments(E::load(x + i, block.length - i, splat<V>(*shift)), k);
-  }
-  *sums += total(even.first + odd.first);
-  *squares += total(even.second + odd.second);
+  const T* x = static_cast<const T*>(base);
+  const V k = splat<V>(*shift);
+  Run<V> run;
+  Sums<V> sum;
+  each_run<E::W>(
+      block, [](int64_t) LEANNORM_BODY { return false; },
+      [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+        // Lanes past the end hold the shift, which adds nothing.
+        if constexpr (whole) run.add_moments(E::load(x + i), k);
+        else run.add_moments(E::load(x + i, n, k), k);
+      },
+      [&]() LEANNORM_BODY {
+        sum.add(run);
+        run = {};
+      });
+  *sums += total(sum.first);
+  *squares += total(sum.second);
+}
+
+// The same in float64 throughout, for values of which float32 cannot hold the squares or the shift is far
+// from the mean.
+template <class T>
+void plane_wide_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
+  using E = Element<T>;
+  using V = typename E::V;
+  const T* x = static_cast<const T*>(base);
+  const V k = splat<V>(*shift);  // an element, so exact
+  const Wide<V> wide_k = splat_wide<V>(*shift);
+  Sums<V> sum;
+  each_run<E::W>(
+      block, [](int64_t) LEANNORM_BODY { return false; },
+      [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+        if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
+        else sum.add_moments(E::load(x + i, n, k), wide_k);
+      },
+      []() LEANNORM_BODY {});
+  *sums += total(sum.first);
+  *squares += total(sum.second);
 }
 
 template <class T, Form form>
@@ -50,8 +99,8 @@ void plane_normalize(const Operands& o, Block block, const Coefficients& c, int 
     if (c.step != 0) affine = plane_affine<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
     int64_t i = start;
-    for (; i + W <= end; i += W) normalize_vector<T, form, true>({o, i}, W, affine, act);
-    if (i < end) normalize_vector<T, form, false>({o, i}, end - i, affine, act);
+    for (; i + W <= end; i += W) normalize_vector<T, form, true>({o, i}, W, block.ahead, affine, act);
+    if (i < end) normalize_vector<T, form, false>({o, i}, end - i, block.ahead, affine, act);
   }
 }
 
@@ -59,27 +108,32 @@ template <class T, Form form>
 void plane_grad_sums(const Operands& o, Block block, const Coefficients& c, int act, double* sum_dz,
                      double* sum_dz_centred) {
   using V = typename Element<T>::V;
-  constexpr int W = Element<T>::W;
   Affine<V> affine = plane_affine<V>(c, 0);
-  Sums<V> even, odd;
-  for (int64_t p = 0; p < block.count; ++p) {
-    if (c.step != 0) affine = plane_affine<V>(c, p);
-    const int64_t start = p * block.stride, end = start + block.length;
-    int64_t i = start;
-    for (; i + 2 * W <= end; i += 2 * W) {
-      even.add(gradient<T, form, true>({o, i}, W, affine, act));
-      odd.add(gradient<T, form, true>({o, i + W}, W, affine, act));
-    }
-    if (i + W <= end) {
-      even.add(gradient<T, form, true>({o, i}, W, affine, act));
-      i += W;
-    }
-    if (i < end) odd.add(gradient<T, form, false>({o, i}, end - i, affine, act));
-    if (c.step == 0 && p + 1 < block.count) continue;
-    sum_dz[p * c.step] += total(even.first + odd.first);
-    sum_dz_centred[p * c.step] += total(even.second + odd.second);
-    even = odd = {};
-  }
+  Run<V> run;
+  Sums<V> sum;
+  const auto take_run = [&]() LEANNORM_BODY {
+    sum.add(run);
+    run = {};
+  };
+  const auto put = [&](int64_t p) LEANNORM_BODY {
+    sum_dz[p] += total(sum.first);
+    sum_dz_centred[p] += total(sum.second);
+    sum = {};
+  };
+  each_run<Element<T>::W>(
+      block,
+      [&](int64_t p) LEANNORM_BODY {
+        if (c.step == 0) return false;
+        affine = plane_affine<V>(c, p);
+        if (p > 0) {
+          take_run();
+          put(p - 1);
+        }
+        return true;
+      },
+      [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY { run.add(gradient<T, form, whole>({o, i}, n, affine, act)); },
+      take_run);
+  put(c.step == 0 ? 0 : block.count - 1);
 }
 
 template <class T, Form form>
@@ -91,8 +145,8 @@ void plane_input_grad(const Operands& o, Block block, const Coefficients& c, int
     if (c.step != 0) backward = plane_backward<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
     int64_t i = start;
-    for (; i + W <= end; i += W) input_grad_vector<T, form, true>({o, i}, W, backward, act);
-    if (i < end) input_grad_vector<T, form, false>({o, i}, end - i, backward, act);
+    for (; i + W <= end; i += W) input_grad_vector<T, form, true>({o, i}, W, block.ahead, backward, act);
+    if (i < end) input_grad_vector<T, form, false>({o, i}, end - i, block.ahead, backward, act);
   }
 }
 

@@ -8,16 +8,6 @@
 
 namespace leannorm {
 
-inline double value_at(ElementType type, const char* p, int64_t i) {
-  switch (type) {
-    case kFloat: return reinterpret_cast<const float*>(p)[i];
-    case kDouble: return reinterpret_cast<const double*>(p)[i];
-    case kBFloat16: return reinterpret_cast<const c10::BFloat16*>(p)[i];
-    default: return reinterpret_cast<const c10::Half*>(p)[i];
-  }
-}
-inline int64_t element_size(ElementType type) { return type == kDouble ? 8 : type == kFloat ? 4 : 2; }
-
 // Mean and sum of squared deviations of every chunk; `merge` makes them those of a whole set.
 class MomentPartials {
  public:
@@ -30,12 +20,14 @@ class MomentPartials {
     const char* x = x_ + chunk.offset * element_size(type_);
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     double *mean = mean_at(set, i), *m2 = mean + size_, *sum = m2 + size_;
+    if (type_ != kDouble && fast(kernels, chunk, x, mean, m2, sum)) return;
     for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j);
-    // Sums of differences from one of the values; float64 input, which has no wider type to be summed
-    // in, goes once more with the differences from the mean.
+    // Differences from one of the values; float64 input, which has no wider type to be summed in, goes
+    // once more with the differences from the mean.
     for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
-      for (int64_t j = 0; j < slots; ++j) sum[j] = m2[j] = 0;
-      kernels.moments[cut_.columns][type_](x, chunk.block, mean, sum, m2);
+      std::fill_n(sum, slots, 0.0);
+      std::fill_n(m2, slots, 0.0);
+      kernels.wide_moments[cut_.columns][type_](x, chunk.block, mean, sum, m2);
       for (int64_t j = 0; j < slots; ++j) {
         const double rest = sum[j] / count;
         mean[j] += rest;
@@ -67,6 +59,35 @@ class MomentPartials {
   }
 
  private:
+  // In float32, with differences from a first guess of the mean. False where the guess is far from the
+  // mean (by more than four standard deviations) or the squares leave the range of float32.
+  bool fast(const ChannelKernels& kernels, const Chunk& chunk, const char* x, double* mean, double* m2,
+            double* sum) const {
+    const int64_t slots = slots_of(chunk), count = count_of(chunk);
+    const auto moments = kernels.moments[cut_.columns][type_];
+    if (cut_.columns) {
+      Block few = chunk.block;
+      few.count = std::min<int64_t>(few.count, 8);
+      std::fill_n(mean, slots, 0.0);
+      std::fill_n(sum, slots, 0.0);
+      moments(x, few, mean, sum, m2);
+      for (int64_t j = 0; j < slots; ++j) mean[j] = float(sum[j] / few.count);
+    } else {
+      mean[0] = value_at(type_, x, 0);
+    }
+    std::fill_n(sum, slots, 0.0);
+    std::fill_n(m2, slots, 0.0);
+    moments(x, chunk.block, mean, sum, m2);
+    bool good = true;
+    for (int64_t j = 0; j < slots; ++j) {
+      const double square = m2[j], rest = sum[j] / count;
+      mean[j] += rest;
+      m2[j] = square - rest * sum[j];
+      good &= square < 1e30 && square > 1e-20 * count && rest * sum[j] < 16 * m2[j];
+    }
+    return good;
+  }
+
   int64_t slots_of(const Chunk& chunk) const { return cut_.columns ? chunk.block.length : 1; }
   int64_t count_of(const Chunk& chunk) const {
     return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
@@ -96,9 +117,12 @@ class GradPartials {
       const Chunk chunk = cut_.chunk(set, i);
       const int64_t n = cut_.columns ? chunk.block.length : cut_.step == 0 ? 1 : chunk.block.count;
       const double *a = dz(set, i), *b = dz_centred(set, i);
-      const int64_t channels = cut_.width / cut_.fold;
-      for (int64_t j = 0; j < n; ++j)
-        summed(cut_.columns ? set * channels + j % channels : chunk.index + j, a[j], b[j]);
+      if (cut_.fold == 1) {
+        for (int64_t j = 0; j < n; ++j) summed(chunk.index + j, a[j], b[j]);
+      } else {
+        const int64_t channels = cut_.channels(set);
+        for (int64_t j = 0; j < n; ++j) summed(set * channels + j % channels, a[j], b[j]);
+      }
     }
   }
 

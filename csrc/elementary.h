@@ -7,7 +7,7 @@ namespace leannorm::LEANNORM_ISA {
 
 // e^x = 2^n * (1 + p), |p| small: what exp and expm1 share.
 struct ReducedExp { F power_of_two, half_power, p; };
-inline ReducedExp reduce_exp(F x) {
+LEANNORM_INLINE ReducedExp reduce_exp(F x) {
   // Past these e^x is 0 or infinite; NaN fails both comparisons and stays.
   x = x > 128.0f ? F{} + 128.0f : x;
   x = x < -128.0f ? F{} - 128.0f : x;
@@ -25,18 +25,18 @@ inline ReducedExp reduce_exp(F x) {
   const I whole = __builtin_convertvector(n, I), half = whole >> 1;
   return {bits<F>((whole - half + 127) << 23), bits<F>((half + 127) << 23), r + r * r * q};
 }
-inline F exp(F x) {
+LEANNORM_INLINE F exp(F x) {
   const ReducedExp e = reduce_exp(x);
   return (1 + e.p) * e.power_of_two * e.half_power;
 }
-inline F expm1(F x) {
+LEANNORM_INLINE F expm1(F x) {
   const ReducedExp e = reduce_exp(x);
   const F power = e.power_of_two * e.half_power;
   return (power - 1) + power * e.p;
 }
 
 // Minimax fits on both sides of 475/512.
-inline F erf(F x) {
+LEANNORM_INLINE F erf(F x) {
   const F t = bits<F>(bits<U>(x) & 0x7fffffffu), s = x * x;
   F r = t * -1.72853470e-5f + 3.83197126e-4f;
   const F u = t * -3.88396438e-3f + 2.42546219e-2f;
@@ -54,12 +54,12 @@ inline F erf(F x) {
   return t > 0.927734375f ? signed_tail : q * x + x;
 }
 
-template <class Function> inline D lane_by_lane(D x, Function function) {
+template <class Function> LEANNORM_INLINE D lane_by_lane(D x, Function function) {
   for (int i = 0; i < lanes<D>; ++i) x[i] = function(x[i]);
   return x;
 }
-inline D exp(D x) { return lane_by_lane(x, [](double v) { return __builtin_exp(v); }); }
-inline D expm1(D x) { return lane_by_lane(x, [](double v) { return __builtin_expm1(v); }); }
-inline D erf(D x) { return lane_by_lane(x, [](double v) { return __builtin_erf(v); }); }
+LEANNORM_INLINE D exp(D x) { return lane_by_lane(x, [](double v) { return __builtin_exp(v); }); }
+LEANNORM_INLINE D expm1(D x) { return lane_by_lane(x, [](double v) { return __builtin_expm1(v); }); }
+LEANNORM_INLINE D erf(D x) { return lane_by_lane(x, [](double v) { return __builtin_erf(v); }); }
 
 }  // namespace leannorm::LEANNORM_ISA

@@ -80,7 +80,6 @@ template <class T, bool kStream> inline void line_forward_as(const RowForward& a
       if (weight != nullptr) v = v * load<E>(weight + i, count);
       if (bias != nullptr) v = v + load<E>(bias + i, count);
       put<E, kStream>(y + i, v, count);
-      __builtin_prefetch(x + n + i);
     });
   }
 }
@@ -110,6 +109,8 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
   return {m, r, splat<V>(a.rms ? 0 : sums.first / n), splat<V>(sums.second / n)};
 }
 
+constexpr int64_t kLongLine = 2048;
+
 // kRows rows at once, so that the parameters' gradients are loaded and stored once for all of them.
 template <class T, int kRows, bool kParameters, bool kStream>
 inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight, void* dbias) {
@@ -135,8 +136,6 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
       V v = g.rstd * (d * w - g.first - xhat * g.second);
       if (dtotal != nullptr) v = v + load<E>(dtotal + j, count);
       put<E, kStream>(dx + j, v, count);
-      __builtin_prefetch(x + kRows * n + j);
-      __builtin_prefetch(dy + kRows * n + j);
       if constexpr (kParameters) {
         sum_dw = sum_dw + d * xhat;
         sum_db = sum_db + d;
@@ -152,7 +151,9 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
 template <class T, bool kParameters, bool kStream>
 inline void line_backward_as(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
   int64_t row = begin;
-  for (; row + 4 <= end; row += 4) line_backward_rows<T, 4, kParameters, kStream>(a, row, dweight, dbias);
+  // Long rows leave no room for the parameters in the nearest cache; short ones are best read one by one.
+  if (a.shape.kept >= kLongLine)
+    for (; row + 4 <= end; row += 4) line_backward_rows<T, 4, kParameters, kStream>(a, row, dweight, dbias);
   for (; row < end; ++row) line_backward_rows<T, 1, kParameters, kStream>(a, row, dweight, dbias);
 }
 

@@ -30,60 +30,113 @@ struct PanelSums {
 };
 static_assert(kMostColumns % (64 / sizeof(float)) == 0, "a column sum takes whole vectors");
 
-// The two sums of each column; value(extent, k, j, lanes) gives the terms of one vector, as what it adds
-// up to for kShort rows of the panel: in the compute type, or in float64 from the start.
-template <class V, class Value>
-inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value) {
+// The two sums of each column; value(extent, k, j, lanes) gives the terms of one vector of row k of the
+// panel, in the compute type or wide. They are added as they are for kShort rows, in float64 from there on.
+// ahead(k) is called before rows k..k+kShort-1 are read.
+template <class V, class Value, class Ahead>
+inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value, Ahead ahead) {
   constexpr int W = lanes<V>;
   const int64_t padded = (columns + W - 1) / W * W;
   for (int64_t j = 0; j < padded; ++j) sums.first[j] = sums.second[j] = 0;
   for (int64_t k = 0; k < kept; k += kShort) {
     const int64_t end = smaller(kept, k + kShort);
-    each_vector<W>(columns, [&](auto extent, int64_t j, int64_t count) {
+    ahead(k);
+    int64_t j = 0;
+    for (; j + 4 * W <= columns; j += 4 * W) {  // whole lines of memory, in the order in which they lie
+      decltype(value(Whole{}, k, j, W)) a{}, b{}, c{}, d{};
+      for (int64_t at = k; at < end; ++at) {
+        a = a + value(Whole{}, at, j, W);
+        b = b + value(Whole{}, at, j + W, W);
+        c = c + value(Whole{}, at, j + 2 * W, W);
+        d = d + value(Whole{}, at, j + 3 * W, W);
+      }
+      sums.add<V>(j, widen(a));
+      sums.add<V>(j + W, widen(b));
+      sums.add<V>(j + 2 * W, widen(c));
+      sums.add<V>(j + 3 * W, widen(d));
+    }
+    each_vector<W>(columns - j, [&](auto extent, int64_t i, int64_t count) {
       decltype(value(extent, k, j, count)) part{};
-      for (int64_t at = k; at < end; ++at) part = part + value(extent, at, j, count);
-      sums.add<V>(j, widen(part));
+      for (int64_t at = k; at < end; ++at) part = part + value(extent, at, j + i, count);
+      sums.add<V>(j + i, widen(part));
     });
   }
 }
 
-// Mean (in `mean`, rounded) and rstd of every column.
+template <class V, class Value>
+inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value) {
+  column_sums<V>(kept, columns, sums, value, [](int64_t) {});
+}
+
+// Asks for the kShort rows behind the next kShort: every row of a panel is another page, which the
+// machine's own prefetching does not cross.
+template <class T> inline void fetch_ahead(const T* x, const RowShape& shape, int64_t columns, int64_t k) {
+  const int64_t end = smaller(shape.kept, k + 2 * kShort);
+  for (int64_t at = k + kShort; at < end; ++at)
+    for (int64_t j = 0; j < columns; j += 64 / static_cast<int64_t>(sizeof(T)))
+      __builtin_prefetch(x + at * shape.inner + j, 0, 2);
+}
+
+// Sums of the deviations from `centre` and of their squares, of every column.
+template <class T, bool kWide, bool kAhead = false>
+inline void deviations(const T* x, const RowShape& shape, int64_t columns, const ScalarOf<T>* centre,
+                       PanelSums& sums) {
+  using V = VectorOf<T>;
+  column_sums<V>(shape.kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
+    using E = decltype(extent);
+    const V value = load<E>(x + k * shape.inner + j, count), from = load<E>(centre + j, count);
+    if constexpr (kWide) {
+      const Wide<V> d = widen(value) - widen(from);
+      return Pair<Wide<V>>{d, d * d};
+    } else {
+      const V d = value - from;
+      return Pair<V>{d, d * d};
+    }
+  }, [&](int64_t k) {
+    if constexpr (kAhead) fetch_ahead(x, shape, columns, k);
+  });
+}
+
+// Mean (as it is kept: rounded) and rstd of every column. The first rows give a centre near the mean; what
+// the deviations from it add up to mends both. Where it was not near, or squares left float32's range, the
+// deviations are taken again, from the mended mean and in float64.
 template <class T>
 inline void panel_moments(const T* x, const RowForward& a, int64_t columns, ScalarOf<T>* mean,
                           ScalarOf<T>* rstd) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
-  const int64_t kept = a.shape.kept, inner = a.shape.inner;
+  const int64_t kept = a.shape.kept, inner = a.shape.inner, few = smaller(kept, kShort);
   PanelSums sums;
   for (int64_t j = 0; j < columns; ++j) mean[j] = 0;
   if (!a.rms) {
-    column_sums<V>(kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
+    column_sums<V>(few, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
       return Pair<V>{load<decltype(extent)>(x + k * inner + j, count), V{}};
     });
-    for (int64_t j = 0; j < columns; ++j) mean[j] = static_cast<S>(sums.first[j] / kept);
+    for (int64_t j = 0; j < columns; ++j) mean[j] = static_cast<S>(sums.first[j] / few);
   }
-  column_sums<V>(kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
-    using E = decltype(extent);
-    const V d = load<E>(x + k * inner + j, count) - load<E>(mean + j, count);
-    return Pair<V>{d, d * d};
-  });
-  bool all_in_range = true;
-  for (int64_t j = 0; j < columns; ++j) all_in_range = all_in_range && in_range(sums.second[j]);
-  if (sizeof(S) == 4 && !all_in_range) {
-    column_sums<V>(kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
-      using E = decltype(extent);
-      const Wide<V> d = widen(load<E>(x + k * inner + j, count)) - widen(load<E>(mean + j, count));
-      return Pair<Wide<V>>{d, d * d};
-    });
+  deviations<T, false, true>(x, a.shape, columns, mean, sums);
+  const auto near = [&] {
+    bool all = true;
+    for (int64_t j = 0; j < columns; ++j) {
+      const double square = sums.second[j], rest = a.rms ? 0 : sums.first[j];
+      all = all && in_range(square) && 2 * rest * rest <= square * kept;
+    }
+    return all;
+  };
+  const auto mend = [&](int64_t j) { return a.rms ? 0 : sums.first[j] / kept; };
+  if (!near()) {
+    deviations<T, true>(x, a.shape, columns, mean, sums);
+    for (int64_t j = 0; j < columns; ++j) mean[j] = static_cast<S>(mean[j] + mend(j));
+    deviations<T, true>(x, a.shape, columns, mean, sums);
   }
   for (int64_t j = 0; j < columns; ++j) {
-    const double rest = a.rms ? 0 : sums.first[j] / kept;
-    mean[j] = static_cast<S>(mean[j] + rest);
-    rstd[j] = static_cast<S>(rstd_of(sums.second[j], rest, kept, a.eps));
+    rstd[j] = static_cast<S>(rstd_of(sums.second[j], mend(j), kept, a.eps));
+    mean[j] = static_cast<S>(mean[j] + mend(j));
   }
 }
 
-template <class T> void panel_forward(const RowForward& a, int64_t begin, int64_t end) {
+template <class T, bool kStream>
+inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
@@ -112,15 +165,20 @@ template <class T> void panel_forward(const RowForward& a, int64_t begin, int64_
       each_vector<W>(panel.columns, [&](auto extent, int64_t j, int64_t count) {
         using E = decltype(extent);
         const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * load<E>(rstd + j, count);
-        store<E>(y + at + j, xhat * w + b, count);
+        put<E, kStream>(y + at + j, xhat * w + b, count);
       });
     }
   }
 }
 
+template <class T> void panel_forward(const RowForward& a, int64_t begin, int64_t end) {
+  if (a.stream) panel_forward_as<T, true>(a, begin, end);
+  else panel_forward_as<T, false>(a, begin, end);
+}
+
 // With dweight null, the parameters' gradients are not computed.
-template <class T>
-void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
+template <class T, bool kStream>
+inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
@@ -141,6 +199,9 @@ void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dwei
       const V centred = load<E>(x + k * inner + j, count) - load<E>(mean + j, count);
       const V h = load<E>(dy + k * inner + j, count) * splat<V>(weight == nullptr ? 1 : weight[k]);
       return Pair<V>{h, h * (centred * load<E>(rstd + j, count))};
+    }, [&](int64_t k) {
+      fetch_ahead(x, a.shape, panel.columns, k);
+      fetch_ahead(dy, a.shape, panel.columns, k);
     });
     for (int64_t j = 0; j < panel.columns; ++j) {
       first[j] = static_cast<S>(a.rms ? 0 : sums.first[j] / kept);
@@ -156,14 +217,20 @@ void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dwei
         const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * r;
         V v = r * (d * w - load<E>(first + j, count) - xhat * load<E>(second + j, count));
         if (dtotal != nullptr) v = v + load<E>(dtotal + at + j, count);
-        store<E>(dx + at + j, v, count);
+        put<E, kStream>(dx + at + j, v, count);
         parameters = parameters + Pair<V>{d * xhat, d};
       });
       if (dw == nullptr) continue;
-      dw[k] += static_cast<S>(total(widen(parameters.first)));
-      if (db != nullptr) db[k] += static_cast<S>(total(widen(parameters.second)));
+      dw[k] += lane_sum(parameters.first);
+      if (db != nullptr) db[k] += lane_sum(parameters.second);
     }
   }
+}
+
+template <class T>
+void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
+  if (a.stream) panel_backward_as<T, true>(a, begin, end, dweight, dbias);
+  else panel_backward_as<T, false>(a, begin, end, dweight, dbias);
 }
 
 }  // namespace leannorm::LEANNORM_ISA::rows

@@ -61,6 +61,20 @@ template <class V> inline Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.fi
 template <class V> inline Pair<Wide<V>> widen(Pair<V> p) { return {widen(p.first), widen(p.second)}; }
 template <class V> inline Pair<Wide<V>> widen(Pair<Wide<V>> p) { return p; }
 
+// The sum of all lanes, in the compute type.
+template <class V> inline typename Scalar<V>::type lane_sum(V v) {
+  using S = typename Scalar<V>::type;
+  typedef S Half __attribute__((vector_size(kBytes / 2)));
+  Half low, high;
+  std::memcpy(&low, &v, sizeof low);
+  std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+  low = low + high;
+  constexpr int kLanes = lanes<V> / 2;
+  S sum = low[0];
+  for (int i = 1; i < kLanes; ++i) sum += low[i];
+  return sum;
+}
+
 // Lanes that are added in the compute type before float64 takes over: the rounding of a few additions.
 constexpr int kShort = 16;
 

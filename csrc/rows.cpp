@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -14,8 +13,8 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
-const int64_t kStreamed = std::getenv("LNS") ? std::atol(std::getenv("LNS")) : 8 << 20;
-constexpr int64_t kPanelBytes = 256 << 10;  // of the input: what the second cache holds with its output
+constexpr int64_t kStreamed = 16 << 20;     // bytes of output that fill half of a large last cache
+constexpr int64_t kPanelBytes = 384 << 10;  // of one tensor: the second cache holds two of them
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
   int64_t p = 1;
@@ -54,7 +53,7 @@ struct Rows {
   RowShape shape;
   bool copied;
 
-  Rows(const Tensor& given, int64_t start, int64_t stop, int tensors) : x(given), copied(false) {
+  Rows(const Tensor& given, int64_t start, int64_t stop) : x(given), copied(false) {
     auto found = dense_shape(given, start, stop);
     if (!found) {
       x = torch::stable::contiguous(given);
@@ -63,7 +62,7 @@ struct Rows {
       found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1, 1};
     }
     shape = *found;
-    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size()) * tensors;
+    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size());
     int64_t most = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(column, 1), vector, 1024);
     most = most / vector * vector;
     if (shape.inner == 1) return;
@@ -141,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
     Tensor total = residual ? torch::stable::empty_like(given) : no_tensor(given);
     return {torch::stable::empty_like(given), total, mean, rstd};
   }
-  const Rows rows(given, start, stop, 1);
+  const Rows rows(given, start, stop);
   const Tensor y = rows.like(), total = residual ? rows.like() : no_tensor(given);
   const Optional added = rows.match(residual);
   const Optional w = plain(weight, type), b = plain(bias, type);
@@ -178,7 +177,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
     torch::stable::zero_(dbias);
     return {torch::stable::empty_like(given), dweight, dbias};
   }
-  const Rows rows(given, start, stop, 2);
+  const Rows rows(given, start, stop);
   const RowShape& shape = rows.shape;
   const Tensor dx = rows.like(), dy = rows.match(given_dy);
   const Optional dtotal = rows.match(given_dtotal);

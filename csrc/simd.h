@@ -9,6 +9,10 @@
 #include <immintrin.h>
 #endif
 
+// Vectors wider than a register must not cross a call.
+#define LEANNORM_INLINE inline __attribute__((always_inline))
+#define LEANNORM_BODY __attribute__((always_inline))  // of a lambda
+
 namespace leannorm {
 
 struct bfloat16 { uint16_t bits; };
@@ -36,17 +40,17 @@ template <> struct Scalar<F> { using type = float; };
 template <> struct Scalar<D> { using type = double; };
 template <class V> constexpr int lanes = kBytes / sizeof(typename Scalar<V>::type);
 
-template <class V> inline V splat(double value) {
+template <class V> LEANNORM_INLINE V splat(double value) {
   return V{} + static_cast<typename Scalar<V>::type>(value);
 }
 
-template <class V, class T> inline V read(const T* p) {
+template <class V, class T> LEANNORM_INLINE V read(const T* p) {
   V v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
 
-template <class To, class From> inline To bits(From v) {
+template <class To, class From> LEANNORM_INLINE To bits(From v) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &v, sizeof to);
@@ -55,21 +59,42 @@ template <class To, class From> inline To bits(From v) {
 
 // ------------------------------------------------------------------ 16-bit floats
 
-inline F from_bfloat16(HalfU16 h) { return bits<F>(__builtin_convertvector(h, U) << 16); }
-
-inline HalfU16 to_bfloat16(F v) {
-  const U u = bits<U>(v);
-  const U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  return __builtin_convertvector(bits<U>(v == v ? bits<I>(rounded) : I{} + 0x7fc0), HalfU16);
+// The compiler's own __builtin_convertvector takes these apart into pieces of 128 bits.
+LEANNORM_INLINE U widen_bits(HalfU16 h) {
+#if defined(__AVX512F__)
+  return (U)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (U)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, U);
+#endif
+}
+LEANNORM_INLINE HalfU16 narrow_bits(U u) {
+#if defined(__AVX512F__)
+  return (HalfU16)_mm512_cvtepi32_epi16((__m512i)u);
+#elif defined(__AVX2__)
+  const __m256i packed = _mm256_packus_epi32((__m256i)u, (__m256i)u);
+  return (HalfU16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000));
+#else
+  return __builtin_convertvector(u, HalfU16);
+#endif
 }
 
-inline F from_float16(HalfU16 h) {
+LEANNORM_INLINE F from_bfloat16(HalfU16 h) { return bits<F>(widen_bits(h) << 16); }
+
+LEANNORM_INLINE HalfU16 to_bfloat16(F v) {
+  const U u = bits<U>(v);
+  const U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+  return narrow_bits(v == v ? rounded : U{} + 0x7fc0);
+}
+
+LEANNORM_INLINE F from_float16(HalfU16 h) {
 #if defined(__AVX512F__)
   return (F)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
   return (F)_mm256_cvtph_ps((__m128i)h);
 #else
-  const U u = __builtin_convertvector(h, U), sign = (u & 0x8000u) << 16, magnitude = u & 0x7fffu;
+  const U u = widen_bits(h), sign = (u & 0x8000u) << 16, magnitude = u & 0x7fffu;
   // An exponent 112 too small, mended by a multiplication, which also normalizes subnormal numbers.
   const F scaled = bits<F>(magnitude << 13) * 0x1p112f;
   const U finite = bits<U>(scaled), special = (magnitude << 13) | 0x7f800000u;
@@ -77,7 +102,7 @@ inline F from_float16(HalfU16 h) {
 #endif
 }
 
-inline HalfU16 to_float16(F v) {
+LEANNORM_INLINE HalfU16 to_float16(F v) {
 #if defined(__AVX512F__)
   return (HalfU16)_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
@@ -91,7 +116,7 @@ inline HalfU16 to_float16(F v) {
   U h = magnitude < 0x38800000u ? subnormal : normal;
   h = magnitude >= 0x477ff000u ? infinite : h;
   h = magnitude > 0x7f800000u ? nan : h;
-  return __builtin_convertvector(sign | h, HalfU16);
+  return narrow_bits(sign | h);
 #endif
 }
 
@@ -104,71 +129,75 @@ template <class T> struct Element;
 template <class V_, class T> struct Dense {
   using V = V_;
   static constexpr int W = lanes<V>;
-  static V load(const T* p) { return read<V>(p); }
-  static void store(T* p, V v) { std::memcpy(p, &v, sizeof v); }
-  static V load(const T* p, int64_t n, V rest) {
+  LEANNORM_INLINE static V load(const T* p) { return read<V>(p); }
+  LEANNORM_INLINE static void store(T* p, V v) { std::memcpy(p, &v, sizeof v); }
+  LEANNORM_INLINE static V load(const T* p, int64_t n, V rest) {
+    if (n < 0 || n >= W) __builtin_unreachable();
     T lane[W];
     std::memcpy(lane, &rest, sizeof lane);
     std::memcpy(lane, p, n * sizeof(T));
     return read<V>(lane);
   }
-  static void store(T* p, V v, int64_t n) { std::memcpy(p, &v, n * sizeof(T)); }
+  LEANNORM_INLINE static void store(T* p, V v, int64_t n) {
+    if (n < 0 || n >= W) __builtin_unreachable();
+    std::memcpy(p, &v, n * sizeof(T));
+  }
 };
 
 #if defined(__AVX512F__)
 template <> struct Element<float> : Dense<F, float> {
   using Dense::load;
   using Dense::store;
-  static F load(const float* p, int64_t n, F rest) {
+  LEANNORM_INLINE static F load(const float* p, int64_t n, F rest) {
     return (F)_mm512_mask_loadu_ps((__m512)rest, (__mmask16)((1u << n) - 1), p);
   }
-  static void store(float* p, F v, int64_t n) {
+  LEANNORM_INLINE static void store(float* p, F v, int64_t n) {
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
   }
 };
 template <> struct Element<double> : Dense<D, double> {
   using Dense::load;
   using Dense::store;
-  static D load(const double* p, int64_t n, D rest) {
+  LEANNORM_INLINE static D load(const double* p, int64_t n, D rest) {
     return (D)_mm512_mask_loadu_pd((__m512d)rest, (__mmask8)((1u << n) - 1), p);
   }
-  static void store(double* p, D v, int64_t n) {
+  LEANNORM_INLINE static void store(double* p, D v, int64_t n) {
     _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), (__m512d)v);
   }
 };
-inline HalfU16 read_some(const uint16_t* p, int64_t n) {
+LEANNORM_INLINE HalfU16 read_some(const uint16_t* p, int64_t n) {
   return (HalfU16)_mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), p);
 }
-inline void write_some(uint16_t* p, HalfU16 h, int64_t n) {
+LEANNORM_INLINE void write_some(uint16_t* p, HalfU16 h, int64_t n) {
   _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)h);
 }
 #else
 #if defined(__AVX2__)
-inline __m256i first(int64_t n) {
+LEANNORM_INLINE __m256i first(int64_t n) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 template <> struct Element<float> : Dense<F, float> {
   using Dense::load;
   using Dense::store;
-  static F load(const float* p, int64_t n, F rest) {
+  LEANNORM_INLINE static F load(const float* p, int64_t n, F rest) {
     const __m256i mask = first(n);
     return (F)_mm256_blendv_ps((__m256)rest, _mm256_maskload_ps(p, mask), _mm256_castsi256_ps(mask));
   }
-  static void store(float* p, F v, int64_t n) { _mm256_maskstore_ps(p, first(n), (__m256)v); }
+  LEANNORM_INLINE static void store(float* p, F v, int64_t n) { _mm256_maskstore_ps(p, first(n), (__m256)v); }
 };
 #else
 template <> struct Element<float> : Dense<F, float> {};
 #endif
 template <> struct Element<double> : Dense<D, double> {};
-inline HalfU16 read_some(const uint16_t* p, int64_t n) {
+LEANNORM_INLINE HalfU16 read_some(const uint16_t* p, int64_t n) {
   uint16_t lane[lanes<F>] = {};
   std::memcpy(lane, p, n * sizeof *p);
   return read<HalfU16>(lane);
 }
-inline void write_some(uint16_t* p, HalfU16 h, int64_t n) { std::memcpy(p, &h, n * sizeof *p); }
+LEANNORM_INLINE void write_some(uint16_t* p, HalfU16 h, int64_t n) { std::memcpy(p, &h, n * sizeof *p); }
 #endif
 
-inline F blend(F v, int64_t n, F rest) {
+LEANNORM_INLINE F blend(F v, int64_t n, F rest) {
   I lane;
   for (int i = 0; i < lanes<F>; ++i) lane[i] = i;
   return lane < static_cast<int32_t>(n) ? v : rest;
@@ -177,29 +206,29 @@ inline F blend(F v, int64_t n, F rest) {
 template <> struct Element<bfloat16> {
   using V = F;
   static constexpr int W = lanes<F>;
-  static F load(const bfloat16* p) { return from_bfloat16(read<HalfU16>(p)); }
-  static F load(const bfloat16* p, int64_t n, F rest) {
+  LEANNORM_INLINE static F load(const bfloat16* p) { return from_bfloat16(read<HalfU16>(p)); }
+  LEANNORM_INLINE static F load(const bfloat16* p, int64_t n, F rest) {
     return blend(from_bfloat16(read_some(&p->bits, n)), n, rest);
   }
-  static void store(bfloat16* p, F v) {
+  LEANNORM_INLINE static void store(bfloat16* p, F v) {
     const HalfU16 h = to_bfloat16(v);
     std::memcpy(p, &h, sizeof h);
   }
-  static void store(bfloat16* p, F v, int64_t n) { write_some(&p->bits, to_bfloat16(v), n); }
+  LEANNORM_INLINE static void store(bfloat16* p, F v, int64_t n) { write_some(&p->bits, to_bfloat16(v), n); }
 };
 
 template <> struct Element<float16> {
   using V = F;
   static constexpr int W = lanes<F>;
-  static F load(const float16* p) { return from_float16(read<HalfU16>(p)); }
-  static F load(const float16* p, int64_t n, F rest) {
+  LEANNORM_INLINE static F load(const float16* p) { return from_float16(read<HalfU16>(p)); }
+  LEANNORM_INLINE static F load(const float16* p, int64_t n, F rest) {
     return blend(from_float16(read_some(&p->bits, n)), n, rest);
   }
-  static void store(float16* p, F v) {
+  LEANNORM_INLINE static void store(float16* p, F v) {
     const HalfU16 h = to_float16(v);
     std::memcpy(p, &h, sizeof h);
   }
-  static void store(float16* p, F v, int64_t n) { write_some(&p->bits, to_float16(v), n); }
+  LEANNORM_INLINE static void store(float16* p, F v, int64_t n) { write_some(&p->bits, to_float16(v), n); }
 };
 
 // ------------------------------------------------------------------ sums in float64
@@ -209,64 +238,72 @@ template <class V> struct Wide;
 template <> struct Wide<D> { D a; };
 template <> struct Wide<F> { D a, b; };
 
-inline Wide<D> widen(D v) { return {v}; }
-inline Wide<F> widen(F v) {
+LEANNORM_INLINE Wide<D> widen(D v) { return {v}; }
+LEANNORM_INLINE Wide<F> widen(F v) {
 #if defined(__AVX512F__)
-  const HalfF low = (HalfF)_mm512_castps512_ps256((__m512)v), high = (HalfF)_mm512_extractf32x8_ps((__m512)v, 1);
+  return {(D)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)),
+          (D)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1))};
 #elif defined(__AVX2__)
-  const HalfF low = (HalfF)_mm256_castps256_ps128((__m256)v), high = (HalfF)_mm256_extractf128_ps((__m256)v, 1);
+  return {(D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)v)),
+          (D)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)v, 1))};
 #else
-  HalfF low, high;
-  std::memcpy(&low, &v, sizeof low);
-  std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
+  HalfF half[2];
+  std::memcpy(half, &v, sizeof v);
+  return {__builtin_convertvector(half[0], D), __builtin_convertvector(half[1], D)};
 #endif
-  return {__builtin_convertvector(low, D), __builtin_convertvector(high, D)};
 }
 
-inline D narrow(Wide<D> v) { return v.a; }
-inline F narrow(Wide<F> v) {
+LEANNORM_INLINE D narrow(Wide<D> v) { return v.a; }
+LEANNORM_INLINE F narrow(Wide<F> v) {
+#if defined(__AVX512F__)
+  const __m512 low = _mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)v.a));
+  return (F)_mm512_insertf32x8(low, _mm512_cvtpd_ps((__m512d)v.b), 1);
+#elif defined(__AVX2__)
+  return (F)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)v.b), _mm256_cvtpd_ps((__m256d)v.a));
+#else
   const HalfF half[2] = {__builtin_convertvector(v.a, HalfF), __builtin_convertvector(v.b, HalfF)};
   F joined;
   std::memcpy(&joined, half, sizeof joined);
   return joined;
+#endif
 }
 
-inline Wide<D> operator+(Wide<D> x, Wide<D> y) { return {x.a + y.a}; }
-inline Wide<D> operator-(Wide<D> x, Wide<D> y) { return {x.a - y.a}; }
-inline Wide<D> operator*(Wide<D> x, Wide<D> y) { return {x.a * y.a}; }
-inline Wide<F> operator+(Wide<F> x, Wide<F> y) { return {x.a + y.a, x.b + y.b}; }
-inline Wide<F> operator-(Wide<F> x, Wide<F> y) { return {x.a - y.a, x.b - y.b}; }
-inline Wide<F> operator*(Wide<F> x, Wide<F> y) { return {x.a * y.a, x.b * y.b}; }
+LEANNORM_INLINE Wide<D> operator+(Wide<D> x, Wide<D> y) { return {x.a + y.a}; }
+LEANNORM_INLINE Wide<D> operator-(Wide<D> x, Wide<D> y) { return {x.a - y.a}; }
+LEANNORM_INLINE Wide<D> operator*(Wide<D> x, Wide<D> y) { return {x.a * y.a}; }
+LEANNORM_INLINE Wide<F> operator+(Wide<F> x, Wide<F> y) { return {x.a + y.a, x.b + y.b}; }
+LEANNORM_INLINE Wide<F> operator-(Wide<F> x, Wide<F> y) { return {x.a - y.a, x.b - y.b}; }
+LEANNORM_INLINE Wide<F> operator*(Wide<F> x, Wide<F> y) { return {x.a * y.a, x.b * y.b}; }
 
-template <class V> inline Wide<V> splat_wide(double value) {
+template <class V> LEANNORM_INLINE Wide<V> splat_wide(double value) {
   if constexpr (sizeof(Wide<V>) == sizeof(D)) return {splat<D>(value)};
   else return {splat<D>(value), splat<D>(value)};
 }
 
-inline double total(D v) {
+LEANNORM_INLINE double total(D v) {
   double lane[lanes<D>];
   std::memcpy(lane, &v, sizeof v);
   for (int step = lanes<D> / 2; step > 0; step /= 2)
     for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
   return lane[0];
 }
-inline double total(Wide<D> v) { return total(v.a); }
-inline double total(Wide<F> v) { return total(v.a + v.b); }
+LEANNORM_INLINE double total(Wide<D> v) { return total(v.a); }
+LEANNORM_INLINE double total(Wide<F> v) { return total(v.a + v.b); }
 
 // float64 values, one for each of the first n lanes of a V.
-inline D load_doubles(const double* p, int64_t n) {
+LEANNORM_INLINE D load_doubles(const double* p, int64_t n) {
   return n >= lanes<D> ? read<D>(p) : n > 0 ? Element<double>::load(p, n, D{}) : D{};
 }
-inline void store_doubles(double* p, D v, int64_t n) {
+LEANNORM_INLINE void store_doubles(double* p, D v, int64_t n) {
   if (n >= lanes<D>) Element<double>::store(p, v);
   else if (n > 0) Element<double>::store(p, v, n);
 }
-template <class V> inline Wide<V> load_wide(const double* p, int64_t n) {
+template <class V> LEANNORM_INLINE Wide<V> load_wide(const double* p, int64_t n) {
   if constexpr (sizeof(Wide<V>) == sizeof(D)) return {load_doubles(p, n)};
   else return {load_doubles(p, n), load_doubles(p + lanes<D>, n - lanes<D>)};
 }
-inline void store_wide(double* p, Wide<D> v, int64_t n) { store_doubles(p, v.a, n); }
-inline void store_wide(double* p, Wide<F> v, int64_t n) {
+LEANNORM_INLINE void store_wide(double* p, Wide<D> v, int64_t n) { store_doubles(p, v.a, n); }
+LEANNORM_INLINE void store_wide(double* p, Wide<F> v, int64_t n) {
   store_doubles(p, v.a, n);
   store_doubles(p + lanes<D>, v.b, n - lanes<D>);
 }

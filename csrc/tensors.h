@@ -41,19 +41,23 @@ inline const char* data(const Tensor& x) { return static_cast<const char*>(x.con
 inline const char* data(const Optional& x) { return x.has_value() ? data(*x) : nullptr; }
 inline char* mutable_data(const Tensor& x) { return static_cast<char*>(x.mutable_data_ptr()); }
 
+inline double value_at(ElementType type, const void* p, int64_t i) {
+  switch (type) {
+    case kFloat: return static_cast<const float*>(p)[i];
+    case kDouble: return static_cast<const double*>(p)[i];
+    case kBFloat16: return static_cast<const c10::BFloat16*>(p)[i];
+    default: return static_cast<const c10::Half*>(p)[i];
+  }
+}
+inline int64_t element_size(ElementType type) { return type == kDouble ? 8 : type == kFloat ? 4 : 2; }
+
 // Every value of a small contiguous tensor of any floating type, as float64.
 inline std::vector<double> values(const Tensor& v) {
   STD_TORCH_CHECK(v.is_contiguous(), "leannorm: per-channel values must be contiguous");
-  std::vector<double> read(v.numel());
+  const ElementType type = element_type(v);
   const void* p = v.const_data_ptr();
-  for (size_t i = 0; i < read.size(); ++i) {
-    switch (element_type(v)) {
-      case kFloat: read[i] = static_cast<const float*>(p)[i]; break;
-      case kDouble: read[i] = static_cast<const double*>(p)[i]; break;
-      case kBFloat16: read[i] = static_cast<const c10::BFloat16*>(p)[i]; break;
-      default: read[i] = static_cast<const c10::Half*>(p)[i]; break;
-    }
-  }
+  std::vector<double> read(v.numel());
+  for (size_t i = 0; i < read.size(); ++i) read[i] = value_at(type, p, i);
   return read;
 }
 inline std::vector<double> values(const Optional& v) {

@@ -137,7 +137,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "roll": lambda: Apply(lambda x: x.roll((1, -2), (2, 3))),
     "slice": lambda: Apply(lambda x: x[:, :, 1:-1, 2:]),
     "shuffle": lambda: Apply(lambda x: x.view(-1, 2, 8, 14, 14).transpose(1, 2).reshape(-1, 16, 14, 14)),
-    "cast": lambda: Apply(lambda x: x.double().square().float()),
+    "cast": lambda: Apply(lambda x: x.double().square().to(x.dtype)),
 }
 IMAGES: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda make=make: around(make())) for name, make in ACTIVATIONS.items()},

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,25 @@ import torch.distributed as dist
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the children: what they raise is looked at
 
-# a server that has imported torch once, and whose children are forked from it: 0.1 s a rank instead of 3
+# a server that has imported once what the ranks need, and whose children are forked from it: 0.1 s a rank
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "leannorm"])
+_TESTS = Path(__file__).parent
+_CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "ranks", "faults.scenarios", *sorted(p.stem for p in _TESTS.glob("test_sync_*.py"))]
+)
+
+
+def _start_server() -> None:
+    """The server does not take over sys.path in all versions of Python: tell it where the tests are."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), *([before] if before else [])])
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 class Outcome:
@@ -36,6 +54,7 @@ def outcomes(
     world: int, function: Callable[..., Any], *args: Any, group_timeout: float = 60.0, deadline: float = 120.0
 ) -> list[Outcome]:
     """Run `function(rank, *args)` on `world` ranks; a rank alive at the deadline is killed, exitcode None."""
+    _start_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

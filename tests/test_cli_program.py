@@ -54,8 +54,8 @@ def test_fold_a_model(tmp_path, capsys):
     ("given", "message"),
     [
         (["fork", "nonsense"], "MODEL must be timm:NAME"),
-        (["fork", NETWORK, "--input", "4,a"], "--input must be sizes such as"),
-        (["fold", NETWORK, "--input", "4,3"], "torch.export cannot trace"),
+        (["fork", NETWORK, "--input", "4xa"], "an input is written as its sizes"),
+        (["fold", NETWORK, "--input", "4x3"], "torch.export cannot trace"),
         (["fold", __file__], "is not a whole file written by Program.save"),
     ],
     ids=["model", "sizes", "shape", "file"],

@@ -70,7 +70,7 @@ def test_larger_than_a_slice_equals_the_pair_bit_for_bit(samples, layout):
         assert torch.equal(a, b)
 
 
-MODES = [(True, "inside"), (True, "outside"), (False, "inside")]
+MODES = [(True, "inside"), (True, "outside"), (False, "inside"), (False, "outside")]
 
 
 @same
@@ -146,8 +146,52 @@ def test_joins_and_parts_a_pair():
     assert bn.num_batches_tracked == 1
     with pytest.raises(InputError, match="4 output channels"):
         nn.ConvBatchNorm2d.from_pair(conv, torch.nn.BatchNorm2d(5))
-    with pytest.raises(InputError, match="joins a Conv2d"):
+    with pytest.raises(InputError, match=r"joins a torch\.nn\.Conv2d"):
         nn.ConvBatchNorm2d.from_pair(torch.nn.Conv1d(3, 4, 3), bn)
+
+
+def test_only_plain_pairs_are_joined():
+    """What else the two layers do, an activation or a hook, would be lost."""
+    conv = torch.nn.Conv2d(3, 4, 3)
+    for norm in (nn.BatchNormAct2d(4), nn.SyncBatchNorm(4), torch.nn.BatchNorm1d(4)):
+        with pytest.raises(InputError, match=r"must be a BatchNorm2d of torch\.nn or"):
+            nn.ConvBatchNorm2d.from_pair(conv, norm)
+    layer = nn.ConvBatchNorm2d.from_pair(conv, torch.nn.BatchNorm2d(4))
+    x = torch.randn(2, 3, 8, 8)
+    with (
+        layer.conv.register_forward_pre_hook(lambda *_: None),
+        pytest.raises(InputError, match="would not run"),
+    ):
+        layer(x)
+    layer(x)
+    layer.bn = nn.SyncBatchNorm(4)
+    with pytest.raises(InputError, match="must be a BatchNorm2d"):
+        layer(x)
+
+
+def test_a_parametrized_convolution_is_used_as_it_is():
+    torch.nn.utils.parametrizations.weight_norm(conv := torch.nn.Conv2d(3, 4, 3))
+    layer = nn.ConvBatchNorm2d.from_pair(conv, torch.nn.BatchNorm2d(4))
+    pair = torch.nn.Sequential(*copy.deepcopy((conv, nn.BatchNorm2d(4))))
+    x, dy = torch.randn(2, 3, 8, 8), torch.randn(2, 4, 6, 6)
+    for a, b in zip(step(layer, x, dy), step(pair, x, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_forward_updates_the_statistics_once(reentrant):
+    layer, x = nn.ConvBatchNorm2d(3, 4, 3), torch.randn(2, 3, 8, 8, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    once = nn.ConvBatchNorm2d.from_pair(*copy.deepcopy(layer.to_pair()))
+    once.bn.reset_running_stats()
+    once(x)
+    assert layer.bn.num_batches_tracked == 1
+    assert torch.equal(layer.bn.running_mean, once.bn.running_mean)
+
+
+def test_meta_tensors_give_shapes():
+    layer = nn.ConvBatchNorm2d(3, 4, 3, device="meta")
+    assert layer(torch.randn(2, 3, 8, 8, device="meta")).shape == (2, 4, 6, 6)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -172,6 +216,8 @@ def test_autocast_is_the_pairs():
     assert torch.equal(a, b)
     a.float().sum().backward()
     assert layer.conv.weight.grad.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # which leaves float64 alone
+        assert layer.double()(x.double()).dtype == torch.float64
 
 
 BAD = [
@@ -190,6 +236,18 @@ BAD = [
     ({"padding": "full"}, "padding must be one of"),
     ({"padding": "same", "stride": 2}, "needs stride 1"),
     ({"input": torch.randn(1, 3, 3, 3)}, "more than 1 value per channel"),
+    ({"input": torch.randn(2, 3, 2, 2)}, "must fit into the padded input"),
+    ({"input": torch.randn(2, 3, 8, 8).double()}, "conv_weight must have the input's dtype"),
+    ({"conv_weight": torch.ones(4, 3, 3, 3, dtype=torch.int32)}, "conv_weight must be floating point"),
+    ({"conv_weight": torch.randn(4, 3, 3, 3, device="meta")}, "on the input's device cpu, got meta"),
+    ({"stride": 0}, "stride must be one integer, or 2, of at least 1; got 0"),
+    ({"stride": (1, 1, 1)}, "stride must be one integer"),
+    ({"dilation": 0}, "dilation must be one integer"),
+    ({"padding": -1}, "padding must be one integer, or 2, of at least 0; got -1"),
+    ({"groups": 0}, "groups must be positive"),
+    ({"groups": 3}, "divide the 4 output channels"),
+    ({"running_mean": None, "running_var": None, "training": False}, "evaluation needs running_mean"),
+    ({"momentum": None, "num_batches_tracked": None}, "needs a count of the batches"),
 ]
 
 

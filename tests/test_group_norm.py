@@ -152,6 +152,9 @@ def test_the_layer_stands_in_for_torchs(arguments):
     assert ours.to("meta")(x.to("meta")).shape == x.shape
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's own, in jvp
 def test_lives_under_torchs_transforms():
     layer, x = nn.GroupNorm(2, 4).double(), torch.randn(5, 3, 4, 6, dtype=torch.float64)
     parameters = dict(layer.named_parameters())

@@ -241,6 +241,11 @@ def test_bad_arguments(change, message):
         ({"running_mean": torch.zeros(3)}, "running_mean must have one entry per channel"),
         ({"weight": torch.ones(4, dtype=torch.int32)}, "weight must be floating point"),
         ({"running_mean": None, "running_var": None}, "evaluation needs running_mean"),
+        ({"residual": torch.ones(SHAPES["2d"], dtype=torch.long)}, "residual must be floating point"),
+        ({"residual": torch.ones(SHAPES["2d"], device="meta")}, "residual must be on the input's device"),
+        ({"momentum": None, "training": True}, "momentum=None .* needs a count"),
+        ({"running_var": torch.ones(1).expand(4), "training": True}, "running_var is updated in place"),
+        ({"running_var": torch.ones(4, requires_grad=True), "training": True}, "and need no gradient"),
     ],
 )
 def test_bad_arguments_of_the_function(change, message):
@@ -249,6 +254,7 @@ def test_bad_arguments_of_the_function(change, message):
     good = {"running_mean": torch.zeros(4), "running_var": torch.ones(4), "act": "relu"}
     with pytest.raises(InputError, match=message):
         functional.batch_norm_act(torch.randn(SHAPES["2d"]), **(good | change))
+    assert torch.equal(good["running_mean"], torch.zeros(4))
 
 
 def swap(model):

@@ -96,6 +96,7 @@ def test_images_under_autocast(name):
     check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE), autocast=torch.bfloat16, recompute="conv")
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's, on RMS norm
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", lean_cases.SEQUENCES)
@@ -172,7 +173,8 @@ def test_budget_is_met_and_can_be_looked_at():
         assert plan.kept_bytes == saved.kept_bytes
         assert saved.kept_bytes <= budget * stock
         assert saved.kept_bytes > (budget - 0.25) * stock  # no more is rebuilt than asked for
-        assert any(plan.rebuild) and not all(plan.rebuild)
+        assert any(plan.rebuild)
+        assert not all(plan.rebuild)
     _, saved = step(model, x[:2], lean(budget=0.5))
     assert saved.plan.calls != plan.calls  # planned again for other shapes
 

@@ -15,6 +15,8 @@ from leannorm.ops.select import explain as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.freed_memory import FreedMemory as FreedMemory
 from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.report.profile import MemoryReport as MemoryReport
+from leannorm.report.profile import profile as profile
 from leannorm.saving import lean as lean
 from leannorm.saving import make_lean as make_lean
 from leannorm.saving import unmake_lean as unmake_lean
@@ -31,6 +33,7 @@ __all__ = [
     "FreedMemory",
     "InputError",
     "LeannormError",
+    "MemoryReport",
     "MissingDependencyError",
     "backends",
     "convert",
@@ -42,6 +45,7 @@ __all__ = [
     "lean",
     "make_lean",
     "nn",
+    "profile",
     "program",
     "unmake_lean",
     "use_backend",

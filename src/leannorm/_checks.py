@@ -6,10 +6,12 @@ import warnings
 from collections.abc import Sequence
 from math import prod
 
+import torch
 from torch import Tensor
 
 from leannorm._errors import DtypeError, InputError
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.modes import transformed
 
 
 def floating(name: str, tensor: Tensor) -> None:
@@ -67,9 +69,33 @@ def momentum(value: float | Tensor | None) -> None:
         )
 
 
+def momentum_is_a_number(value: float | None) -> None:
+    if value is None:
+        raise InputError(
+            "momentum=None (cumulative average) needs a count of the batches, got none; "
+            "use the layer, which counts them, or pass momentum=1/number of batches"
+        )
+
+
+def _writable(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    if not (tensor.requires_grad or tensor.is_inference() or tensor.stride(0) == 0) or transformed(tensor):
+        return True
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    overlaps = tensor.shape[0] > 1 and tensor.stride(0) == 0
+    return not (frozen or overlaps or (tensor.requires_grad and tensor.is_leaf))
+
+
 def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) -> None:
     if (mean is None) != (var is None):
         raise InputError("running_mean and running_var must both be given or both be None; one is None")
+    for name, statistic in (("running_mean", mean), ("running_var", var)):
+        if training and statistic is not None and not _writable(statistic):
+            raise InputError(
+                f"{name} is updated in place, so it must own its memory and need no gradient, got strides "
+                f"{statistic.stride()}, requires_grad={statistic.requires_grad}; pass {name}.detach().clone()"
+            )
     if mean is None and not training:
         raise InputError(
             "evaluation needs running_mean and running_var, got None; "
@@ -207,4 +233,20 @@ def timeout(seconds: float | None) -> None:
     if seconds is not None and not seconds > 0:
         raise InputError(
             f"timeout must be positive seconds, or None for the process group's own, got {seconds}"
+        )
+
+
+def same_dtype(name: str, tensor: Tensor, input: Tensor) -> None:
+    if tensor.dtype != input.dtype:
+        raise DtypeError(
+            f"{name} must have the input's dtype {input.dtype}, got {tensor.dtype}; "
+            "convert the layer or the input with .to(dtype), or run under torch.autocast"
+        )
+
+
+def positive_output(sizes: Sequence[int], input: Tensor, conv_weight: Tensor) -> None:
+    if any(size < 1 for size in sizes):
+        raise InputError(
+            f"the kernel {tuple(conv_weight.shape[2:])} must fit into the padded input, got input of shape "
+            f"{tuple(input.shape)}; use a larger input, more padding or less dilation"
         )

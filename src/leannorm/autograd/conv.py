@@ -111,15 +111,15 @@ class Convolution(NamedTuple):
         result: Tensor = adjoint(gradient, x, self.pad)
         return result
 
-    def values_per_channel(self, x: Tensor, weight: Tensor) -> int:
-        """How many values of the output stand behind each channel's statistics."""
-        count = x.shape[0]
+    def output_sizes(self, x: Tensor, weight: Tensor) -> list[int]:
+        """The output's positions along each axis."""
+        sizes = []
         for axis in range(x.dim() - 2):
             before, after = self.pad[2 * (x.dim() - 3 - axis) :][:2]
             size = x.shape[2 + axis] + before + after + 2 * self.padding[axis]
             reach = self.dilation[axis] * (weight.shape[2 + axis] - 1)
-            count *= max((size - reach - 1) // self.stride[axis] + 1, 0)
-        return count
+            sizes.append((size - reach - 1) // self.stride[axis] + 1)
+        return sizes
 
 
 def rstd_outside(variance: Tensor, eps: float) -> Tensor:

@@ -7,9 +7,11 @@ import typer
 from leannorm.cli.check import check
 from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
+from leannorm.cli.fit import fit
 from leannorm.cli.fold import fold
 from leannorm.cli.fork import fork
 from leannorm.cli.info import info
+from leannorm.cli.profile import profile
 
 app = typer.Typer(
     help="Normalization layers for PyTorch that train in about half the memory.",
@@ -17,5 +19,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (demo, check, convert_checkpoint, fold, fork, info):
+COMMANDS = (
+    demo,
+    check,
+    profile,
+    fit,
+    convert_checkpoint,
+    fold,
+    fork,
+    info,
+)
+for command in COMMANDS:
     app.command()(command)

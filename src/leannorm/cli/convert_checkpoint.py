@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.models import Model
-from leannorm.cli.options import JsonFile
+from leannorm.cli.options import JsonFile, ModelOption
 
 FRAMEWORKS = "torch, paddle, keras, tensorflow, flax or onnx"
 
@@ -16,7 +15,7 @@ FRAMEWORKS = "torch, paddle, keras, tensorflow, flax or onnx"
 def convert_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="The file to read.")],
     output: Annotated[Path, typer.Argument(help="The file to write; its ending says the format.")],
-    model: Model,
+    model: ModelOption,
     source: Annotated[str, typer.Option("--from", help=f"Who wrote it: {FRAMEWORKS}, caffe.")],
     target: Annotated[str, typer.Option("--to", help=f"For whom to write: {FRAMEWORKS}.")] = "torch",
     names: Annotated[
@@ -45,15 +44,15 @@ def convert_checkpoint(
     from rich.console import Console
 
     from leannorm import interop
-    from leannorm.cli.models import build
     from leannorm.interop.conventions import convention
     from leannorm.report.files import check_writable, write_json
+    from leannorm.report.models import model_named
 
     check_writable(output, json)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)
     # checked before the work; a count concerns only the sides whose variance is biased
     reads, writes = convention(source, "--from"), convention(target, "--to")
-    built = build(model)
+    built = model_named(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", interop.ConventionWarning)
         loaded = interop.load(

@@ -14,7 +14,7 @@ def fold(
     model: Annotated[
         str, typer.Argument(help="A program's file (.pt2), or timm:NAME, torchvision:NAME, ...")
     ],
-    input: InputShape = "2,3,224,224",
+    input: InputShape = "2x3x224x224",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the folded model here (torch.export).", metavar="FILE"),
@@ -28,10 +28,9 @@ def fold(
 
     from leannorm._errors import FoldError
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.cli.models import build
-    from leannorm.cli.options import sizes
     from leannorm.program import Program
     from leannorm.report.files import check_writable, write_json
+    from leannorm.report.models import model_named, shape_of
     from leannorm.transforms import fold as folding
 
     check_writable(json, output)
@@ -40,8 +39,8 @@ def fold(
         if Path(model).is_file():
             report = folding(Program.load(model), verify=verify)
         else:
-            shape = sizes(input)
-            report = folding(build(model), (torch.randn(shape),), verify=verify)
+            shape = shape_of(input)
+            report = folding(model_named(model), (torch.randn(shape),), verify=verify)
     except FoldError as error:
         console.print(str(error), style="bold red", highlight=False)
         raise typer.Exit(CHECK_FELL_SHORT) from error

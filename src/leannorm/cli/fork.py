@@ -12,7 +12,7 @@ from leannorm.cli.options import InputShape, JsonFile
 
 def fork(
     model: Annotated[str, typer.Argument(help="timm:NAME, torchvision:NAME or package.module:callable.")],
-    input: InputShape = "2,3,224,224",
+    input: InputShape = "2x3x224x224",
     any_batch: Annotated[bool, typer.Option(help="Let the batch size vary.")] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the program here (.pt2).", metavar="FILE")
@@ -26,15 +26,14 @@ def fork(
     import torch
     from rich.console import Console
 
-    from leannorm.cli.models import build
-    from leannorm.cli.options import sizes
     from leannorm.program import fork as forking
     from leannorm.report.files import check_writable, write_json
+    from leannorm.report.models import model_named, shape_of
 
     check_writable(json, output, draw)
-    shape = sizes(input)
+    shape = shape_of(input)
     dynamic = ({0: torch.export.Dim("batch", min=2)},) if any_batch and shape[0] > 1 else None
-    program = forking(build(model), (torch.randn(shape),), dynamic)
+    program = forking(model_named(model), (torch.randn(shape),), dynamic)
     console = Console(soft_wrap=True)
     console.print(program.describe(), highlight=False, markup=False)
     if draw:

@@ -7,6 +7,14 @@ from typing import NamedTuple
 
 HEADER = 7  # active, two tokens and their squares, the size asked for, the count
 
+SMALLEST = 512  # float64 values of a message, until a layer needs more
+
+
+def message_size(channels: int) -> int:
+    """How many float64 values a layer's messages have where no other layer's are longer."""
+    needed = HEADER + 4 * channels
+    return max(SMALLEST, 1 << (needed - 1).bit_length())
+
 
 class Call(NamedTuple):
     """One use of a layer in one direction. Ranks that meet in a collective must be in equal calls."""

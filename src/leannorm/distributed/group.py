@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
-from leannorm.distributed.call import HEADER, Call, agree
+from leannorm.distributed.call import HEADER, SMALLEST, Call, agree, message_size
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
@@ -45,7 +45,7 @@ class StatisticsGroup:
         self.backend = dist.get_backend(parent)
         device = next(iter(parent._device_types))
         self.timeout = parent._get_backend(device).options._timeout.total_seconds()
-        self.size, self.number, self.own_calls = 512, 0, 0
+        self.size, self.number, self.own_calls = SMALLEST, 0, 0
         self.store = meeting.store_of(parent, _made[parent.group_name])
         _made[parent.group_name] += 1
         self.broken: str | None = None
@@ -67,7 +67,7 @@ class StatisticsGroup:
         self._read_headers(wait=False)
         room = HEADER + len(sums)
         if room > self.size:
-            size = 1 << (room - 1).bit_length()
+            size = message_size(call.channels)
             self._exchange(sums.new_zeros(0), 0, call, size)
             self.size = size
         return self._exchange(sums, count, call)[HEADER - 1 : room]

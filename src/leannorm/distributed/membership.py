@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 
 from leannorm._errors import InputError
@@ -97,5 +96,5 @@ def _node_group() -> dist.ProcessGroup:
     return _nodes[world]
 
 
-# what torch.compiler.assume_constant_result does, without its import of the compiler (seconds)
-vars(_node_group)["_dynamo_marked_constant"] = True
+# what torch.compiler.assume_constant_result does, without its import of the whole compiler
+_node_group._dynamo_marked_constant = True  # type: ignore[attr-defined]

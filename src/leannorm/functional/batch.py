@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.autograd.sync import Sharing, sync_norm
-from leannorm.ops.modes import rebuilding, transformed
-from leannorm.ops.precision import statistics_dtype
+from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 
 
 def batch_norm(
@@ -98,9 +95,10 @@ def batch_norm_act(
             act=act,
             residual=residual,
         )
+    _checks.momentum_is_a_number(momentum)
     _check(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
     return _batch_norm_act(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual
+        input, running_mean, running_var, None, weight, bias, training, momentum, eps, act, residual
     )
 
 
@@ -145,16 +143,20 @@ def tracked_batch_norm(
         sharing = sharing._replace(mode="training" if training else "evaluation")
     _checks.rank(input, ranks)
     _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
-    if rebuilding() and use_batch:
-        running_mean = running_var = num_batches_tracked = None
-    factor: float | Tensor = 0.0 if momentum is None else momentum
-    if num_batches_tracked is not None and momentum is None:
-        factor = (num_batches_tracked.to(statistics_dtype(input)) + 1).reciprocal()
-    y = _batch_norm_act(
-        input, running_mean, running_var, weight, bias, use_batch, factor, eps, act, residual, sharing
+    return _batch_norm_act(
+        input,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        weight,
+        bias,
+        use_batch,
+        momentum,
+        eps,
+        act,
+        residual,
+        sharing,
     )
-    count_batch(num_batches_tracked)
-    return y
 
 
 def _check(
@@ -177,7 +179,10 @@ def _check(
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
     _checks.activation(act)
-    _checks.same_shape("residual", residual, input)
+    if residual is not None:
+        _checks.floating("residual", residual)
+        _checks.same_device("residual", residual, input)
+        _checks.same_shape("residual", residual, input)
     if training and sharing is None:
         _checks.more_than_one_value(input, values_per_channel(input))
 
@@ -186,10 +191,11 @@ def _batch_norm_act(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     training: bool,
-    momentum: float | Tensor,
+    momentum: float | None,
     eps: float,
     act: str,
     residual: Tensor | None,
@@ -204,67 +210,5 @@ def _batch_norm_act(
         count = values_per_channel(input)
     else:
         y, mean, m2, count = sync_norm(input, weight, bias, residual, eps, act, sharing)
-    if running_mean is not None and running_var is not None:
-        update_running_statistics(running_mean, running_var, mean, m2, count, momentum)
+    update_running_statistics(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)
     return y
-
-
-def running_mean_and_rstd(
-    input: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The constants of evaluation, copied, so that later training may change the buffers."""
-    dtype = statistics_dtype(input)
-    mean = running_mean.detach().to(dtype, copy=True)
-    return mean, torch.rsqrt(running_var.detach().to(dtype) + eps)
-
-
-def update_running_statistics(
-    running_mean: Tensor,
-    running_var: Tensor,
-    mean: Tensor,
-    m2: Tensor,
-    count: int | Tensor,
-    factor: float | Tensor,
-) -> None:
-    """Move the running mean and the running (unbiased) variance towards a batch's by `factor`, in place.
-
-    An empty batch changes nothing.
-    """
-    if isinstance(count, int) and count == 0:
-        return
-    degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-    for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
-        value = _unwrapped(value.detach() if value.requires_grad else value, running)
-        dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
-        weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
-        with _outside_of_transforms(running, value):
-            if running.dtype == dtype and not transformed(running, value):  # lerp_ has no batching rule
-                running.lerp_(value.to(dtype), weight)
-            else:
-                running.copy_(torch.lerp(running.to(dtype), value.to(dtype), weight))
-
-
-def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
-    """The plain tensor inside torch.func.grad's wrapper, where the buffer is outside of the transform."""
-    functorch = torch._C._functorch
-    if torch.compiler.is_compiling() or functorch.is_functorch_wrapped_tensor(buffer):
-        return value
-    while functorch.is_gradtrackingtensor(value):
-        value = functorch.get_unwrapped(value)
-    return value
-
-
-def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
-    """Lets torch.func.grad write a buffer, where neither it nor the value belongs to a transform."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
-        return nullcontext()
-    return torch._C._DisableFuncTorch()
-
-
-def count_batch(num_batches_tracked: Tensor | None) -> None:
-    """One batch more, in place."""
-    if num_batches_tracked is not None:
-        with _outside_of_transforms(num_batches_tracked):
-            num_batches_tracked.add_(1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from math import prod
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -11,8 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
-from leannorm.functional.batch import count_batch, running_mean_and_rstd, update_running_statistics
-from leannorm.ops.precision import statistics_dtype
+from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -81,7 +83,8 @@ def conv_batch_norm(
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
-    training = training or (running_mean is None and num_batches_tracked is None)
+    if num_batches_tracked is None and running_mean is not None and training:
+        _checks.momentum_is_a_number(momentum)
     _checks.running_statistics(running_mean, running_var, training)
     for name, v in (
         ("running_mean", running_mean),
@@ -91,7 +94,9 @@ def conv_batch_norm(
     ):
         _checks.one_per_output_channel(name, v, conv_weight)
     convolution = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
-    count = convolution.values_per_channel(input, conv_weight)
+    sizes = convolution.output_sizes(input, conv_weight)
+    _checks.positive_output(sizes, input, conv_weight)
+    count = input.shape[0] * prod(sizes)
     outside = eps_mode == "outside"
     mean = rstd = None
     if training:
@@ -100,26 +105,39 @@ def conv_batch_norm(
         mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
         if outside:
             rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
-    if torch.is_autocast_enabled(input.device.type):
-        dtype = torch.get_autocast_dtype(input.device.type)
-        input, conv_weight = input.to(dtype), conv_weight.to(dtype)
-        conv_bias = None if conv_bias is None else conv_bias.to(dtype)
-    with torch.autocast(input.device.type, enabled=False):
+    device = input.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast:
+        input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
+        conv_bias = _autocast(conv_bias, device)
+    _checks.same_dtype("conv_weight", conv_weight, input)
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
         y, mean, m2 = conv_norm(
             input, conv_weight, conv_bias, bn_weight, bn_bias, mean, rstd, convolution, eps, outside
         )
-    if running_mean is not None and running_var is not None and m2 is not None:
-        factor: float | Tensor = 0.0 if momentum is None else momentum
-        if num_batches_tracked is not None and momentum is None:
-            factor = (num_batches_tracked.to(statistics_dtype(input)) + 1).reciprocal()
-        update_running_statistics(running_mean, running_var, mean, m2, count, factor)
-    count_batch(num_batches_tracked)
+    if m2 is not None:
+        update_running_statistics(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)
     return y
+
+
+@overload
+def _autocast(v: Tensor, device: str) -> Tensor: ...
+@overload
+def _autocast(v: None, device: str) -> None: ...
+def _autocast(v: Tensor | None, device: str) -> Tensor | None:
+    """What autocast makes of a convolution's operand: float64 stays."""
+    return v if v is None or v.dtype == torch.float64 else v.to(torch.get_autocast_dtype(device))
 
 
 def _check_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> None:
     _checks.floating("input", input)
+    _checks.floating("conv_weight", weight)
+    _checks.same_device("conv_weight", weight, input)
     _checks.rank(input, (3, 4, 5))
+    if groups < 1 or weight.shape[0] % groups:
+        raise InputError(
+            f"groups must be positive and divide the {weight.shape[0]} output channels, got {groups}"
+        )
     if weight.dim() != input.dim():
         raise InputError(
             f"conv_weight must have as many axes as the input ({input.dim()}), got shape "
@@ -144,10 +162,13 @@ def _convolution(
 ) -> Convolution:
     axes = input.dim() - 2
 
-    def each(v: int | Sequence[int]) -> tuple[int, ...]:
-        return (v,) * axes if isinstance(v, int) else tuple(v) * (axes if len(v) == 1 else 1)
+    def each(name: str, v: int | Sequence[int], least: int) -> tuple[int, ...]:
+        sizes = (v,) * axes if isinstance(v, int) else tuple(v) * (axes if len(v) == 1 else 1)
+        if len(sizes) != axes or any(size < least for size in sizes):
+            raise InputError(f"{name} must be one integer, or {axes}, of at least {least}; got {v}")
+        return sizes
 
-    stride, dilation, none = each(stride), each(dilation), (0,) * axes
+    stride, dilation, none = each("stride", stride, 1), each("dilation", dilation, 1), (0,) * axes
     if padding == "same":
         if any(s != 1 for s in stride):
             raise InputError(f"padding='same' needs stride 1, got {stride}; give the padding in numbers")
@@ -157,7 +178,7 @@ def _convolution(
         _checks.one_of("padding", padding, ("same", "valid"))
         before = after = list(none)
     else:
-        before = after = list(each(padding))
+        before = after = list(each("padding", padding, 0))
     symmetric = before == after and padding_mode == "zeros"
     pad = [n for pair in zip(reversed(before), reversed(after), strict=True) for n in pair]
     return Convolution(

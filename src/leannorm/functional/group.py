@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm
-from leannorm.functional.batch import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.ops.plan import channel_plan
 
 
@@ -124,11 +123,11 @@ def _by_own_statistics(
 ) -> Tensor:
     channels = input.shape[1]
     if channels == 0:  # no group to speak of
-        return torch.empty_like(input)
+        return input.clone()
     y, mean, m2 = channel_norm(input, weight, bias, None, eps, "identity", channels)
-    if running_mean is not None and running_var is not None and input.numel():
-        positions = channel_plan(input.shape, channels).inner
-        update_running_statistics(running_mean, running_var, mean.mean(0), m2.mean(0), positions, momentum)
+    if input.numel():
+        moved = mean.mean(0), m2.mean(0), channel_plan(input.shape, channels).inner
+        update_running_statistics(running_mean, running_var, None, momentum, *moved)
     return y
 
 

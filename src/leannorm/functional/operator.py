@@ -11,7 +11,7 @@ from torch import Tensor
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
-from leannorm.functional.batch import running_mean_and_rstd
+from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends.reference import channel_moments
 from leannorm.ops.modes import transformed
 from leannorm.ops.schema import LIBRARY

@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from typing_extensions import Self
+from torch.nn.utils.parametrize import is_parametrized
 
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.functional.conv import EPS_MODES, conv_batch_norm
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+def _written_as(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class in the source: torch's parametrizations put one of their own before it."""
+    cls = type(module)
+    return cls.__bases__[0] if is_parametrized(module) else cls
+
+
+def _check_norm(bn: torch.nn.Module, bn_type: type[_BatchNorm]) -> None:
+    if type(bn) is not bn_type and type(bn) is not bn_type.__bases__[-1]:
+        raise InputError(
+            f"the norm must be a {bn_type.__name__} of torch.nn or leannorm.nn, got {type(bn).__name__}, "
+            "which may compute something else; run that pair as two layers"
+        )
+
+
+def _check_hooks(*modules: torch.nn.Module) -> None:
+    for module in modules:
+        if module._forward_pre_hooks or module._forward_hooks:
+            raise InputError(
+                f"hooks on {type(module).__name__} would not run, as its forward is not called; put them on "
+                "the joined layer, use torch.nn.utils.parametrizations, or run the pair as two layers"
+            )
 
 
 class _ConvBatchNorm(torch.nn.Module):
@@ -69,12 +95,15 @@ class _ConvBatchNorm(torch.nn.Module):
     def from_pair(cls, conv: _ConvNd, bn: _BatchNorm, eps_mode: str = "inside") -> Self:
         """Join a trained convolution and the batch norm after it; both become the layer's children."""
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
-        if not isinstance(conv, cls.conv_type):
-            raise InputError(f"{cls.__name__} joins a {cls.conv_type.__name__}, got {type(conv).__name__}")
-        if not isinstance(bn, _BatchNorm) or bn.num_features != conv.out_channels:
+        if _written_as(conv) is not cls.conv_type:
             raise InputError(
-                f"the norm must be a batch norm of the convolution's {conv.out_channels} output channels, "
-                f"got {bn}; join the pair in which one follows the other"
+                f"{cls.__name__} joins a torch.nn.{cls.conv_type.__name__}, got {type(conv).__name__}"
+            )
+        _check_norm(bn, cls.bn_type)
+        if bn.num_features != conv.out_channels:
+            raise InputError(
+                f"the norm must be of the convolution's {conv.out_channels} output channels, got {bn}; "
+                "join the pair in which one follows the other"
             )
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
@@ -93,6 +122,8 @@ class _ConvBatchNorm(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         conv, bn = self.conv, self.bn
+        _check_norm(bn, self.bn_type)
+        _check_hooks(conv, bn)
         updates = bn.training and bn.track_running_stats
         reads = updates or not bn.training
         return conv_batch_norm(

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 
 from leannorm import _checks
-from leannorm.autograd.sync import Sharing
+from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
 _REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 72 bytes a channel
+
+# what `share` sets
+SHARING = ("process_group", "timeout", "debug_consistency", "layer_name", "_seen")
 
 
 class Synchronized(SharesStatistics, BatchNormBase):
@@ -24,6 +27,7 @@ class Synchronized(SharesStatistics, BatchNormBase):
 
     timeout: float | None = None
     debug_consistency = False
+    layer_name = "SyncBatchNorm"
 
     def share(
         self,
@@ -37,13 +41,13 @@ class Synchronized(SharesStatistics, BatchNormBase):
         self.process_group, self.timeout = process_group, timeout
         self.debug_consistency = debug_consistency
         self.layer_name = f"#{next(_constructed)}" if name is None else name
-        self._seen: deque[Any] = deque(maxlen=_REMEMBERED)
+        self._seen: deque[Shared] = deque(maxlen=_REMEMBERED)
 
     def _sharing(self) -> Sharing | None:
         group = sharing_group(self.process_group)
         if group is None:
             return None
-        seen = None if torch.compiler.is_compiling() else self._seen
+        seen = None if torch.compiler.is_compiling() else vars(self).get("_seen")
         return Sharing(group, self.layer_name, self.timeout or 0.0, self.debug_consistency, seen=seen)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:

@@ -62,8 +62,8 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu": Activation(torch.relu, _positive, _positive),
     "leaky_relu": Activation(
         F.leaky_relu,
-        lambda z: torch.where(z > 0, 1.0, 0.01).to(z.dtype),
-        lambda y: torch.where(y > 0, 1.0, 0.01).to(y.dtype),
+        lambda z: torch.where(z > 0, torch.ones_like(z), 0.01),
+        lambda y: torch.where(y > 0, torch.ones_like(y), 0.01),
     ),
     "silu": Activation(F.silu, _silu_grad),
     "gelu": Activation(F.gelu, _gelu_grad),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from leannorm._errors import MissingDependencyError
@@ -86,9 +87,16 @@ def require_page() -> None:
 
 
 def page(
-    title: str, lead: str, facts: Sequence[Fact], sections: Sequence[Section], foot: Mapping[str, str]
+    title: str,
+    lead: str,
+    facts: Sequence[Fact],
+    sections: Sequence[Section],
+    foot: Mapping[str, str],
+    toggles: Sequence[str] = (),
 ) -> str:
     """One self-contained HTML file: styles, pictures and their script inside, nothing fetched.
+
+    `toggles` are names of lines and bars, each with a box that shows and hides it in every picture.
 
     Raises MissingDependencyError where jinja2 or plotly is not installed.
     """
@@ -110,6 +118,7 @@ def page(
         parts=list(zip(sections, pictures, strict=True)),
         script=_plotly_script(),
         foot=foot,
+        toggles=list(zip(toggles, cycle(COLORS), strict=False)),
     )
 
 
@@ -141,8 +150,10 @@ def line_figure(
     return _styled(figure, x, y)
 
 
-def bar_figure(bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: str, unit: str = "") -> Any:
-    """Named bars side by side, one cluster a group, the value written above each."""
+def bar_figure(
+    bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: str, *, written: bool = True
+) -> Any:
+    """Named bars side by side, one cluster a group; `written`, with names below and the value above each."""
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, values) in enumerate(bars.items()):
@@ -151,11 +162,12 @@ def bar_figure(bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: st
             x=list(groups),
             y=list(values),
             marker={"color": COLORS[i % len(COLORS)]},
-            texttemplate=f"%{{y:,.1f}}{unit}",
+            texttemplate="%{y:,.1f}" if written else None,
             textposition="outside",
             cliponaxis=False,
         )
-    figure.update_layout(barmode="group", bargap=0.35, bargroupgap=0.08)
+    figure.update_layout(barmode="group", bargap=0.35 if written else 0.1, bargroupgap=0.08 if written else 0)
+    figure.update_xaxes(showticklabels=written)
     return _styled(figure, "", y)
 
 

@@ -24,30 +24,25 @@ SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
 _DEEPEST = 12  # nodes of one chain
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Packing:
-    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding the i-th tensor.
-
-    `outer` are the hooks around this context: what is held is handed on to them.
-    """
+    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding the i-th tensor."""
 
     def __init__(
         self,
         policy: Policy,
-        outer: Hooks | None,
         ledger: Ledger,
         choose: Callable[[int, Hashable], bool] | None,
     ) -> None:
-        self.policy, self.outer, self.ledger, self.choose = policy, outer, ledger, choose
+        self.policy, self.ledger, self.choose = policy, ledger, choose
         self.calls: list[Hashable] = []
         self.records: list[Record | None] = []
         self._missing: list[tuple[Node, int]] = []
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook."""
-        if tensor.dtype == torch.int64 and type(tensor) is Tensor and self.outer is None:
+        if tensor.dtype == torch.int64 and type(tensor) is Tensor:
             # a narrow copy beside the caller's own tensor would be memory added
             alone = sys.getrefcount(tensor) <= views.references_when_alone()
             return (self._hold_narrowed(tensor) if alone else self._hold(tensor)).used()
@@ -85,10 +80,6 @@ class Packing:
 
     def _hold(self, tensor: Tensor) -> Value:
         value = held(tensor)
-        if self.outer is not None:
-            pack, restore = self.outer
-            packed, value.tensor = pack(tensor), None
-            value.restore = lambda: restore(packed)
         self.ledger.holds(value, tensor)
         return value
 
@@ -117,7 +108,7 @@ class Packing:
                 value.whole = held(base)
                 register(base.grad_fn, base.output_nr, weakref.ref(value.whole))
                 self._retry(base.grad_fn, base.output_nr)
-        elif may and len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT and self.outer is None:
+        elif may and len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT:
             value.origin = node, tensor.output_nr
             wait(*self._missing[0], weakref.ref(value))
 
@@ -190,13 +181,13 @@ class Packing:
         known = find(node, output)
         if known is not None:
             return known.version == version
-        if hasattr(node, "_saved_result"):
+        if hasattr(type(node), "_saved_result"):  # asked of the node itself, it would unpack
             result = saved(node, "result")  # None: this is the node, saving its own output
             return result is None or result.version == version
         if node.name() in views.ALIASES:
             producer, number = node.next_functions[0]
             return self._unedited(producer, number, version)
-        if version == 1 and hasattr(node, "_saved_self"):  # in place, these save a copy of their input
+        if version == 1 and hasattr(type(node), "_saved_self"):  # in place, these save a copy of their input
             source = saved(node, "self")
             return source is not None and source.name == "CloneBackward0"
         return False
@@ -212,6 +203,6 @@ def _in_memory(step: Step) -> bool:
     while step.view and step.inputs and not step.copies:
         value = step.inputs[0]
         if value.step is None:
-            return value.restore is None
+            return True
         step = value.step
     return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -42,7 +43,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     Editing in place a tensor that is held raises autograd's error in the backward pass. One that is
     rebuilt may be edited by operations that autograd sees. Edits that it does not see (under no_grad,
     through .data) between a norm and a ReLU, whose input nobody keeps, are not noticed.
-    Nothing happens under no_grad and in compiled code. Reuse of one object for several passes is fine.
+    Nothing happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor
+    hooks that were there first (offloading, checkpointing): those go on as without `lean`.
+    One object may serve several passes.
 
     Raises InputError for an unknown `recompute` or a `budget` outside (0, 1].
 
@@ -58,7 +61,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         check(recompute, budget)
         self._policy = {"norm": NORM, "conv": CONV}[recompute] if budget is None else LEANEST
         self._budget = budget
-        self._open: list[tuple[saved_tensors_hooks, Packing]] = []
+        self._open: list[tuple[AbstractContextManager[None], Packing]] = []
         self._ledger = Ledger()
         self.plan: Plan | None = None
         self.records: list[Record] = []
@@ -66,13 +69,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def __enter__(self) -> lean:
         if torch.compiler.is_compiling():
             return self
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if not self._open:
             self._ledger = Ledger()
-        # hooks around this one may run the pass again (checkpointing) and must see the same tensors then
-        planning = self._budget is not None and outer is None
-        packing = Packing(self._policy, outer, self._ledger, self._choose if planning else None)
-        hooks = saved_tensors_hooks(packing.pack, unpack)
+        packing = Packing(self._policy, self._ledger, None if self._budget is None else self._choose)
+        hooks = saved_tensors_hooks(packing.pack, unpack) if _free() else nullcontext()
         hooks.__enter__()
         self._open.append((hooks, packing))
         return self
@@ -86,7 +86,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         hooks.__exit__(kind, error, trace)
         self._ledger.close()
         self.records = [record for record in packing.records if record is not None]
-        if self._budget is not None and packing.choose is not None and packing.calls and error is None:
+        if self._budget is not None and packing.calls and error is None:
             self._replan(packing)
 
     @property
@@ -116,6 +116,13 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         stock = self.kept_bytes + self.rebuilt_bytes
         self.plan = plan(self._budget, packing.calls, packing.records, stock)
         _PLANS[self._budget, packing.calls[0]] = self.plan
+
+
+def _free() -> bool:
+    """May hooks be set, and does nobody but us have any? Others' (offloading, checkpointing) come first."""
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ours = top is None or isinstance(getattr(top[0], "__self__", None), Packing)
+    return ours and torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 # ---------------------------------------------------------------- models whose training loop is not ours

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.saving.values import Step, Value, saved
 
@@ -42,7 +43,7 @@ def _bias(node: Any, i: int, given: Given) -> tuple[bool, Tensor | None]:
     before the backward pass changes nothing.
     """
     if node.next_functions[i][0] is None:  # no bias, or one that is frozen and out of reach
-        return node._saved_weight is None, None
+        return saved(node, "weight") is None, None
     value = given(node, i)
     return value is not None, None if value is None else value.look()
 
@@ -111,23 +112,37 @@ _LAYER_NORM_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7, 1e-4, 1e-10)
 @recipe("NativeLayerNormBackward0")
 def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, mean, rstd = saved(node, "input"), saved(node, "result1"), saved(node, "result2")
-    if output or x is None or mean is None or rstd is None:
+    if output or x is None or mean is None or rstd is None or x.rests_on_convolution:
         return None
     shape = tuple(node._saved_normalized_shape)
     w, b = _copy(saved(node, "weight")), _copy(saved(node, "bias"))
-    return Step(lambda x, mean, rstd: _layer_norm(x, mean, rstd, shape, w, b), (x, mean, rstd), shape)
+    eps = _eps(x.look(), rstd.look(), shape)
+    return Step(lambda x, mean, rstd: _layer_norm(x, mean, rstd, shape, w, b), (x, mean, rstd), (shape, eps))
+
+
+def _eps(x: Tensor, rstd: Tensor, shape: tuple[int, ...]) -> float | None:
+    """The node does not keep eps: of the usual ones, that which gives the first row's rstd."""
+    first = x[(slice(0, 1),) * (x.dim() - len(shape))]
+    for eps in _LAYER_NORM_EPS:
+        if _equal(torch.native_layer_norm(first, shape, None, None, eps)[2].flatten(), rstd.flatten()[:1]):
+            return eps
+    return None
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Fake tensors have no values to differ in."""
+    return isinstance(a, FakeTensor) or torch.equal(a, b)
 
 
 def _layer_norm(
     x: Tensor, mean: Tensor, rstd: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None
 ) -> Tensor:
-    """The node does not keep eps: the one that gives the kept rstd, in every row, is it."""
-    first = x[(slice(0, 1),) * (x.dim() - len(shape))]
-    for eps in _LAYER_NORM_EPS:
-        if torch.equal(torch.native_layer_norm(first, shape, w, b, eps)[2].flatten(), rstd.flatten()[:1]):
-            y, _, again = torch.native_layer_norm(x, shape, w, b, eps)
-            if torch.equal(again, rstd):
-                return y
+    """The kernel again, if that gives the kept rstd in every row; else its formula with what was kept."""
+    found = _eps(x, rstd, shape)
+    for eps in () if found is None else (found, *_LAYER_NORM_EPS):
+        y, _, again = torch.native_layer_norm(x, shape, w, b, eps)
+        if _equal(again, rstd):
+            return y
     y = (x.to(rstd.dtype) - mean) * rstd
     if w is not None and b is not None:
         y = torch.addcmul(b, y, w)

@@ -49,7 +49,6 @@ class Value:
         "name",
         "origin",
         "place",
-        "restore",
         "step",
         "tensor",
         "users",
@@ -65,7 +64,6 @@ class Value:
         name: str = "",
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
-        self.restore: Callable[[], Tensor] | None = None
         self.layout: Hashable = None
         self.place = -1
         self.whole: Value | None = None
@@ -118,8 +116,6 @@ class Value:
         return run(self.step, [(v.look(), False) for v in self.step.inputs])
 
     def _held(self) -> Tensor:
-        if self.restore is not None:
-            return self.restore()
         tensor = self.tensor
         assert tensor is not None
         if tensor._version != self.version:

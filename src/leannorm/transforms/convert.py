@@ -10,16 +10,24 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
 from leannorm._errors import InputError
+from leannorm.nn.sync import SHARING
 from leannorm.transforms.fuse import find_fusions, fused_class
 from leannorm.transforms.known import KNOWN, TO_TORCH, Entry, is_norm, name_of, why_not
+from leannorm.transforms.sync import (
+    inside_convolutions,
+    synchronized_class,
+    unsync,
+    why_not_sync,
+)
 
 _SWAPPED = "_swapped"
 
@@ -39,8 +47,9 @@ def convert(
     Args:
         model: any module; a norm layer by itself too.
         to: `"leannorm"` swaps torch.nn's batch, instance, group, layer and RMS norms, and those of timm and
-            torchvision, for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms take
-            statistics over a process group.
+            torchvision, for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms alone take
+            statistics over a process group, subclasses too whose forward goes by `super().forward`;
+            `"leannorm"` ends that.
         process_group: for `to="sync"`, None is the default group.
         fuse: what to join with the batch norm in front of it, for `to="leannorm"`: an activation, or an
             addition and an activation. `"certain"`: neighbours in a `torch.nn.Sequential`, timm's
@@ -73,19 +82,86 @@ def convert(
         raise InputError(f'process_group is for to="sync", got to={to!r}; leave it out')
     left: dict[str, list[str]] = defaultdict(list)
     with _all_or_nothing(model):
-        if to == "torch":
-            _to_torch(model, left)
-        else:
-            _to_leannorm(model, left, fuse)
+        _swap(model, to, process_group, fuse, left)
     if left:
         reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left.items())
         warnings.warn(f"convert left these layers as they are: {reasons}", stacklevel=2)
     return model
 
 
+class Preview(NamedTuple):
+    """What `convert` would do: `swapped` has class names before and after, `left` the reasons; by layer."""
+
+    swapped: dict[str, tuple[str, str]]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {before} -> {after}" for name, (before, after) in self.swapped.items()]
+        return "\n".join([*lines, *(f"{name}: left, {reason}" for name, reason in self.left.items())])
+
+
+class _TakeBackError(Exception):
+    """Ends a dry run."""
+
+
+def preview(
+    model: Module, to: str = "leannorm", process_group: Any = None, fuse: str | None = "certain"
+) -> Preview:
+    """What `convert` would do to the model with the same arguments, which is left as it is.
+
+    >>> import torch
+    >>> from leannorm.transforms import preview
+    >>> print(preview(torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.LayerNorm(8)), to="sync"))
+    0: BatchNorm2d -> SyncBatchNorm2d
+    """
+    left: dict[str, list[str]] = defaultdict(list)
+    names = {name or "the model itself": module for name, module in model.named_modules()}
+    before, swapped = {name: type(module) for name, module in names.items()}, {}
+    with suppress(_TakeBackError), _all_or_nothing(model):
+        _swap(model, to, process_group, fuse, left)
+        for name, module in names.items():
+            if type(module) is not before[name]:
+                swapped[name] = before[name].__name__, type(module).__name__
+        raise _TakeBackError
+    return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
+
+
+def _swap(model: Module, to: str, process_group: Any, fuse: str | None, left: dict[str, list[str]]) -> None:
+    if to == "torch":
+        _to_torch(model, left)
+    elif to == "sync":
+        _to_sync(model, process_group, left)
+    else:
+        _to_leannorm(model, left, fuse)
+
+
+def _to_sync(model: Module, process_group: Any, left: dict[str, list[str]]) -> None:
+    """Batch norms alone; each is named by its path, which is what errors between ranks call it."""
+    inside = inside_convolutions(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, _BatchNorm):
+            continue
+        entry = KNOWN.get(name_of(type(module)))
+        reason = inside.get(module) or why_not(module)
+        if reason is None and entry is None:
+            reason = why_not_sync(module)
+        if reason is not None:
+            left[reason].append(name or "the model itself")
+            continue
+        entry = Entry(type(module)) if entry is None else entry
+        own = set(vars(module))
+        vars(module).setdefault(_SWAPPED, Swapped(type(module), ()))
+        _become(module, Entry(synchronized_class(entry.target), entry.attributes))
+        group = getattr(module, "process_group", None) if process_group is None else process_group
+        module.share(group, name=name or "the model itself")  # type: ignore[operator]
+        _note(module, tuple(key for key in SHARING if key not in own))
+
+
 def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) -> None:
     entries: dict[Module, Entry] = {}
     for name, module in model.named_modules():
+        if "unsynced" in vars(type(module)):
+            _stop_sharing(module)
         entry, reason = KNOWN.get(name_of(type(module))), None
         if entry is not None:
             reason = why_not(module)
@@ -102,11 +178,31 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
         for block, source in fusion.forwards.items():
             object.__setattr__(block, "__class__", fused_class(type(block), source))
     for module, entry in entries.items():
-        earlier = vars(module).get(_SWAPPED, Swapped(type(module), ()))
-        if earlier.cls is not TO_TORCH.get(entry.target):
-            vars(module)[_SWAPPED] = Swapped(earlier.cls, (*earlier.attributes, *entry.attributes))
-        module.__class__ = entry.target
-        vars(module).update(entry.attributes)
+        _become(module, entry)
+
+
+def _become(module: Module, entry: Entry) -> None:
+    earlier = vars(module).get(_SWAPPED, Swapped(type(module), ()))
+    if earlier.cls is not TO_TORCH.get(entry.target):
+        vars(module)[_SWAPPED] = earlier
+        _note(module, tuple(entry.attributes))
+    module.__class__ = entry.target
+    vars(module).update(entry.attributes)
+
+
+def _note(module: Module, attributes: tuple[str, ...]) -> None:
+    """These go when the swap is taken back."""
+    earlier: Swapped = vars(module)[_SWAPPED]
+    new = (name for name in attributes if name not in earlier.attributes)
+    vars(module)[_SWAPPED] = Swapped(earlier.cls, (*earlier.attributes, *new))
+
+
+def _stop_sharing(module: Module) -> None:
+    gone = unsync(module)
+    earlier: Swapped = vars(module).pop(_SWAPPED)
+    kept = tuple(name for name in earlier.attributes if name not in gone)
+    if earlier.cls not in (type(module), TO_TORCH.get(type(module))):
+        vars(module)[_SWAPPED] = Swapped(earlier.cls, kept)
 
 
 def _to_torch(model: Module, left: dict[str, list[str]]) -> None:

@@ -55,14 +55,28 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
         name = activation_of(act)
         if name is not None and type(drop) is torch.nn.Identity and alone(drop) and alone(act):
             fusion.entries[norm] = Entry(target, {"activation": name})
+    traces = {
+        block: traced
+        for block in model.modules()
+        if everywhere or name_of(type(block)) in CERTAIN_BLOCKS
+        if (traced := _traced(block, fusable)) is not None
+    }
+    calls = Counter(id(m) for traced in traces.values() for m in traced.called)
     for block in model.modules():
         if type(block).forward is torch.nn.Sequential.forward:
             for norm, act, name in _neighbours(block, fusable):
-                if alone(act):
+                if alone(act) and not calls[id(norm)] and not calls[id(act)]:
                     _pair(fusion, fusable, norm, act, name)
-        elif (everywhere or name_of(type(block)) in CERTAIN_BLOCKS) and not hasattr(type(block), "unfused"):
-            _fuse_block(fusion, fusable, block, alone)
+    for block, traced in traces.items():
+        _fuse_block(fusion, fusable, block, traced, lambda m: alone(m) and calls[id(m)] == 1)
     return fusion
+
+
+def _traced(block: Module, fusable: Mapping[Module, type[Module]]) -> Traced | None:
+    if type(block).forward is torch.nn.Sequential.forward or not _plain(block):
+        return None
+    norms = {name: m for name, m in block.named_modules() if m in fusable}
+    return trace(block, norms) if norms else None
 
 
 def _pair(fusion: Fusion, fusable: dict[Module, type[Module]], norm: Module, act: Module, name: str) -> None:
@@ -85,20 +99,18 @@ def _fuse_block(
     fusion: Fusion,
     fusable: dict[Module, type[Module]],
     block: Module,
+    traced: Traced,
     alone: Callable[[Module], bool],
 ) -> None:
-    norms = {name: m for name, m in block.named_modules() if m in fusable}
-    traced = trace(block, norms) if norms and _plain(block) else None
-    if traced is None:
-        return
-    calls = Counter(n.target for n in traced.graph.nodes if n.op == "call_module")
     rewritten: list[Match] = []
     for match in traced.matches:
-        target = str(match.act.target)
-        if match.addition is None and match.act.op == "call_module" and calls[target] == 1:
-            act = block.get_submodule(target)
+        norm = block.get_submodule(str(match.norm.target))
+        if norm not in fusable or not alone(norm):
+            continue
+        if match.addition is None and match.act.op == "call_module":
+            act = block.get_submodule(str(match.act.target))
             if alone(act):
-                _pair(fusion, fusable, norms[str(match.norm.target)], act, match.name)
+                _pair(fusion, fusable, norm, act, match.name)
                 continue
         if traced.lasting:
             rewritten.append(match)
@@ -106,7 +118,7 @@ def _fuse_block(
     if source is not None:
         fusion.forwards[block] = source
         for match in rewritten:
-            norm = norms[str(match.norm.target)]
+            norm = block.get_submodule(str(match.norm.target))
             fusion.entries[norm] = Entry(fusable.pop(norm), {"activation": match.name})
 
 
@@ -115,6 +127,7 @@ def _plain(block: Module) -> bool:
     cls = type(block)
     return (
         "forward" not in vars(block)
+        and not hasattr(cls, "unfused")
         and cls.__reduce__ is object.__reduce__
         and cls.__reduce_ex__ is object.__reduce_ex__
     )
@@ -126,11 +139,12 @@ def _rewrite(traced: Traced, matches: list[Match]) -> str | None:
     for match in matches:
         input, norm = match.norm.args[0], str(match.norm.target)
         with graph.inserting_before(match.act):
-            if match.addition is None:
+            if match.addition is None or match.residual is None:
                 fused = graph.call_module(norm, (input,))
             else:
                 in_place = match.addition.target is operator.iadd
-                arguments: tuple[Any, ...] = (graph.get_attr(norm), input, match.residual, in_place)
+                residual = match.addition.args[match.residual]
+                arguments: tuple[Any, ...] = (graph.get_attr(norm), input, residual, in_place)
                 fused = graph.call_function(norm_add_act, arguments)
         match.act.replace_all_uses_with(fused)
         chain = {match.norm, match.act, match.addition, *match.between}

@@ -44,6 +44,7 @@ SAME = (
     "GroupNorm",
     "LayerNorm",
     "RMSNorm",
+    "SyncBatchNorm",
 )
 TO_TORCH: dict[type[Module], type[Module]] = {getattr(nn, n): getattr(torch.nn, n) for n in SAME}
 CHANNELS = {"dim": 1}  # over axis 1 of (N, C, H, W), where the original moves it behind and back

@@ -7,6 +7,7 @@ decision may fall otherwise on another call is told apart here, and its forward 
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 import sys
@@ -47,21 +48,25 @@ _TRACERS_OWN = sys.stdlib_module_names | {"torch"}
 
 
 class Match(NamedTuple):
-    """A norm's call, perhaps an addition of `residual`, an activation: each used by the next one alone."""
+    """A norm's call, perhaps an addition, an activation: each used by the next one alone.
+
+    `residual` is the place among the addition's arguments of what is added.
+    """
 
     norm: fx.Node
     act: fx.Node
     name: str
     addition: fx.Node | None
-    residual: fx.Node | None
+    residual: int | None
     between: tuple[fx.Node, ...]
 
 
 class Traced(NamedTuple):
-    """A block's graph, the matches in it, and whether the graph holds for every call."""
+    """A block's graph, the matches in it, the modules it calls, and whether it holds for every call."""
 
     graph: fx.Graph
     matches: list[Match]
+    called: list[Module]
     lasting: bool
 
 
@@ -93,6 +98,8 @@ for _name in (
 
 
 class _Shallow(fx.Tracer):
+    proxy_buffer_attributes = True  # what is done to a buffer is part of the text
+
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
         return True
 
@@ -101,8 +108,8 @@ class _Shallow(fx.Tracer):
 
 
 @contextmanager
-def _watched(seen: list[object]) -> Iterator[None]:
-    """Note in `seen` every telltale call from outside of torch, and every random number drawn."""
+def _watched(block: Module, seen: list[object]) -> Iterator[None]:
+    """Note in `seen` telltale calls from outside of torch, random numbers drawn, attributes written."""
 
     def note(frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call" or called not in _TELLTALES:
@@ -111,6 +118,7 @@ def _watched(seen: list[object]) -> Iterator[None]:
             seen.append(called)
 
     profiler, states = sys.getprofile(), (random.getstate(), torch.get_rng_state())
+    attributes = [(module, dict(vars(module))) for module in block.modules()]
     sys.setprofile(note)
     try:
         yield
@@ -120,14 +128,27 @@ def _watched(seen: list[object]) -> Iterator[None]:
             seen.append(random)
             random.setstate(states[0])
             torch.set_rng_state(states[1])
+        for module, before in attributes:
+            if {k: id(v) for k, v in vars(module).items()} != {k: id(v) for k, v in before.items()}:
+                seen.append(module)
+                vars(module).clear()
+                vars(module).update(before)
 
 
 def trace(block: Module, norms: Mapping[str, Module]) -> Traced | None:
-    """The block's graph, traced as in training; None where `forward` decides by a tensor's value."""
+    """The block's graph, traced as in training; None where `forward` decides by a tensor's value.
+
+    Only blocks of one input are traced: another may be None, and a stand-in never is.
+    """
+    inputs = list(inspect.signature(type(block).forward).parameters.values())[1:]
+    if [(p.kind, p.default) for p in inputs] != [
+        (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty)
+    ]:
+        return None
     before, seen, graphs = block.training, list[object](), []
     try:
         for block.training in (False, True):
-            with _watched(seen):
+            with _watched(block, seen):
                 graphs.append(_Shallow().trace(block))
     except Exception:  # the block's own code, run on stand-ins, may raise anything
         return None
@@ -139,7 +160,8 @@ def trace(block: Module, norms: Mapping[str, Module]) -> Traced | None:
     if len(codes) > 1:  # keep what both ways have in common
         in_evaluation = {(m.norm.target, m.act.target) for m in found[0]}
         found[1] = [m for m in found[1] if (m.norm.target, m.act.target) in in_evaluation]
-    return Traced(graphs[1], found[1], len(codes) == 1 and not seen and not constants)
+    called = [block.get_submodule(str(n.target)) for n in graphs[1].nodes if n.op == "call_module"]
+    return Traced(graphs[1], found[1], called, len(codes) == 1 and not seen and not constants)
 
 
 def _matches(graph: fx.Graph, block: Module, norms: Mapping[str, Module]) -> Iterator[Match]:
@@ -214,15 +236,15 @@ def _activation(node: fx.Node, of: fx.Node, block: Module) -> str | None:
     return name if all(_DEFAULTS.get(k, v) == v for k, v in options.items()) else None
 
 
-def _added(node: fx.Node, to: fx.Node) -> fx.Node | None:
-    """What this node adds to `to`; None where it does something else."""
+def _added(node: fx.Node, to: fx.Node) -> int | None:
+    """The place among the arguments of what this node adds to `to`; None where it does something else."""
     if node.op != "call_function" or node.target not in _ADDITIONS or node.kwargs or len(node.args) != 2:
         return None
     first, second = node.args
-    if first is to and second is not to:
-        return second if isinstance(second, fx.Node) else None
-    if second is to and node.target is not operator.iadd:
-        return first if isinstance(first, fx.Node) else None
+    if first is to and second is not to and isinstance(second, fx.Node):
+        return 1
+    if second is to and isinstance(first, fx.Node) and first is not to and node.target is not operator.iadd:
+        return 0
     return None
 
 

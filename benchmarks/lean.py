@@ -1,0 +1,199 @@
+"""Networks that nobody here wrote, trained under `lean()`: bytes kept, peak and step time beside stock's.
+
+    python -m benchmarks.lean [MODEL ...] [--steps 5] [--against-checkpoint] [--json FILE]
+
+Outputs, gradients and buffers are compared bit for bit before anything is timed; the settings take turns
+in one process; freed memory is kept for all; ratios are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from leannorm.demo.network import DigitNetwork, stock_pair
+from leannorm.report.freed_memory import keep_freed_memory
+from leannorm.report.memory import measure_step, time_step
+from leannorm.saving import lean
+
+
+class Reach(NamedTuple):
+    kept: float
+    time: float
+    peak: float = float("inf")
+
+
+REACH = {
+    "resnet50": (Reach(0.81, 1.04), Reach(0.42, 1.15)),
+    "resnet18": (Reach(0.71, 1.05), Reach(0.50, 1.10)),
+    "efficientnet_b0": (Reach(0.41, 1.10), Reach(0.27, 1.30)),
+    "mobilenetv3_large_100": (Reach(0.48, 1.10), Reach(0.24, 1.30)),
+    "densenet121": (Reach(0.48, 1.10), Reach(0.38, 1.25)),
+    "convnext_tiny": (Reach(0.52, 1.05), None),
+    "vit_small_patch16_224": (Reach(0.58, 1.04), None),
+    "swin_tiny_patch4_window7_224": (Reach(0.62, 1.04), None),
+    "digits": (Reach(0.60, 1.10, 0.88), Reach(0.45, 1.15, 0.75)),
+}
+BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)
+
+
+@cache
+def torchvision_operators() -> torch.library.Library:
+    """torchvision registers two operators in its compiled part, which needs another build of torch."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    with contextlib.suppress(RuntimeError):  # there already
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def network(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    if name == "digits":
+        return DigitNetwork(stock_pair), torch.randn(512, 1, 28, 28)
+    torchvision_operators()
+    import timm
+
+    batch, size = (4, 224) if name.startswith(("vit", "swin")) else (8, 160)
+    return timm.create_model(name, num_classes=10), torch.randn(batch, 3, size, size)
+
+
+class Side:
+    """One setting's own copy of the network, and its step."""
+
+    def __init__(self, model: nn.Module, x: Tensor, context: Callable[[], Any], prepare: Any = None) -> None:
+        self.model, self.x, self.context = copy.deepcopy(model), x, context
+        if prepare:
+            prepare(self.model)
+        self.saved: Any = None
+
+    def forward(self) -> Tensor:
+        torch.manual_seed(1)
+        self.model.zero_grad()
+        with self.context() as self.saved:
+            return self.model(self.x).square().mean()
+
+    def step(self) -> None:
+        self.forward().backward()
+
+    def state(self) -> dict[str, Tensor | None]:
+        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        return {**gradients, **dict(self.model.named_buffers())}
+
+
+def equal(a: Side, b: Side) -> bool:
+    ours, stock = a.state(), b.state()
+    return all(
+        (v is None and stock[k] is None) or (v is not None and torch.equal(v, stock[k]))
+        for k, v in ours.items()
+    )
+
+
+class Row(NamedTuple):
+    model: str
+    setting: str
+    kept: float
+    held: float
+    peak: float
+    time: float
+    equal: bool
+    reach: Reach | None
+
+    def __str__(self) -> str:
+        reach = "" if self.reach is None else f"{self.reach.kept:.2f} / {self.reach.time:.2f}"
+        verdict = {True: "", False: "  FALLS SHORT"}[self.reached]
+        numbers = f"{self.kept:6.3f} {self.held:6.3f} {self.peak:6.3f} {self.time:6.3f}"
+        same = "equal" if self.equal else "DIFFERS"
+        return f"{self.model:30} {self.setting:12} {numbers}  {same:8} {reach}{verdict}"
+
+    @property
+    def reached(self) -> bool:
+        if not self.equal:
+            return False
+        reach = self.reach
+        return reach is None or (
+            round(self.kept, 2) <= reach.kept
+            and round(self.time, 2) <= reach.time
+            and self.peak <= reach.peak
+        )
+
+
+def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> list[Row]:
+    model, x = network(name)
+    norm, conv = REACH.get(name, (None, None))
+    sides = {"stock": Side(model, x, contextlib.nullcontext), "norm": Side(model, x, lean)}
+    reaches = {"norm": norm, "conv": conv}
+    if conv is not None or name not in REACH:
+        sides["conv"] = Side(model, x, lambda: lean("conv"))
+    for budget in BUDGETS if budgets else ():
+        sides[f"budget {budget}"] = Side(model, x, lambda budget=budget: lean(budget=budget))
+    if against_checkpoint:
+        sides["checkpoint"] = Side(model, x, contextlib.nullcontext, lambda m: m.set_grad_checkpointing(True))
+    for side in sides.values():  # the first pass tries (or measures), the second is as all later ones
+        side.step()
+        side.step()
+    stock = sides["stock"]
+    memory = {}
+    for key, side in sides.items():
+        side.model.zero_grad()
+        memory[key] = measure_step(side.forward)
+    same = {key: equal(side, stock) for key, side in sides.items()}
+    times: dict[str, list[float]] = {key: [] for key in sides}
+    for _ in range(steps):
+        for key, side in sides.items():
+            times[key].append(time_step(side.step))
+    whole = sides["norm"].saved
+    stock_bytes = whole.kept_bytes + whole.rebuilt_bytes
+    return [
+        Row(
+            name,
+            key,
+            getattr(side.saved, "kept_bytes", memory[key].held / memory["stock"].held * stock_bytes)
+            / stock_bytes,
+            memory[key].held / memory["stock"].held,
+            memory[key].peak / memory["stock"].peak,
+            median(ours / theirs for ours, theirs in zip(times[key], times["stock"], strict=True)),
+            same[key],
+            reaches.get(key),
+        )
+        for key, side in sides.items()
+        if key != "stock"
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=list(REACH))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--against-checkpoint", action="store_true")
+    parser.add_argument("--budgets", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    print(keep_freed_memory())
+    print(f"{'':43}   kept   held   peak   time  gradients reach (kept / time)")
+    rows = []
+    for name in options.models:
+        for row in compare(name, options.steps, options.against_checkpoint, options.budgets):
+            rows.append(row)
+            print(row, flush=True)
+    if options.json:
+        options.json.write_text(
+            json.dumps([{**row._asdict(), "reached": row.reached} for row in rows], indent=1)
+        )
+    return 0 if all(row.reached for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,223 @@
+"""What sharing statistics costs: measured on gloo ranks here, and modelled for up to 10,000 ranks.
+
+    python -m benchmarks.sync [--ranks 1 2 4] [--repeats 15] [--json FILE]
+
+Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The answer is
+checked against one process before anything is timed; the sides take turns; a time is the slowest rank's,
+and the median over the turns. `gather` is torch's own exchange (2 C + 1 values from every rank to every
+rank, then a sum of 2 C), with the same kernels around it; `bare` is our layer without sharing, and two bare
+sums of the size that sharing sends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from leannorm import nn
+from leannorm._types import Moments
+from leannorm.distributed.call import message_size
+from leannorm.ops.backends import reference
+from leannorm.ops.select import pick
+
+SHAPE = (8, 64, 56, 56)
+REACH = 1.15  # sharing, over not sharing and two bare sums of its size, on 4 ranks
+
+# seconds a message, bytes a second: published orders of magnitude, named in docs/scaling.md
+NETWORKS = {
+    "NVLink, one host": (3e-6, 200e9),
+    "InfiniBand": (5e-6, 25e9),
+    "TCP, 10 Gbit/s": (50e-6, 1.25e9),
+}
+
+
+class Gather(torch.autograd.Function):
+    """The exchange of torch.nn.SyncBatchNorm: every rank's mean, 1/std and count to every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        backend = pick(x, weight, bias)
+        local = backend.channel_moments(x)
+        rstd = reference.rstd_of(local, eps)
+        mine = torch.cat((local.mean, rstd, torch.tensor([float(local.count)], dtype=rstd.dtype))).float()
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        mean, rstd, count = torch.stack(every).double().split((x.shape[1], x.shape[1], 1), dim=1)
+        merged = reference.merge(Moments(mean, (rstd.pow(-2) - eps) * count, count))
+        rstd, total = reference.rstd_of(merged, eps), merged.count[0]
+        ctx.save_for_backward(x, merged.mean, rstd, weight, total)
+        ctx.backend = backend
+        return backend.channel_normalize(x, merged.mean, rstd, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight, count = ctx.saved_tensors
+        dbias, dweight = ctx.backend.channel_grad_sums(dy, x, mean, rstd, weight)
+        sums = torch.cat((dbias, dweight)).float()
+        dist.all_reduce(sums)
+        p, q = reference.channel_means(*sums.double().chunk(2), weight, 0, count)
+        dx, _ = ctx.backend.channel_input_grad(dy, x, mean, rstd, weight, None, None, None, p, q)
+        return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None
+
+
+def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor]]:
+    """What takes turns: each runs forward and backward once and returns its output."""
+    sync, local = nn.SyncBatchNorm(channels), nn.BatchNorm2d(channels)
+    message = torch.zeros(message_size(channels), dtype=torch.float64)
+
+    def step(layer: Callable[[Tensor], Tensor]) -> Tensor:
+        y = layer(x)
+        y.backward(dy)
+        x.grad = None
+        return y.detach()
+
+    def bare() -> Tensor:
+        y = step(local)
+        for _ in range(2):
+            dist.all_reduce(message)
+        return y
+
+    def gather() -> Tensor:
+        return step(lambda v: Gather.apply(v, local.weight, local.bias, local.eps))
+
+    return {"alone": lambda: step(local), "bare": bare, "shared": lambda: step(sync), "gather": gather}
+
+
+def rank_main(rank: int, world: int, port: int, repeats: int, end: Any) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(minutes=2)
+    )
+    torch.manual_seed(0)
+    whole = torch.randn(world * SHAPE[0], *SHAPE[1:])
+    mine = slice(rank * SHAPE[0], (rank + 1) * SHAPE[0])
+    exact = torch.nn.functional.batch_norm(whole.double(), None, None, training=True)[mine]
+    x, dy = whole[mine].clone().requires_grad_(), torch.randn(SHAPE)
+    functions = sides(x, dy, SHAPE[1])
+    errors = {name: (functions[name]() - exact).abs().max().item() for name in ("shared", "gather")}
+    assert errors["shared"] < 2e-6, errors
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            dist.barrier()
+            start = time.perf_counter()
+            function()
+            slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            times[name].append(slowest.item())
+    if rank == 0:
+        end.send((times, errors))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(world: int, repeats: int) -> dict[str, Any]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=rank_main, args=(rank, world, port, repeats, sender)) for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    times, errors = receiver.recv()
+    for process in processes:
+        process.join()
+    ratios = [shared / bare for shared, bare in zip(times["shared"], times["bare"], strict=True)]
+    return {
+        "ranks": world,
+        "milliseconds": {name: 1e3 * median(values) for name, values in times.items()},
+        "shared_over_bare": median(ratios),
+        "largest_error": errors,
+    }
+
+
+def ring(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
+    """Seconds, bytes sent by a rank, messages sent by a rank, of an all-reduce around a ring."""
+    messages = 2 * (ranks - 1)
+    sent = 2 * size * (ranks - 1) / ranks
+    return messages * latency + sent / bandwidth, sent, messages
+
+
+def tree(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
+    """The same up a binary tree and down again."""
+    depth = (ranks - 1).bit_length()
+    return 2 * depth * (latency + size / bandwidth), 2 * size, 2 * depth
+
+
+def gathered(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
+    """The same of an all-gather around a ring, as torch's forward pass does it, and a sum up a tree."""
+    back = tree(ranks, size, latency, bandwidth)
+    messages, sent = ranks - 1, size * (ranks - 1)
+    return messages * latency + sent / bandwidth + back[0], sent + back[1], messages + back[2]
+
+
+def model(channels: int) -> list[dict[str, Any]]:
+    """Per layer, forward and backward, with the better of ring and tree for ours."""
+    lines = []
+    ours, theirs = 8 * message_size(channels), 4 * (2 * channels + 1)
+    for network, (latency, bandwidth) in NETWORKS.items():
+        for ranks in (2, 8, 64, 512, 4096, 10_000):
+            best = min(ring(ranks, ours, latency, bandwidth), tree(ranks, ours, latency, bandwidth))
+            gather = gathered(ranks, theirs, latency, bandwidth)
+            lines.append(
+                {
+                    "network": network,
+                    "ranks": ranks,
+                    "microseconds": 2e6 * best[0],
+                    "bytes": 2 * best[1],
+                    "messages": 2 * best[2],
+                    "gather_microseconds": 1e6 * gather[0],
+                    "gather_bytes": gather[1],
+                    "gather_messages": gather[2],
+                }
+            )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    measured = [measure(world, options.repeats) for world in options.ranks]
+    print(f"one layer, {'x'.join(map(str, SHAPE))} a rank, forward and backward, gloo on this machine, ms")
+    print("ranks   alone    bare  shared  gather   shared/bare")
+    for line in measured:
+        times = "".join(
+            f"{line['milliseconds'][name]:8.2f}" for name in ("alone", "bare", "shared", "gather")
+        )
+        print(f"{line['ranks']:5d}{times}   {line['shared_over_bare']:8.3f}   (reach on 4: {REACH})")
+    modelled = model(SHAPE[1])
+    print(f"\nmodel, {SHAPE[1]} channels, a layer's two exchanges: us, bytes and messages sent by a rank")
+    print(
+        f"{'network':18s}{'ranks':>7s}{'us':>9s}{'bytes':>8s}{'msgs':>6s}{'us':>14s}{'bytes':>10s}{'msgs':>7s}"
+    )
+    for line in modelled:
+        gather = (
+            f"{line['gather_microseconds']:14.0f}{line['gather_bytes']:10.0f}{line['gather_messages']:7d}"
+        )
+        ours = f"{line['microseconds']:9.0f}{line['bytes']:8.0f}{line['messages']:6d}"
+        print(f"{line['network']:18s}{line['ranks']:7d}{ours}{gather}")
+    if options.json:
+        options.json.write_text(json.dumps({"measured": measured, "model": modelled}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

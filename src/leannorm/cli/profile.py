@@ -1,0 +1,50 @@
+"""`leannorm profile MODEL`: what a training step costs, stock and in less memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from leannorm.cli.options import JsonFile, Model, ReportFile
+
+
+def profile(
+    model: Model,
+    input: Annotated[str, typer.Option(help="Sizes of the input, batch first.", metavar="8x3x224x224")],
+    budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer's way to say: none
+    against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
+    steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
+    json: JsonFile = None,
+    report: ReportFile = None,
+) -> None:
+    """Kept bytes, peak and step time of a model: stock, under lean(), and against other ways."""
+    import torch
+    from rich.console import Console
+
+    from leannorm.report.files import check_writable, write_text
+    from leannorm.report.models import model_named, shape_of
+    from leannorm.report.profile import profile as measure
+    from leannorm.report.render import require_page
+
+    check_writable(json, report)
+    if report:
+        require_page()
+    console = Console()
+    others = [name.strip() for name in against.split(",") if name.strip()]
+    with console.status(f"making {model}") as status:
+        torch.manual_seed(0)
+        network = model_named(model).to(device)
+        images = torch.randn(shape_of(input), device=device)
+        measured = measure(
+            network, images, budgets=budget, against=others, steps=steps, progress=status.update
+        )
+    measured.model = model
+    measured.print()
+    if json:
+        write_text(json, measured.to_json())
+        console.print(f"numbers: {json}", highlight=False)
+    if report:
+        measured.to_html(report)
+        console.print(f"report: {report}", highlight=False)

@@ -1,0 +1,95 @@
+"""The memory of a training step without the memory: fake tensors, counted by their storage."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from leannorm.report.memory import StepMemory
+from leannorm.report.models import mean_square
+from leannorm.report.settings import Setting
+
+
+class _Meter(TorchDispatchMode):
+    """Adds up the storages that operations bring into being, until they are gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def know(self, tensors: Any) -> None:
+        """These are there before the step and count as nothing."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._known.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._known:
+            self._known.add(storage)
+            nbytes = storage.nbytes()
+            self.alive += nbytes
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._gone, nbytes)
+
+    def _gone(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """The model that `make` makes, with fake tensors for parameters and buffers.
+
+    Made on the meta device, which takes no memory; for real where its making looks at values.
+    """
+    try:
+        with torch.device("meta"):
+            model = make()
+    except (RuntimeError, NotImplementedError):
+        model = make()
+    with mode:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    module._parameters[name] = nn.Parameter(fake, parameter.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    return model
+
+
+def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, shape: tuple[int, ...]) -> StepMemory:
+    """What a training step on an input of `shape` would hold, and its peak, gradients of parameters included.
+
+    `model` is of `fake_model`, under the same `mode`; `setting` runs it. Scratch memory inside of single
+    operations is not seen.
+    """
+    with mode:
+        images = torch.empty(shape)
+        meter = _Meter()
+        meter.know([images, list(model.parameters()), list(model.buffers())])
+        with meter:
+            with setting.around():
+                loss = mean_square(setting.run(images))
+            held = meter.alive
+            loss.backward()
+            peak = meter.peak
+        for parameter in model.parameters():
+            parameter.grad = None
+    return StepMemory(held, peak)

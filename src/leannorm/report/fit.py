@@ -1,0 +1,111 @@
+"""The largest batch that fits a memory, stock and under lean(), found without that memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from leannorm._errors import InputError
+from leannorm.report.fake import fake_model, fake_step
+from leannorm.report.settings import Setting, settings_for
+
+OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of a parameter's size beside it
+_SMALLEST = 2  # of one sample, a batch norm over 1×1 images refuses to train
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Fit(NamedTuple):
+    """A setting, the largest batch that fits (0: not even two samples), and the bytes that it takes."""
+
+    name: str
+    batch: int
+    nbytes: int
+
+
+def bytes_of(text: str) -> int:
+    """`24GiB`, `24GB`, `500M` as bytes. Raises InputError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if not found or (found[3] and not found[2]) or float(found[1]) <= 0:
+        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}")
+    unit = found[2].upper()
+    return int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
+
+
+def fit(
+    make: Callable[[], nn.Module],
+    sample: Sequence[int],
+    memory: int,
+    *,
+    recompute: Sequence[str] = ("norm", "conv"),
+    optimizer: str = "adam",
+    progress: Callable[[str], None] = lambda doing: None,
+) -> list[Fit]:
+    """The largest batch of samples of shape `sample` (float32) that trains in `memory` bytes, by setting.
+
+    Counted are parameters, buffers, gradients, the optimizer's state ("sgd", "momentum" or "adam"), the
+    batch and the peak of the step; not what a GPU's driver, libraries and allocator take beside. Runs on
+    fake tensors: no value is computed, so a small machine answers for a large one.
+
+    Raises InputError for an unknown optimizer or setting, and for a model that needs values to run.
+
+    >>> make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    >>> stock, norm = fit(make, (3, 32, 32), 10**7, recompute=["norm"])
+    >>> norm.batch > stock.batch
+    True
+    """
+    if optimizer not in OPTIMIZER_STATE:
+        raise InputError(f"optimizer is one of {', '.join(OPTIMIZER_STATE)}; got {optimizer!r}")
+    mode = FakeTensorMode()
+    model = fake_model(make, mode)
+    parameters = sum(p.nbytes for p in model.parameters())
+    there = parameters * (1 + OPTIMIZER_STATE[optimizer]) + sum(b.nbytes for b in model.buffers())
+
+    def needed(setting: Setting, batch: int) -> int:
+        progress(f"{setting.name}, batch {batch}")
+        peak = fake_step(model, mode, setting, (batch, *sample)).peak
+        return there + 4 * batch * prod(sample) + peak
+
+    results = []
+    for setting in settings_for(model, recompute, (), ()):
+        try:
+            batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), memory)  # type: ignore[misc]
+        except (RuntimeError, NotImplementedError) as error:
+            raise InputError(
+                f"the model does not run on fake tensors of {tuple(sample)} "
+                f"({str(error).strip().splitlines()[0]}): check the input's sizes, or measure it with profile"
+            ) from error
+        results.append(Fit(setting.name, batch, nbytes))
+    return results
+
+
+def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:
+    """The largest batch with needed(batch) <= memory, for a need that grows nearly in proportion."""
+    known = {_SMALLEST: needed(_SMALLEST)}
+    if known[_SMALLEST] > memory:
+        return 0, known[_SMALLEST]
+    low, high = _SMALLEST, None
+    while high is None or high - low > 1:
+        probe = _next(known, low, high, memory)
+        known[probe] = needed(probe)
+        if known[probe] <= memory:
+            low = probe
+        else:
+            high = probe
+    return low, known[low]
+
+
+def _next(known: dict[int, int], low: int, high: int | None, memory: int) -> int:
+    """Where a line through the two nearest known points meets the memory, inside of what is open."""
+    others = [batch for batch in known if batch != low]
+    if not others:
+        return 2 * low
+    other = high if high is not None else max(others)
+    slope = (known[low] - known[other]) / (low - other)
+    guess = low + int((memory - known[low]) / slope) if slope > 0 else 2 * low
+    return max(guess, low + 1) if high is None else min(max(guess, low + 1), high - 1)

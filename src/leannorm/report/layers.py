@@ -1,0 +1,109 @@
+"""What each layer of a model holds for the backward pass, and what is rebuilt, by kind of operation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from leannorm.saving.policy import Record
+
+Counts = Callable[[], tuple[int, int]]
+
+
+class Layer(NamedTuple):
+    """Bytes that a module's own operations hold, and bytes of theirs that will be rebuilt."""
+
+    name: str
+    kind: str
+    kept: int
+    rebuilt: int
+
+
+class Operation(NamedTuple):
+    """Tensors rebuilt from one kind of autograd node: how many, their bytes, the seconds it takes."""
+
+    node: str
+    tensors: int
+    nbytes: int
+    seconds: float
+
+
+class StockCount(saved_tensors_hooks):
+    """Counts what stock autograd holds: storages, each once, parameters not counted."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Any, int]] = {}  # storages stay referenced: no address comes twice
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        base = tensor if tensor._base is None else tensor._base
+        if not (base.is_leaf and base.requires_grad):
+            storage = tensor.untyped_storage()
+            self._kept[storage._cdata] = (storage, storage.nbytes())
+        return tensor
+
+    kept_bytes = property(lambda self: sum(nbytes for _, nbytes in self._kept.values()))
+    rebuilt_bytes = 0
+
+
+@contextmanager
+def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[Layer]]:
+    """While open, credit every change of `counts()` (kept, rebuilt) to the innermost module at work.
+
+    The list is filled when the context closes, in the order of `named_modules`; a module that holds
+    nothing of its own is left out, and so is what stands outside of the model (the loss).
+    """
+    names = {module: name for name, module in model.named_modules()}
+    sums: dict[nn.Module, list[int]] = defaultdict(lambda: [0, 0])
+    at_work: list[nn.Module] = []
+    last = [0, 0]
+
+    def credit() -> None:
+        now = counts()
+        if at_work:
+            for i in (0, 1):
+                sums[at_work[-1]][i] += now[i] - last[i]
+        last[:] = now
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        credit()
+        at_work.append(module)
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        credit()
+        at_work.pop()
+
+    handles = [
+        handle
+        for module in names
+        for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
+    ]
+    layers: list[Layer] = []
+    try:
+        yield layers
+    finally:
+        for handle in handles:
+            handle.remove()
+    layers += [
+        Layer(name or "(model)", type(module).__name__, *sums[module])
+        for module, name in names.items()
+        if any(sums[module])
+    ]
+
+
+def by_operation(records: Sequence[Record]) -> list[Operation]:
+    """The rebuilt tensors among a forward pass's records, by node, most bytes first."""
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        if record.rebuilt:
+            groups[record.node].append(record)
+    operations = [
+        Operation(node, len(group), sum(r.nbytes for r in group), sum(r.seconds or 0.0 for r in group))
+        for node, group in groups.items()
+    ]
+    return sorted(operations, key=lambda operation: -operation.nbytes)

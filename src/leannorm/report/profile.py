@@ -1,0 +1,234 @@
+"""What a model's training step costs in memory and time: stock, under each lean setting, and otherwise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leannorm._errors import InputError
+from leannorm.report.files import write_text
+from leannorm.report.freed_memory import keep_freed_memory
+from leannorm.report.layers import Layer, Operation, StockCount, by_layer, by_operation
+from leannorm.report.memory import measure_step, time_step
+from leannorm.report.models import mean_square
+from leannorm.report.settings import Setting, settings_for
+
+
+@dataclass
+class Measured:
+    """One setting: bytes of a step above its start, seconds of a step, and its ratio to stock's.
+
+    `gradient_difference`: the largest to stock's gradients, relative to the largest gradient of the same
+    parameter; 0 says that all are equal bit for bit. `layers` is empty where they cannot be counted.
+    """
+
+    name: str
+    kept: int = 0
+    peak: int = 0
+    seconds: float = 0.0
+    time_ratio: float = 1.0
+    gradient_difference: float = 0.0
+    timeline: list[tuple[float, int]] = field(default_factory=list)
+    forward_end: float = 0.0
+    layers: list[Layer] = field(default_factory=list)
+    rebuilt: list[Operation] = field(default_factory=list)
+
+
+@dataclass
+class MemoryReport:
+    """What `profile` measured; `settings[0]` is stock."""
+
+    model: str
+    inputs: list[str]
+    device: str
+    threads: int
+    torch: str
+    freed_memory: str
+    parameter_bytes: int
+    settings: list[Measured]
+
+    def to_json(self) -> str:
+        """Every number, as indented JSON."""
+        data = asdict(self)
+        for setting, measured in zip(data["settings"], self.settings, strict=True):
+            setting["layers"] = [layer._asdict() for layer in measured.layers]
+            setting["rebuilt"] = [operation._asdict() for operation in measured.rebuilt]
+        return json.dumps(data, indent=1) + "\n"
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained page: memory over the step, per-layer bars, both tables.
+
+        Raises MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
+        """
+        from leannorm.report.profile_page import html
+
+        write_text(path, html(self))
+
+    def print(self) -> None:
+        """The comparison, and what each kind of layer keeps, as tables on the terminal."""
+        from rich.console import Console
+
+        from leannorm.report.profile_page import kind_table, setting_table
+
+        console = Console()
+        console.print(setting_table(self).rich())
+        console.print(kind_table(self).rich())
+
+
+def profile(
+    model: nn.Module,
+    inputs: Tensor | Sequence[Any],
+    *,
+    recompute: Sequence[str] = ("norm", "conv"),
+    budgets: Sequence[float] = (),
+    against: Sequence[str] = (),
+    loss: Callable[[Any], Tensor] = mean_square,
+    steps: int = 5,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> MemoryReport:
+    """Run training steps of `model(*inputs)` stock and under each lean setting, and report what they cost.
+
+    `recompute` and `budgets` are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around
+    every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of
+    the output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios.
+    Freed memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model
+    are as before when it returns. `progress` is told what is being done.
+
+    Raises InputError for unknown settings, and for a model without parameters that need gradients.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
+    >>> report = profile(model, torch.randn(2, 3, 20, 20), steps=1)
+    >>> [setting.name for setting in report.settings]
+    ['stock', 'norm', 'conv']
+    >>> report.settings[1].kept < report.settings[0].kept
+    True
+    """
+    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    settings = settings_for(model, recompute, budgets, against)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    if not learned:
+        raise InputError(
+            "the model has no parameter that requires a gradient: there is no backward pass to measure"
+        )
+    device = learned[0].device
+    freed_memory = keep_freed_memory()
+    results = [Measured(setting.name) for setting in settings]
+    forwards = [partial(_forward, setting, arguments, loss) for setting in settings]
+    with _unchanged(model) as restore:
+        stock: list[Tensor | None] = []
+        for setting, forward, measured in zip(settings, forwards, results, strict=True):
+            progress(f"measuring {setting.name}")
+            for _ in range(2):  # the first pass of a budget plans, and the first of a compiler compiles
+                restore()
+                forward().backward()
+            gradients = [p.grad for p in learned]
+            stock = stock or gradients
+            measured.gradient_difference = _difference(gradients, stock)
+            restore()
+            measured.kept, measured.peak, timeline, measured.forward_end = measure_step(
+                forward, device=device
+            )
+            measured.timeline = list(timeline)
+            restore()
+            if setting.eager:
+                _count(model, setting, arguments, loss, measured)
+        _time(settings, forwards, results, steps, device, restore, progress)
+    return MemoryReport(
+        type(model).__name__,
+        ["x".join(map(str, a.shape)) if isinstance(a, Tensor) else type(a).__name__ for a in arguments],
+        str(device),
+        torch.get_num_threads(),
+        torch.__version__,
+        str(freed_memory),
+        sum(p.nbytes for p in model.parameters()),
+        results,
+    )
+
+
+def _forward(setting: Setting, arguments: Sequence[Any], loss: Callable[[Any], Tensor]) -> Tensor:
+    torch.manual_seed(0)  # the same dropout for every setting
+    with setting.around():
+        return loss(setting.run(*arguments))
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Gives a function that puts buffers back and takes gradients away; at the end all is as it was."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    generator = torch.get_rng_state()
+
+    @torch.no_grad()
+    def restore() -> None:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for parameter, _ in gradients:
+            parameter.grad = None
+
+    restore()
+    try:
+        yield restore
+    finally:
+        restore()
+        torch.set_rng_state(generator)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _difference(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -> float:
+    largest = 0.0
+    for a, b in zip(ours, stock, strict=True):
+        if a is not None and b is not None and not torch.equal(a, b):
+            largest = max(largest, float((a - b).abs().max() / b.abs().max()))
+    return largest
+
+
+def _count(
+    model: nn.Module,
+    setting: Setting,
+    arguments: Sequence[Any],
+    loss: Callable[[Any], Tensor],
+    measured: Measured,
+) -> None:
+    torch.manual_seed(0)
+    around = StockCount() if setting.name == "stock" else setting.around()
+    with (
+        around as saved,
+        by_layer(model, lambda: _counts(around if saved is None else saved)) as layers,
+    ):
+        loss(setting.run(*arguments))
+    measured.layers = layers
+    measured.rebuilt = by_operation(getattr(saved, "records", ()))
+
+
+def _counts(saved: Any) -> tuple[int, int]:
+    return saved.kept_bytes, saved.rebuilt_bytes
+
+
+def _time(
+    settings: Sequence[Setting],
+    forwards: Sequence[Callable[[], Tensor]],
+    results: Sequence[Measured],
+    steps: int,
+    device: torch.device,
+    restore: Callable[[], None],
+    progress: Callable[[str], None],
+) -> None:
+    seconds: list[list[float]] = [[] for _ in settings]
+    for turn in range(steps):
+        progress(f"timing, turn {turn + 1} of {steps}")
+        for taken, forward in zip(seconds, forwards, strict=True):
+            restore()
+            taken.append(time_step(lambda forward=forward: forward().backward(), device))  # type: ignore[misc]
+    for measured, taken in zip(results, seconds, strict=True):
+        measured.seconds = median(taken)
+        measured.time_ratio = median(a / b for a, b in zip(taken, seconds[0], strict=True))

@@ -1,0 +1,166 @@
+"""A memory report as tables and as one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from leannorm.report.layers import Layer
+from leannorm.report.profile import Measured, MemoryReport
+from leannorm.report.render import (
+    Fact,
+    Section,
+    Table,
+    bar_figure,
+    line_figure,
+    megabytes,
+    milliseconds,
+    page,
+)
+
+_MOST_POINTS = 3000
+
+
+def setting_table(report: MemoryReport) -> Table:
+    """One row a setting: kept, peak and step time with their ratios to stock, and the gradients."""
+    stock = report.settings[0]
+
+    def row(s: Measured) -> list[str]:
+        return [
+            s.name,
+            f"{megabytes(s.kept)}  {s.kept / stock.kept:.2f}",
+            f"{megabytes(s.peak)}  {s.peak / stock.peak:.2f}",
+            f"{milliseconds(s.seconds)}  {s.time_ratio:.2f}",
+            "equal" if s.gradient_difference == 0 else f"off by {s.gradient_difference:.0e}",
+        ]
+
+    title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
+    return Table(
+        ["", "kept after forward", "peak", "step time", "gradients"],
+        [row(s) for s in report.settings],
+        title=title,
+    )
+
+
+def layer_table(report: MemoryReport) -> Table:
+    """One row a layer: what it holds in stock, and under each setting what it holds and what is rebuilt."""
+    counted, names = _counted(report)
+
+    def cells(name: str) -> list[str]:
+        texts = []
+        for i, (_, layers) in enumerate(counted):
+            layer = layers.get(name)
+            texts.append(megabytes(layer.kept if layer else 0))
+            if i:
+                texts.append(megabytes(layer.rebuilt if layer else 0))
+        return texts
+
+    columns = ["layer", "kind"]
+    for i, (setting, _) in enumerate(counted):
+        columns += [f"{setting} keeps"] + ([f"{setting} rebuilds"] if i else [])
+    return Table(columns, [[name, kind, *cells(name)] for name, kind in names.items()], numbers_from=2)
+
+
+def kind_table(report: MemoryReport) -> Table:
+    """One row a kind of layer, the one that holds most first: what all of them hold under each setting."""
+    counted, names = _counted(report)
+    sums = {kind: [0] * len(counted) for kind in names.values()}
+    for i, (_, layers) in enumerate(counted):
+        for layer in layers.values():
+            sums[layer.kind][i] += layer.kept
+    rows = sorted(sums.items(), key=lambda row: -row[1][0])
+    columns = ["kept by", *(setting for setting, _ in counted)]
+    return Table(columns, [[kind, *map(megabytes, kept)] for kind, kept in rows])
+
+
+def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, Layer]]], dict[str, str]]:
+    """Every setting whose layers were counted, by layer; and the kind of every layer, in their order."""
+    settings = [s for s in report.settings if s.layers]
+    names = {layer.name: layer.kind for s in settings for layer in s.layers}
+    return [(s.name, {layer.name: layer for layer in s.layers}) for s in settings], names
+
+
+def operation_table(report: MemoryReport) -> Table:
+    """One row a kind of operation and setting: what is rebuilt, and what the rebuilding takes."""
+    rows = [
+        [
+            s.name,
+            op.node.removesuffix("Backward0"),
+            str(op.tensors),
+            megabytes(op.nbytes),
+            milliseconds(op.seconds),
+        ]
+        for s in report.settings
+        for op in s.rebuilt
+    ]
+    return Table(["setting", "made by", "tensors", "bytes", "time to rebuild"], rows, numbers_from=2)
+
+
+def html(report: MemoryReport) -> str:
+    """One self-contained page; the boxes on top show and hide a setting in every picture."""
+    stock = report.settings[0]
+    best = min(report.settings, key=lambda s: s.peak)
+    quickest = min(report.settings[1:] or [stock], key=lambda s: s.time_ratio)
+    facts = [
+        Fact(megabytes(stock.peak), f"peak of a stock step; {megabytes(stock.kept)} kept after forward"),
+        Fact(
+            f"{best.peak / stock.peak:.2f} ×",
+            f"lowest peak, by {best.name}, at {best.time_ratio:.2f} × the time",
+        ),
+        Fact(
+            f"{quickest.time_ratio:.2f} ×",
+            f"least time, by {quickest.name}, at {quickest.peak / stock.peak:.2f} × the peak",
+        ),
+        Fact(megabytes(report.parameter_bytes), "parameters (not in the other numbers)"),
+    ]
+    sections = [Section("Settings", "Ratios are to stock, in the same run.", table=setting_table(report))]
+    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
+    if timelines:
+        sections.append(
+            Section(
+                "Memory over one step",
+                "Bytes above the step's start. What is held when the forward pass ends stands at 1.",
+                line_figure(timelines, "forward pass: 0 to 1, backward pass: 1 to 2", "MB", steps=True),
+            )
+        )
+    counted, names = _counted(report)
+    bars = {setting: _per_layer(layers, names) for setting, layers in counted}
+    sections += [
+        Section(
+            "What each layer keeps",
+            "In the order of the model; a layer's operations keep their inputs, mostly.",
+            bar_figure(bars, list(names), "MB", written=len(names) <= 12),
+        ),
+        Section("Layer by layer", table=layer_table(report)),
+    ]
+    if any(s.rebuilt for s in report.settings):
+        sections.append(
+            Section("What is rebuilt", "Time of rebuilding alone, by trial.", table=operation_table(report))
+        )
+    foot = {
+        "device": report.device,
+        "threads": str(report.threads),
+        "torch": report.torch,
+        "memory": report.freed_memory,
+    }
+    title = f"{report.model}: memory of a training step"
+    lead = f"Input {', '.join(report.inputs)}. Stock autograd beside ways to keep less for the backward pass."
+    return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
+
+
+def _per_layer(layers: Mapping[str, Layer], names: Iterable[str]) -> list[float]:
+    return [layers[name].kept / 1e6 if name in layers else 0.0 for name in names]
+
+
+def _thinned(measured: Measured) -> tuple[list[float], list[float]]:
+    """The timeline with the forward pass on 0 to 1 and the backward pass on 1 to 2, so that settings line up.
+
+    At most so many points; of those that share a place, the highest stays, so that the peak does.
+    """
+    timeline, middle = measured.timeline, measured.forward_end
+    length = max(timeline[-1][0] - middle, 1e-9)
+    stride = -(-len(timeline) // _MOST_POINTS)
+    kept = [
+        max(timeline[i : i + stride], key=lambda point: point[1]) for i in range(0, len(timeline), stride)
+    ]
+    places = [t / middle if t <= middle else 1 + (t - middle) / length for t, _ in kept]
+    return places, [nbytes / 1e6 for _, nbytes in kept]

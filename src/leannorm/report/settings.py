@@ -1,0 +1,101 @@
+"""The ways to run a model's training step that `profile` compares: stock, lean, and what else there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from leannorm._errors import InputError
+from leannorm.saving import lean
+from leannorm.saving.policy import check
+
+AGAINST = ("checkpoint", "compile")
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Setting(NamedTuple):
+    """`run(*inputs)` is the model's forward pass; `around()` stands around it and the loss."""
+
+    name: str
+    run: Callable[..., Any]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    @property
+    def eager(self) -> bool:
+        """Does autograd save tensors layer by layer, so that they can be counted so?"""
+        return self.name not in AGAINST
+
+
+def settings_for(
+    model: nn.Module, recompute: Sequence[str], budgets: Sequence[float], against: Sequence[str]
+) -> list[Setting]:
+    """Stock first, then lean by kind and by budget, then the others. Raises InputError for unknown names."""
+    made = [Setting("stock", model)]
+    for kind in recompute:
+        check(kind, None)
+        made.append(Setting(kind, model, partial(lean, kind)))  # type: ignore[arg-type]  # checked above
+    for budget in budgets:
+        check("norm", budget)
+        made.append(Setting(f"budget {budget:g}", model, partial(lean, budget=budget)))
+    for other in against:
+        if other not in AGAINST:
+            raise InputError(f"against is one of {', '.join(AGAINST)}; got {other!r}")
+        made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
+    return made
+
+
+def _checkpointed(model: nn.Module) -> Callable[..., Any]:
+    """The model with `torch.utils.checkpoint` around every block."""
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise InputError(
+            f"checkpoint needs blocks (modules inside a Sequential or ModuleList), and "
+            f"{type(model).__name__} has none: leave checkpoint out"
+        )
+
+    def run(*inputs: Any) -> Any:
+        with _wrapped(blocks):
+            return model(*inputs)
+
+    return run
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that stand in a container and are made of others, as a user would cut a model."""
+    for child in module.children():
+        inside = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+        if inside and any(True for _ in child.children()):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+@contextmanager
+def _wrapped(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    from torch.utils.checkpoint import checkpoint
+
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward  # the class's own shows again
+
+
+def _compiled(model: nn.Module) -> Callable[..., Any]:
+    """torch.compile, told to keep half of the activations."""
+    from torch._functorch import config
+
+    compiled = torch.compile(model)
+
+    def run(*inputs: Any) -> Any:
+        with config.patch(activation_memory_budget=0.5):
+            return compiled(*inputs)
+
+    return run

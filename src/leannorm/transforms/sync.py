@@ -1,0 +1,69 @@
+"""Batch norms that share their statistics and are otherwise what they were, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn
+from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from leannorm import nn
+from leannorm.nn.sync import SHARING, Synchronized
+
+_SYNCHRONIZED: dict[type[Module], type[Module]] = {}
+_OURS = {getattr(torch.nn, name): getattr(nn, name) for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")}
+
+
+def synchronized_class(cls: type[Module]) -> type[Module]:
+    """A subclass of `cls` whose `super().forward` shares statistics; `unsynced` is `cls`."""
+    if issubclass(cls, Synchronized):
+        return cls
+    if cls not in _SYNCHRONIZED:
+        ours = [_OURS[base] for base in cls.__mro__ if base in _OURS][:1]
+        bases = (cls, nn.SyncBatchNorm, *(o for o in ours if not issubclass(cls, o)))
+        body = {
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce,
+            "unsynced": cls,
+        }
+        _SYNCHRONIZED[cls] = type(f"Sync{cls.__name__}", bases, {**body, "__reduce_ex__": _reduce})
+    return _SYNCHRONIZED[cls]
+
+
+def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
+    parts: Any = object.__reduce_ex__(layer, max(protocol, 2))
+    return _rebuild, (layer.unsynced,), *parts[2:]
+
+
+def _rebuild(cls: type[Module]) -> Module:
+    return synchronized_class(cls).__new__(synchronized_class(cls))
+
+
+def why_not_sync(module: Module) -> str | None:
+    """Why this batch norm cannot share its statistics as it is."""
+    if isinstance(module, LazyModuleMixin):
+        return f"{type(module).__name__} without a size yet; run one batch first"
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(("leannorm.", "torch.nn.")):
+            break
+        code = getattr(vars(cls).get("forward"), "__code__", None)
+        if "forward" in vars(cls) and (code is None or "super" not in code.co_names):
+            return f"{type(module).__name__} computes its norm by itself, not by super().forward"
+    return None
+
+
+def inside_convolutions(model: Module) -> dict[Module, str]:
+    """Batch norms whose parameters are used without a call of theirs, and the reason to leave them."""
+    return {
+        layer.bn: f"{type(layer).__name__} computes it with its convolution; take it apart with to_pair()"
+        for layer in model.modules()
+        if isinstance(layer, (nn.ConvBatchNorm1d, nn.ConvBatchNorm2d, nn.ConvBatchNorm3d))
+    }
+
+
+def unsync(module: Module) -> tuple[str, ...]:
+    """Take the sharing from a layer that `synchronized_class` gave it; the attributes that went with it."""
+    module.__class__ = type(module).unsynced  # type: ignore[attr-defined]
+    return tuple(name for name in SHARING if vars(module).pop(name, SHARING) is not SHARING)
