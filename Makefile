@@ -22,6 +22,8 @@ test: $(VENV)/.ready
 # Every architecture of timm and torchvision that trains here; hours, where `make test` runs a sample.
 conformance: $(VENV)/.ready
 	$(BIN)/python -m pytest -m conformance
+	$(BIN)/python -m benchmarks.program
+	$(BIN)/python -m benchmarks.fold
 
 faults: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m faults
