@@ -1,6 +1,7 @@
 """`check` passes here, covers what it claims, and falls short when a layer is wrong."""
 
 import json
+import math
 
 import torch
 
@@ -38,6 +39,21 @@ def test_every_check_keeps_within_its_budget_and_none_is_vacuous():
 
 def test_not_a_number_is_not_within_any_budget():
     assert not Check("nan", float("nan"), 1.0, "").passed
+
+
+def test_a_gradient_that_is_not_a_number_is_a_difference():
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    for pair in ([bad, good], [good, bad]):
+        assert all(math.isnan(off) for off in numerics.largest_difference([good, pair[0]], [good, pair[1]]))
+    assert numerics.largest_difference([good], [good * 0]) == (1.0, math.inf)
+
+    class Broken(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + (x - x.detach()).sum() * float("nan")
+
+    assert not numerics._gradcheck(
+        "broken", Broken(2, 2, dtype=torch.float64), torch.rand(2, 2).double()
+    ).passed
 
 
 def test_a_wrong_layer_falls_short_and_says_which(monkeypatch, capsys, tmp_path):

@@ -11,6 +11,7 @@ from leannorm._errors import FoldError as FoldError
 from leannorm._errors import InputError as InputError
 from leannorm._errors import LeannormError as LeannormError
 from leannorm._errors import MissingDependencyError as MissingDependencyError
+from leannorm._errors import SyncError as SyncError
 from leannorm.ops.select import explain as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.freed_memory import FreedMemory as FreedMemory
@@ -35,6 +36,7 @@ __all__ = [
     "LeannormError",
     "MemoryReport",
     "MissingDependencyError",
+    "SyncError",
     "backends",
     "convert",
     "distributed",

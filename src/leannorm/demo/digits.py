@@ -74,8 +74,8 @@ def _mnist(root: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ) from None
     try:
         parts = [MNIST(root, train=train, download=True) for train in (True, False)]
-    except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:  # a truncated file raises any
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
             f"the MNIST files could be neither read from {root!r} nor downloaded ({reason}): "
             "put them there, or use --data digits"

@@ -18,6 +18,7 @@ from leannorm.demo.digits import Digits, load
 from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import check_device, measure_step, time_step
+from leannorm.report.numerics import largest_difference
 from leannorm.saving import lean
 
 # Relative, in float64: rounding through this network stays under 1e-12, a missing term shows at 1e-3.
@@ -41,6 +42,8 @@ class Settings:
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag} must be at least {least}; got {getattr(self, name)}")
+        if not 0 <= self.seed < 1 << 63:
+            raise InputError(f"--seed must be at least 0 and below 2**63; got {self.seed}")
         check_device(self.device)
 
 
@@ -190,18 +193,12 @@ def _first_batch(result: Comparison, networks: list[nn.Module], ways: list[Way],
         single.append(_gradients(trial))
         double.append(_gradients(exact))
     for side, ours, ours_double in zip(result.sides, single, double, strict=True):
-        side.gradient_difference, side.relative_difference = _differences(ours, single[0])
-        _, side.double_difference = _differences(ours_double, double[0])
+        side.gradient_difference, side.relative_difference = largest_difference(ours, single[0])
+        _, side.double_difference = largest_difference(ours_double, double[0])
 
 
 def _gradients(network: nn.Module) -> list[Tensor]:
     return [p.grad for p in network.parameters() if p.grad is not None]
-
-
-def _differences(ours: list[Tensor], stock: list[Tensor]) -> tuple[float, float]:
-    """The largest difference, and the largest relative to the gradient of the same parameter."""
-    pairs = [(float((a - b).abs().max()), float(b.abs().max())) for a, b in zip(ours, stock, strict=True)]
-    return max(d for d, _ in pairs), max(d / largest for d, largest in pairs)
 
 
 def _train(

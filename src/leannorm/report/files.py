@@ -12,12 +12,17 @@ from leannorm._errors import InputError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises InputError for a path whose folder is not there: said before the work, not after it."""
+    """Raises InputError for a path that no file can be written to: said before the work, not after it."""
     for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(
-                f"there is no folder {str(path.absolute().parent)!r}: create it, or name another"
-            )
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise InputError(f"there is no folder {str(folder)!r}: create it, or name another")
+        if path.is_dir():
+            raise InputError(f"{str(path)!r} is a folder: name a file in it")
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"the folder {str(folder)!r} cannot be written to: name another")
 
 
 def write_text(path: Path | str, text: str) -> None:

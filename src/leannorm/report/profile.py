@@ -20,6 +20,7 @@ from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.layers import Layer, Operation, StockCount, by_layer, by_operation
 from leannorm.report.memory import measure_step, time_step
 from leannorm.report.models import mean_square
+from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
 
 
@@ -185,11 +186,8 @@ def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 def _difference(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -> float:
-    largest = 0.0
-    for a, b in zip(ours, stock, strict=True):
-        if a is not None and b is not None and not torch.equal(a, b):
-            largest = max(largest, float((a - b).abs().max() / b.abs().max()))
-    return largest
+    pairs = [(a, b) for a, b in zip(ours, stock, strict=True) if a is not None and b is not None]
+    return largest_difference(*zip(*pairs, strict=True))[1] if pairs else 0.0
 
 
 def _count(

@@ -16,7 +16,6 @@ from leannorm._types import Moments
 from leannorm.ops import schema  # noqa: F401  (the schemas come before the kernels)
 from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
-    merge,
     rstd_of,
 )
 from leannorm.ops.plan import channel_plan

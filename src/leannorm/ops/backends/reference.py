@@ -4,7 +4,7 @@ A tensor is seen as (outer, kept, inner). The channel family keeps statistics of
 outer and inner (batch, sync, group, instance norm); the row family normalizes over `kept`, with
 statistics of every (outer, inner) (layer, RMS norm). Both are five verbs:
 
-    moments -> merge -> normalize -> gradient sums -> input gradient
+    moments -> merge (`ops/sums.py`) -> normalize -> gradient sums -> input gradient
 
 Everything here is differentiable torch, so autograd can differentiate it again; where nobody
 differentiates, the channel family works through the batch in slices that stay in cache, so that no
@@ -89,16 +89,6 @@ def rstd_of(moments: Moments, eps: float) -> Tensor:
 def at_least_one(count: int | Tensor) -> int | Tensor:
     """A count to divide by: the sum over no value is 0, whatever it is divided by."""
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
-
-
-def merge(moments: Moments, dim: int = 0) -> Moments:
-    """Merge the sets stacked along `dim` into one (parallel variance, Chan et al.); empty sets do nothing."""
-    mean, m2 = moments.mean, moments.m2
-    n = torch.as_tensor(moments.count, dtype=mean.dtype, device=mean.device).expand_as(mean)
-    total = n.sum(dim)
-    merged = (mean * n).sum(dim) / total.clamp_min(1)
-    between = (n * (mean - merged.unsqueeze(dim)).square()).sum(dim)
-    return Moments(merged, m2.sum(dim) + between, total)
 
 
 def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:

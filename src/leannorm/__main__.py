@@ -1,0 +1,5 @@
+"""`python -m leannorm`, the same as `leannorm`."""
+
+from leannorm.cli import main
+
+raise SystemExit(main())
