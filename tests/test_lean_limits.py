@@ -1,0 +1,233 @@
+"""`lean()` at its edges: edits in place, frozen parameters, hooks on a model, compiled and fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+import warnings
+
+import lean_cases
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lean import Stock, assert_same, step
+from test_lean_composes import IMAGE, SETTINGS, gradients, network
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from leannorm.report.memory import measure_step
+from leannorm.saving import lean, make_lean, unmake_lean
+
+
+class TestEditsInPlace:
+    def test_of_what_is_held(self):
+        model = network()
+        with lean():
+            z = model[0](IMAGE)
+            loss = model[1:](z).sum()
+        with torch.no_grad():
+            z.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_of_a_weight(self):
+        model = network()
+        with lean():
+            loss = model(IMAGE).sum()
+        with torch.no_grad():
+            model[0].weight.add_(1), model[-1].weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    def test_of_a_norms_bias_which_stock_does_not_need_either(self):
+        def run(context):
+            model = network()
+            with context:
+                loss = model(IMAGE).square().mean()
+            with torch.no_grad():
+                model[1].bias.add_(1)
+            return gradients(model, [loss])
+
+        assert_same(run(lean()), run(Stock()))
+
+    def test_without_autograd_before_it_was_saved(self):
+        def run(context):
+            model = network()
+            with context:
+                y = model[1](model[0](IMAGE))
+                with torch.no_grad():
+                    y.mul_(2)
+                loss = model[2:](y).square().mean()
+            return gradients(model, [loss])
+
+        assert_same(run(lean()), run(Stock()))
+
+    def test_of_a_view(self):
+        def run(context):
+            model = network()
+            with context:
+                y = model[:3](IMAGE)
+                y[:, 0] = 0
+                loss = model[3:](y).square().mean()
+            return gradients(model, [loss])
+
+        assert_same(run(lean()), run(Stock()))
+
+
+def test_frozen_parameters():
+    def run(context, frozen):
+        model = network()
+        for i in frozen:
+            model[i].requires_grad_(False)
+        with context:
+            loss = model(IMAGE).square().mean()
+        return gradients(model, [loss])
+
+    for frozen in [(0,), (1,), (0, 1), (0, 1, 2, 3)]:
+        assert_same(run(lean("conv"), frozen), run(Stock(), frozen))
+
+
+def test_frozen_bias():
+    def run(context):
+        model = network()
+        nn.init.uniform_(model[1].bias)
+        model[1].bias.requires_grad_(False)
+        with context:
+            loss = model(IMAGE).square().mean()
+        return gradients(model, [loss])
+
+    assert_same(run(lean("conv")), run(Stock()))
+
+
+def test_no_grad_and_inference():
+    model = network()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), lean() as saved:
+            y = model(IMAGE)
+        assert saved.kept_bytes == saved.rebuilt_bytes == 0
+        assert not y.requires_grad
+
+
+def test_error_in_the_forward_pass_leaves_no_hooks():
+    with pytest.raises(ZeroDivisionError), lean():
+        1 / 0  # noqa: B018
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+class TestMakeLean:
+    @pytest.mark.parametrize("setting", SETTINGS)
+    def test_is_lean_and_is_undone(self, setting):
+        model = network()
+        state = list(model.state_dict())
+        assert make_lean(model, **setting) is model
+        model(IMAGE).mean().backward()
+        held = [measure_step(lambda m=m: m(IMAGE).mean()).held for m in (model, network())]
+        assert held[0] < 0.75 * held[1]
+        assert list(model.state_dict()) == state
+        assert unmake_lean(model) is model
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+
+    def test_gradients(self):
+        ours, stock = make_lean(network(), "conv"), network()
+        for i in range(2):
+            for model in (ours, stock):
+                model.zero_grad()
+                model(IMAGE + i).square().mean().backward()
+            assert_same(*({n: p.grad for n, p in m.named_parameters()} for m in (ours, stock)))
+
+    def test_again_replaces(self):
+        model = make_lean(make_lean(network()), "conv")
+        assert len(model._forward_hooks) == 1
+        with pytest.raises(ValueError, match="recompute"):
+            make_lean(model, "nonsense")
+        assert len(model._forward_hooks) == 1
+
+    def test_copies_and_files(self):
+        model = make_lean(network())
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        for other in (
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            torch.load(file, weights_only=False),
+        ):
+            other(IMAGE).sum().backward()
+            unmake_lean(other)
+            assert not other._forward_hooks
+        assert len(model._forward_hooks) == 1
+
+    def test_error_in_the_forward_pass(self):
+        model = make_lean(network())
+        with pytest.raises(RuntimeError):
+            model(torch.randn(1, 7, 3, 3))
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        model(IMAGE).sum().backward()
+
+
+def test_compiled_code_is_left_alone():
+    model = network()
+    expected = step(copy.deepcopy(model), IMAGE, Stock())[0]
+
+    def inside(x):
+        with lean():
+            return model(x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for function in (
+            torch.compile(inside, backend="aot_eager", fullgraph=True),
+            torch.compile(make_lean(network()), backend="aot_eager", fullgraph=True),
+        ):
+            y = function(IMAGE)
+            y.square().mean().backward()
+            assert torch.allclose(y, expected["output"], atol=1e-5)
+        compiled = torch.compile(network(), backend="aot_eager", fullgraph=True)
+        with lean():
+            y = compiled(IMAGE)
+        y.square().mean().backward()
+        assert torch.allclose(y, expected["output"], atol=1e-5)
+
+
+def test_function_transforms_are_left_alone():
+    model = make_lean(nn.Sequential(nn.Linear(32, 32), nn.GELU()))
+    x = torch.randn(64, 32)
+    slope = torch.func.grad(lambda x: model(x).sum())(x)
+    y = x.clone().requires_grad_()
+    model(y).sum().backward()
+    assert torch.allclose(slope, y.grad)
+
+
+def test_saves_what_the_loss_needs_too():
+    with lean() as saved:
+        x = torch.randn(64, 64, requires_grad=True)
+        loss = F.mse_loss(F.gelu(F.layer_norm(x, (64,))), torch.zeros(64, 64))
+    loss.backward()
+    assert saved.rebuilt_bytes > 0
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+def test_fake_tensors_are_counted_as_real_ones(setting):
+    def counted(mode):
+        with mode:
+            model = nn.Sequential(
+                network(), nn.MaxPool2d(2), nn.Flatten(2), nn.Linear(49, 32), nn.LayerNorm(32), nn.GELU()
+            )
+            with lean(setting) as saved:
+                loss = model(torch.randn(lean_cases.IMAGE)).square().mean()
+            loss.backward()
+        return saved.kept_bytes, saved.rebuilt_bytes
+
+    assert counted(FakeTensorMode()) == counted(contextlib.nullcontext())
+
+
+def test_a_weight_that_was_freed_is_told_from_one_that_is_there():
+    model = network()
+    with lean("conv"):
+        loss = model(IMAGE).sum()
+    model[0].weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="freed since the forward pass"):
+        loss.backward()
