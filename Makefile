@@ -3,23 +3,27 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test faults check conformance clean
+.PHONY: demo test conformance faults check sanitize clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision  # they would bring another torch
 	touch $@
 
-conformance: $(VENV)/.ready
-	$(BIN)/python -m pytest -m conformance
-
 demo: $(VENV)/.ready
-	$(BIN)/leannorm demo
+	$(BIN)/leannorm demo --report demo.html --json demo.json
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Every architecture of timm and torchvision that trains here; hours, where `make test` runs a sample.
+conformance: $(VENV)/.ready
+	$(BIN)/python -m pytest -m conformance
+	$(BIN)/python -m benchmarks.program
+	$(BIN)/python -m benchmarks.fold
 
 faults: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m faults
@@ -28,6 +32,16 @@ check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own.
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+sanitize: $(VENV)/.ready
+	CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build \
+	    --build-base build/sanitize --build-lib build/sanitize/lib
+	test -e build/sanitize/lib/leannorm/_C.so || { cat build/sanitize/lib/leannorm/_C.reason; exit 1; }
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib \
+	    $(BIN)/python -m pytest -p no:cacheprovider tests/test_kernels.py tests/test_fuzz.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

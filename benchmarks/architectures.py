@@ -17,8 +17,22 @@ class Architecture(NamedTuple):
 
     def build(self) -> torch.nn.Module:
         library, _, name = self.name.partition(":")
+        import_torchvision()  # timm needs it too
         torch.manual_seed(0)
         return BUILDERS[library](name, **self.options)
+
+
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def import_torchvision() -> None:
+    """Import it; where it was built for another torch, its two operators are declared and stay unused."""
+    try:
+        import torchvision
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            _DECLARED.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        import torchvision  # noqa: F401
 
 
 def _timm(name: str, **options: object) -> torch.nn.Module:

@@ -68,8 +68,9 @@ def main() -> int:
             verdicts["norms skipped"] += len(report.skipped)
             reasons = Counter(s.reason for s in report.skipped).most_common(2)
             print(
-                f"{architecture.name:40} {len(report.folded)} folded, {len(report.skipped)} skipped, difference "
-                f"{report.difference:.1e} of {report.scale:.1e} ({report.checked:.1e} in float64) {reasons or ''}",
+                f"{architecture.name:40} {len(report.folded)} folded, {len(report.skipped)} skipped, "
+                f"difference {report.difference:.1e} of {report.scale:.1e} ({report.checked:.1e} in float64)",
+                reasons or "",
                 flush=True,
             )
     print(dict(verdicts))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.program                all architectures: equality, fork time, file size
     python -m benchmarks.program NAME...        some
+    python -m benchmarks.program --steps 15 NAME...  also a training step against the exported module's own
 
 Prints a line for each, the count that is equal, and exits with 1 if any is not.
 """
@@ -77,7 +78,23 @@ def exports(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.expo
     return {mode: torch.export.export(model.train(mode == "train"), (image,)) for mode in ("train", "infer")}
 
 
-def measure(architecture: Architecture) -> dict[str, Any]:
+def step_ratio(model: torch.nn.Module, image: torch.Tensor, steps: int) -> float:
+    """Median over pairs of training steps: the program's time by that of the exported module."""
+    exported = exports(model, image)["train"].module()
+    forked = program.fork(model, (image,))
+
+    def step(run: Any) -> float:
+        def both_ways() -> None:
+            y = run(image)
+            sum(t.float().square().mean() for t in pytree.tree_leaves(y)).backward()
+
+        return seconds(both_ways)[1]
+
+    step(exported), step(forked.train)
+    return statistics.median(step(forked.train) / step(exported) for _ in range(steps))
+
+
+def measure(architecture: Architecture, steps: int) -> dict[str, Any]:
     """One line of the table; `failure` says why an architecture could not be forked."""
     image = torch.rand(2, *architecture.image)
     result: dict[str, Any] = {"name": architecture.name, "equal": False}
@@ -87,6 +104,8 @@ def measure(architecture: Architecture) -> dict[str, Any]:
         _, alone = seconds(lambda: exports(model, image))
         forked, taken = seconds(lambda: program.fork(model, (image,)))
         result["fork"] = taken / alone
+        if steps:
+            result["step"] = step_ratio(copy.deepcopy(model), image, steps)
         result["different"] = differences(model, forked, [torch.rand_like(image) for _ in range(STEPS)])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "net.pt2")
@@ -123,19 +142,22 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--steps", type=int, default=0)
     options = parser.parse_args()
     chosen = [a for a in ARCHITECTURES if not options.names or a.name in options.names]
     results = []
     for architecture in chosen:
-        result = measure(architecture)
+        result = measure(architecture, options.steps)
         results.append(result)
         if "failure" in result:
             print(f"{result['name']:40} not forked: {result['failure']}", flush=True)
             continue
         verdict = "equal" if result["equal"] else f"DIFFERENT: {', '.join(result['different'])}"
+        if "step" in result:
+            verdict += f", training step {result['step']:.3f} x the exported module's"
         print(
-            f"{result['name']:40} fork {result['fork']:.2f} x two exports, file {result['size']:.3f} x weights, "
-            f"nodes {result['nodes']}, {verdict}",
+            f"{result['name']:40} fork {result['fork']:.2f} x two exports, "
+            f"file {result['size']:.3f} x weights, nodes {result['nodes']}, {verdict}",
             flush=True,
         )
     equal = [r for r in results if r["equal"]]

@@ -22,7 +22,7 @@ template <class V> LEANNORM_INLINE V sigmoid(V z) { return 1 / (1 + exp(-z)); }
 template <class V> struct Tanh { V value, rest; };  // tanh(u) and 1 - tanh(u)^2
 template <class V> LEANNORM_INLINE Tanh<V> tanh_of(V u) {
   const V e = exp(2 * clamp(u, -20, 20)), one_minus = 2 / (e + 1);
-  return {1 - one_minus, one_minus * (2 - one_minus)};
+  return {1 - one_minus, one_minus * one_minus * e};
 }
 
 constexpr double kSqrtHalf = 0.70710678118654752440, kSqrtTwoOverPi = 0.79788456080286535588;

@@ -35,6 +35,17 @@ class Shared(tnn.Module):
         return self.tail(self.head(x))
 
 
+class Repeated(tnn.Module):
+    """Two modules, each called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = tnn.Conv2d(3, 3, 1), tnn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.bn(self.conv(self.bn(self.conv(x))))
+
+
 class InPlace(tnn.Module):
     """Evaluation-mode dropout hands back its input, which is then overwritten."""
 
@@ -106,6 +117,7 @@ NETWORKS = {
     ),
     "operator": lambda: stack(nn.BatchNormOp(4), nn.BatchNormOp(4, use_global_est=True)),
     "shared modules": Shared,
+    "repeated modules": Repeated,
     "in place": InPlace,
     "structure": Structured,
     "by mode": ByMode,

@@ -17,7 +17,7 @@ RUN = [sys.executable, "-c", "import sys; from leannorm.cli import main; sys.exi
 
 
 def in_a_process(*arguments, **kwargs):
-    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=120, **kwargs)
+    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=280, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,12 @@ BAD_USAGE = {
     "no folder for mnist": (["demo", "--data", "mnist"], "add --root DIR"),
     "no such folder": (["demo", "--json", "/nowhere/at/all.json"], "there is no folder"),
     "no such folder, check": (["check", "--json", "/nowhere/at/all.json"], "there is no folder"),
+    "unknown device, profile": (
+        ["profile", "torch.nn:Identity", "--input", "2x3", "--device", "warp"],
+        "cannot use device 'warp'",
+    ),
+    "unknown device, bench": (["bench", "--device", "warp"], "cannot use device 'warp'"),
+    "unknown dtype, bench": (["bench", "--dtype", "int8"], "--dtype is one of float32"),
     "unknown device": (["demo", "--device", "warp"], "cannot use device 'warp'"),
 }
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn as stock
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 
@@ -104,6 +105,21 @@ def test_eps_outside_is_its_formula(training):
     torch.testing.assert_close(layer(x), want, rtol=1e-5, atol=1e-5)
     with pytest.raises(InputError, match="no pair computes the same"):
         layer.to_pair()
+
+
+def test_a_frozen_norm_trains_the_convolution_without_running_it_again(monkeypatch):
+    layer = nn.ConvBatchNorm2d(3, 4, 3).eval()
+    layer.bn.requires_grad_(False)
+    stock.init.normal_(layer.bn.weight)
+    pair = torch.nn.Sequential(*copy.deepcopy(layer.to_pair()))
+    x, dy = torch.randn(2, 3, 8, 8), torch.randn(2, 4, 6, 6)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    outputs = [layer(inputs[0]), pair(inputs[1])]
+    monkeypatch.setattr(torch, "convolution", None)
+    for y in outputs:
+        y.backward(dy)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert torch.equal(layer.conv.weight.grad, pair[0].weight.grad)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])

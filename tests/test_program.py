@@ -1,10 +1,11 @@
 """A forked program against the eager model in both modes, bit for bit, and what its targets run."""
 
 import copy
+from xml.etree import ElementTree
 
 import pytest
 import torch
-from program_cases import NETWORKS, ByMode, InPlace, stack
+from program_cases import NETWORKS, ByMode, InPlace, Repeated, stack
 from torch.utils import _pytree as pytree
 
 from leannorm import nn, program
@@ -171,6 +172,17 @@ def test_intermediate_values_are_those_of_the_modules():
     assert torch.equal(values["infer"][2], seen["conv"].relu())  # what the model returns is overwritten
 
 
+def test_calls_of_one_module_have_names_and_effects_of_their_own():
+    net = Repeated()
+    forked = program.fork(net, (image(),))
+    for branch in ("train", "infer"):
+        assert {f"{branch}:bn", f"{branch}:conv@1", f"{branch}:bn@1"} < set(forked.names())
+    forked.run("train:bn", (image(),))
+    assert net.bn.num_batches_tracked == 1
+    forked.run("train:bn@1", (image(),))
+    assert net.bn.num_batches_tracked == 3
+
+
 def test_intermediate_values_are_differentiable():
     net = stack(torch.nn.BatchNorm2d(4))
     value = program.fork(net, (image(),)).run("train:1", (image(),))["train:1"]
@@ -275,6 +287,7 @@ def test_description_and_picture_show_the_fork(tmp_path):
     assert "1 BatchNorm2d: add_.Tensor, batch_norm (changes num_batches_tracked, running_mean" in text
     forked.draw(tmp_path / "net.svg")
     picture = (tmp_path / "net.svg").read_text()
+    assert ElementTree.fromstring(picture).tag.endswith("svg")
     assert picture.count("<title>2 Dropout: dropout") == 2
     for title in ("shared", "training branch", "inference branch"):
         assert f">{title}</text>" in picture

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import reference
+from leannorm.ops.layout import memory_format
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.select import pick, transformed
 
@@ -48,13 +49,19 @@ def keep_for_backward(
     y: Tensor,
     act: str,
     *more: Tensor,
+    constant: bool = False,
 ) -> None:
-    """Save for the backward pass only what the derivative of `act` needs; the bias only behind one."""
+    """Save for the backward pass only what the derivative of `act` needs; the bias only behind one.
+
+    `constant` statistics with no gradient of the weight to take: then x is needed by the activation alone.
+    """
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
     out = None
     if residual is not None and ACTIVATIONS[act].grad_from_output is not None:
         residual, out = None, None if act == "identity" else y
-    ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, residual, out, *more)
+    kept = None if constant and (act == "identity" or out is not None) else x
+    bias = None if act == "identity" else bias
+    ctx.save_for_backward(kept, mean, rstd, weight, bias, residual, out, *more)
     ctx.act = act
     ctx.dtypes = dtypes
 
@@ -113,7 +120,8 @@ class ChannelAffine(torch.autograd.Function):
     ) -> Tensor:
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
+        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, constant=constant)
         return y
 
     @staticmethod
@@ -124,6 +132,8 @@ class ChannelAffine(torch.autograd.Function):
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]
         dweight = dbias = dx = dz = None
+        if x is None:  # nothing is read from it but its shape and layout
+            x = dy = dy.contiguous(memory_format=ctx.layout)
         statistics = (x, mean, rstd, weight, bias, residual, out)
         if need_weight or need_bias:
             dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)

@@ -181,8 +181,13 @@ class ConvNorm(torch.autograd.Function):
         if dy is None:
             return (None,) * 10
         x, conv_weight, conv_bias, weight, mean, rstd = ctx.saved_tensors
-        z = ctx.convolution(x, conv_weight, conv_bias)
-        backend, into = ctx.backend, z
+        needed = ctx.needs_input_grad
+        into: Tensor | None = None
+        if ctx.constant and not needed[3]:
+            z = dy  # of z's shape: only the gradient of the norm's weight reads from z
+        else:
+            z = into = ctx.convolution(x, conv_weight, conv_bias)
+        backend = ctx.backend
         if twice_differentiable():
             backend, into = reference, None
             if not ctx.constant:
@@ -201,7 +206,6 @@ class ConvNorm(torch.autograd.Function):
             dz, dweight, dbias, _ = backend.channel_backward(
                 dy, z, mean, rstd, weight, None, None, None, into=into
             )
-        needed = ctx.needs_input_grad
         gradients = ctx.convolution.backward(dz, x, conv_weight, conv_bias is not None, needed[:3])
         affine = [
             v.to(dtype) if need else None

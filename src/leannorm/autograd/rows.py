@@ -64,6 +64,11 @@ def _grads(
     return (*grads, None, None, None, None)
 
 
+def _recorded(*tensors: Tensor | None) -> bool:
+    """Will anybody ask for a gradient? An autograd function costs more than the norm of a small tensor."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
 def row_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -75,8 +80,11 @@ def row_norm(
     rms: bool,
 ) -> tuple[Tensor, Tensor]:
     """y and x + residual (x where there is none), differentiable in every way torch knows."""
-    if transformed(x, residual, weight, bias):
-        y, total, _, _ = reference.row_forward(x, residual, weight, bias, start, stop, eps, rms)
+    tensors = (x, residual, weight, bias)
+    looked_into = transformed(*tensors)
+    if looked_into or not _recorded(*tensors):
+        backend = reference if looked_into else pick(*tensors)
+        y, total, _, _ = backend.row_forward(*tensors, start, stop, eps, rms)
         return y, total
     out = RowNorm.apply(x, residual, weight, bias, start, stop, eps, rms)
     return (out, x) if residual is None else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from leannorm.cli.bench import bench
 from leannorm.cli.check import check
 from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
@@ -24,6 +25,7 @@ COMMANDS = (
     check,
     profile,
     fit,
+    bench,
     convert_checkpoint,
     fold,
     fork,

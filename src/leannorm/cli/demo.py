@@ -63,7 +63,6 @@ class _Live:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._console = console
-        console.print("training loss and test accuracy", style="bold")
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -87,5 +86,7 @@ class _Live:
         self._bar.update(self._task, completed=done, total=of)
 
     def epoch(self, epoch: int, sides: list[Side]) -> None:
-        seen = "   ".join(f"{side.name} {side.loss[-1]:.4f} {side.accuracy[-1]:6.1%}" for side in sides)
-        self._console.print(f"epoch {epoch}   {seen}", highlight=False)
+        if epoch == 1:
+            self._console.print("training loss and test accuracy", style="bold")
+        seen = "  ".join(f"{side.name} {side.loss[-1]:.3f} {side.accuracy[-1]:6.1%}" for side in sides)
+        self._console.print(f"epoch {epoch}  {seen}", highlight=False)

@@ -24,11 +24,13 @@ def profile(
     from rich.console import Console
 
     from leannorm.report.files import check_writable, write_text
+    from leannorm.report.memory import check_device
     from leannorm.report.models import model_named, shape_of
     from leannorm.report.profile import profile as measure
     from leannorm.report.render import require_page
 
     check_writable(json, report)
+    check_device(device)
     if report:
         require_page()
     console = Console()

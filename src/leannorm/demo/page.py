@@ -35,9 +35,9 @@ def cost_table(result: Comparison) -> Table:
         "held after forward",
         "peak of a step",
         "step time",
-        "gradients, largest difference",
-        "the same, relative",
-        "the same, in float64",
+        "gradients differ by",
+        "  relative",
+        "  in float64",
     ]
     rows = [list(row) for row in zip(names, *map(column, result.sides), strict=True)]
     return Table(["", *(side.name for side in result.sides)], rows)

@@ -17,7 +17,7 @@ from leannorm._errors import InputError
 from leannorm.demo.digits import Digits, load
 from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.memory import measure_step, time_step
+from leannorm.report.memory import check_device, measure_step, time_step
 from leannorm.saving import lean
 
 # Relative, in float64: rounding through this network stays under 1e-12, a missing term shows at 1e-3.
@@ -41,13 +41,7 @@ class Settings:
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 raise InputError(f"--{flag} must be at least {least}; got {getattr(self, name)}")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError, NotImplementedError):
-            raise InputError(
-                f"torch cannot use device {self.device!r} here: choose cpu"
-                + (" or cuda" if torch.cuda.is_available() else "")
-            ) from None
+        check_device(self.device)
 
 
 @dataclass

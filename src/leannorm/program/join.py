@@ -238,10 +238,15 @@ def _same_constant(a: Tensor, b: Tensor) -> bool:
 
 
 def _scopes(node: fx.Node, kinds: dict[str, str]) -> list[str]:
-    """The calls of modules that a node stands in, outermost first; `kinds` learns the modules' types."""
+    """The calls of modules that a node stands in, outermost first; `kinds` learns the modules' types.
+
+    A call is named by the module's path, with @1, @2, ... behind it from the second on, as torch.export does.
+    """
     scopes = []
-    for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+    for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():
         name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
-        kinds.setdefault(path, name.rpartition(".")[2])
-        scopes.append(path)
+        _, at, number = key.rpartition("@")
+        scope = f"{path}@{number}" if at else path
+        kinds.setdefault(scope, name.rpartition(".")[2])
+        scopes.append(scope)
     return scopes

@@ -26,7 +26,8 @@ class Program:
 
     `train(*x)` and `infer(*x)` run one branch each, `run(targets, feeds)` whatever the targets need:
     "train", "infer", and any intermediate value by the path of the module that computes it
-    ("layer1.0.bn1", or "train:layer1.0.bn1" behind the fork) or by its name in the graph. What no target
+    ("layer1.0.bn1", or "train:layer1.0.bn1" behind the fork; "bn@1" is the second call of bn) or by its
+    name in the graph. What no target
     needs is not executed and changes nothing. The part to run is found once for each set of targets.
 
     Variables are the model's own tensors: an optimizer over `parameters()` trains the program and the
@@ -183,9 +184,12 @@ def _named_values(joined: Joined) -> dict[str, fx.Node]:
     A module's result is the one value computed in it that is used outside; behind the fork its path
     takes the branch in front. Names of modules that return several values are left out.
     """
+    state = {n.name for n in joined.graph.nodes if n.op == "get_attr"}
     returned = {v for values in joined.results.values() for v in values if isinstance(v, fx.Node)}
     results: dict[str, list[fx.Node]] = {}
     for node in joined.graph.nodes:
+        if state & set(node.meta.get("writes", ())) and node.name in node.meta["writes"]:
+            continue  # a variable written in place, not a value of the module
         for path in {p for p in node.meta["scopes"] if p}:
             if node in returned or any(path not in user.meta["scopes"] for user in node.users):
                 branch = node.meta["branch"]

@@ -41,21 +41,19 @@ class Dependencies:
         waiting = list(targets)
         waiting += [n for n in self.effects if branches and n.meta["branch"] in (SHARED, *branches)]
         while waiting:
-            node = waiting.pop()
-            if node in needed:
-                continue
-            needed.add(node)
-            waiting += self.before[node] - needed
-            if not waiting:
-                calls = {(n.meta["branch"], n.meta["scopes"][-1]) for n in needed if n.meta["scopes"]}
-                waiting += [
-                    n
-                    for n in self.effects
-                    if n not in needed
-                    and n.meta["scopes"]
-                    and (n.meta["branch"], n.meta["scopes"][-1]) in calls
-                ]
+            while waiting:
+                node = waiting.pop()
+                if node not in needed:
+                    needed.add(node)
+                    waiting += self.before[node] - needed
+            running = {_call(n) for n in needed}
+            waiting = [n for n in self.effects if n not in needed and _call(n) in running - {None}]
         return [n for n in self.nodes if n in needed]
+
+
+def _call(node: fx.Node) -> tuple[str, str] | None:
+    """The call of a module that a node belongs to, in its branch."""
+    return (node.meta["branch"], node.meta["scopes"][-1]) if node.meta["scopes"] else None
 
 
 def _run_together(writer: fx.Node, reader: fx.Node) -> bool:

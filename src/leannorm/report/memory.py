@@ -120,6 +120,15 @@ def _quiet_profiler() -> Iterator[None]:
         del os.environ[name]
 
 
+def check_device(device: str) -> None:
+    """Raises InputError for a device that torch does not know or cannot use here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+        raise InputError(f"torch cannot use device {device!r} here: choose {usable}") from None
+
+
 def time_step(step: Callable[[], object], device: torch.device | str = "cpu") -> float:
     """Seconds that one call of `step` takes, the device's queue waited for on both sides."""
     device = torch.device(device)

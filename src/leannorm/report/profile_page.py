@@ -35,7 +35,7 @@ def setting_table(report: MemoryReport) -> Table:
 
     title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
     return Table(
-        ["", "kept after forward", "peak", "step time", "gradients"],
+        ["", "kept", "peak", "step time", "gradients"],
         [row(s) for s in report.settings],
         title=title,
     )

@@ -20,11 +20,11 @@ _MOST = 1 << 14
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def seconds(step: Step, tensor: Tensor) -> float | None:
+def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
     """The time of one rebuild, measured at the first of its kind; None if it is not exact."""
     if isinstance(tensor, FakeTensor):
         return 0.0
-    key = (_signature(step), layout(tensor), tensor.device, torch.get_num_threads())
+    key = (step.constants, *map(_signature_of, step.inputs), seen_as, tensor.device, torch.get_num_threads())
     if key not in _SEEN:
         if len(_SEEN) >= _MOST:  # shapes that never repeat: forget rather than grow
             _SEEN.clear()
@@ -54,11 +54,11 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b)
 
 
-def _signature(step: Step) -> Hashable:
-    return step.constants, tuple(_signature_of(value) for value in step.inputs)
-
-
 def _signature_of(value: Value) -> Hashable:
-    if value.step is not None:
-        return _signature(value.step)
+    """A packed value's layout says where it comes from no further than needed: it is exact itself."""
+    if value.layout is not None:
+        return value.layout
+    step = value.step
+    if step is not None:
+        return (step.constants, *map(_signature_of, step.inputs))
     return layout(value.tensor) if value.tensor is not None else None

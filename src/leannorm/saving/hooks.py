@@ -27,7 +27,7 @@ _ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 
 class Packing:
-    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding the i-th tensor."""
+    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding tensor i."""
 
     def __init__(
         self,
@@ -39,16 +39,20 @@ class Packing:
         self.calls: list[Hashable] = []
         self.records: list[Record | None] = []
         self._missing: list[tuple[Node, int]] = []
+        self._seconds: float | None = None
+        self._anything_waits = False
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook."""
-        if tensor.dtype == torch.int64 and type(tensor) is Tensor:
+        if tensor.dtype == torch.int64 and type(tensor) in _PLAIN:
             # a narrow copy beside the caller's own tensor would be memory added
             alone = sys.getrefcount(tensor) <= views.references_when_alone()
-            return (self._hold_narrowed(tensor) if alone else self._hold(tensor)).used()
+            return self._hold_narrowed(tensor).used() if alone else self._hold(tensor)
         node = tensor.grad_fn
+        if node is None and tensor.requires_grad:  # a parameter, most often: nothing to rebuild or count
+            return held(tensor)
         if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
-            return self._hold(tensor).used()
+            return self._hold(tensor)
         seen_as = layout(tensor)
         call = (node.name(), *seen_as)
         self.calls.append(call)
@@ -58,7 +62,7 @@ class Packing:
             return known.used()
         may = self.choose is None or self.choose(len(self.calls) - 1, call)
         self._missing.clear()
-        value = (self._rebuilt(tensor, node, known) if may else None) or self._hold(tensor)
+        value = (self._rebuilt(tensor, node, known, seen_as) if may else None) or self._hold(tensor)
         value.layout, value.place = seen_as, len(self.records)
         self._record(value, tensor)
         register(node, tensor.output_nr, weakref.ref(value))
@@ -68,9 +72,9 @@ class Packing:
         return value.used()
 
     def _record(self, value: Value, tensor: Tensor) -> None:
-        spent = seconds(value.step, tensor) if value.step else None
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        record = Record(value.name, shape, dtype, tensor.nbytes, value.step is not None, spent)
+        rebuilt = value.step is not None
+        spent = self._seconds if rebuilt else None
+        record = Record(value.name, tensor.shape, tensor.dtype, tensor.nbytes, rebuilt, spent)
         if value.place == len(self.records):
             self.records.append(record)
         else:
@@ -111,38 +115,38 @@ class Packing:
         elif may and len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT:
             value.origin = node, tensor.output_nr
             wait(*self._missing[0], weakref.ref(value))
+            self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
-        for value in waiting(node, output):
+        for value in waiting(node, output) if self._anything_waits else ():
             tensor = value.tensor
             if value.step is None and tensor is not None and value.origin is not None:
                 step = self._step(*value.origin, tensor, 0)
-                if step and self._accepts(step, tensor):
+                if step and self._accepts(step, tensor, value.layout):
                     value.becomes(step)
                     self.ledger.rebuilds(value, tensor)
                     self._record(value, tensor)
 
     # ------------------------------------------------ rebuilt
 
-    def _rebuilt(self, tensor: Tensor, node: Node, known: Value | None) -> Value | None:
+    def _rebuilt(self, tensor: Tensor, node: Node, known: Value | None, seen_as: Hashable) -> Value | None:
         if known is not None and known.version == tensor._version:
             step = views.laid_out_as(known, tensor)
         elif self._unedited(node, tensor.output_nr, tensor._version):
             step = self._step(node, tensor.output_nr, tensor, 0)
         else:
             step = None
-        if step is None or not self._accepts(step, tensor):
+        if step is None or not self._accepts(step, tensor, seen_as):
             return None
         value = Value(None, tensor._version, step, name=node.name())
         self.ledger.rebuilds(value, tensor)
         return value
 
-    def _accepts(self, step: Step, tensor: Tensor) -> bool:
-        return (
-            not _in_memory(step)
-            and self.policy.allows(step, tensor.nbytes)
-            and seconds(step, tensor) is not None
-        )
+    def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> bool:
+        if _in_memory(step) or not self.policy.allows(step, tensor.nbytes):
+            return False
+        self._seconds = seconds(step, tensor, seen_as)
+        return self._seconds is not None
 
     def _step(self, node: Node, output: int, like: Tensor | None, depth: int) -> Step | None:
         recipe = RECIPES.get(node.name())

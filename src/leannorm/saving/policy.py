@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
+import torch
+
 from leannorm._errors import InputError
 from leannorm.saving.values import Step, Value
 
@@ -20,8 +22,8 @@ class Record(NamedTuple):
     """
 
     node: str
-    shape: tuple[int, ...]
-    dtype: str
+    shape: torch.Size
+    dtype: torch.dtype
     nbytes: int
     rebuilt: bool
     seconds: float | None

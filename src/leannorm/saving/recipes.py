@@ -8,6 +8,7 @@ step, or None: then the tensor is held, as in stock autograd. Steps close over n
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -90,9 +91,17 @@ def _scale_and_shift(
     given as they are; so the second rounding is torch's as well.
     """
     scale = rstd if weight is None else rstd * weight
-    shift = torch.addcmul(torch.zeros_like(scale) if bias is None else bias, mean, scale, value=-1)
-    zero, one = torch.zeros_like(scale), torch.ones_like(scale)
+    if type(scale) is Tensor:
+        zero, one = _zero_and_one(len(scale), scale.dtype)
+    else:  # fake ones belong to their mode
+        zero, one = torch.zeros_like(scale), torch.ones_like(scale)
+    shift = torch.addcmul(zero if bias is None else bias, mean, scale, value=-1)
     return lambda x: torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
+
+
+@lru_cache(maxsize=64)
+def _zero_and_one(channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)
 
 
 @recipe("NativeGroupNormBackward0")
@@ -122,16 +131,15 @@ def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
 
 def _eps(x: Tensor, rstd: Tensor, shape: tuple[int, ...]) -> float | None:
     """The node does not keep eps: of the usual ones, that which gives the first row's rstd."""
+    if isinstance(x, FakeTensor):  # no data to compare: any eps has the shape that is asked for
+        return _LAYER_NORM_EPS[0]
     first = x[(slice(0, 1),) * (x.dim() - len(shape))]
     for eps in _LAYER_NORM_EPS:
-        if _equal(torch.native_layer_norm(first, shape, None, None, eps)[2].flatten(), rstd.flatten()[:1]):
+        if torch.equal(
+            torch.native_layer_norm(first, shape, None, None, eps)[2].flatten(), rstd.flatten()[:1]
+        ):
             return eps
     return None
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Fake tensors have no values to differ in."""
-    return isinstance(a, FakeTensor) or torch.equal(a, b)
 
 
 def _layer_norm(
@@ -141,7 +149,7 @@ def _layer_norm(
     found = _eps(x, rstd, shape)
     for eps in () if found is None else (found, *_LAYER_NORM_EPS):
         y, _, again = torch.native_layer_norm(x, shape, w, b, eps)
-        if _equal(again, rstd):
+        if isinstance(x, FakeTensor) or torch.equal(again, rstd):
             return y
     y = (x.to(rstd.dtype) - mean) * rstd
     if w is not None and b is not None:

@@ -126,7 +126,17 @@ class Value:
                 f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
                 " it, or edit it after backward()."
             )
+        if type(tensor) is Tensor and tensor.numel() and _freed(tensor):
+            raise RuntimeError(
+                f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
+                " forward pass, as sharding does with weights, and rebuilding a convolution needs it: use"
+                ' leannorm.lean("norm"), which reads no parameters in the backward pass'
+            )
         return tensor
+
+
+def _freed(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0
 
 
 def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> Tensor:
@@ -221,4 +231,4 @@ def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
 
 def held(tensor: Tensor) -> Value:
     node = tensor.grad_fn
-    return Value(tensor.detach(), tensor._version, name=node.name() if node else "")
+    return Value(tensor.detach(), tensor._version, None, node.name() if node else "")

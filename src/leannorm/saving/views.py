@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving.recipes import Given, _constant, recipe
@@ -181,7 +182,8 @@ def narrowed(tensor: Tensor) -> Value | None:
     """Whole numbers (where a pooling window had its maximum) held in as few bytes as they need."""
     if not tensor.is_contiguous():
         return None
-    low, high = (int(v) for v in tensor.aminmax())
+    fake = isinstance(tensor, FakeTensor)  # of a window's positions, by far the most fit in two bytes
+    low, high = (0, 0) if fake else (int(v) for v in tensor.aminmax())
     for dtype in (torch.int16, torch.int32):
         span = torch.iinfo(dtype)
         if span.min <= low and high <= span.max:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+# operator -> what it is, and the number of axes with which its features are on axis 1
 _LAYERS = {
-    **{f"aten::conv{n}d": "conv" for n in (1, 2, 3)},
-    **{f"aten::conv_transpose{n}d": "transposed" for n in (1, 2, 3)},
-    "aten::linear": "linear",
+    **{f"aten::conv{n}d": ("conv", n + 2) for n in (1, 2, 3)},
+    **{f"aten::conv_transpose{n}d": ("transposed", n + 2) for n in (1, 2, 3)},
+    "aten::linear": ("linear", 2),
 }
 # operator -> its names of x, mean, variance, weight, bias, eps
 _NORMS = {
@@ -32,6 +33,7 @@ class Layer(NamedTuple):
 
     node: fx.Node
     kind: str
+    axes: int
     input: fx.Node
     weight: fx.Node
     bias: fx.Node | None
@@ -123,8 +125,8 @@ def _layer_before(norm: Norm) -> Layer | str:
         return f"before it stands {layer}"
     if len(layer.node.users) > 1:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
-    if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
-        return "it normalizes axis 1, but the linear layer's features are on the last axis"
+    if norm.input.meta["val"].dim() != layer.axes:
+        return f"it normalizes axis 1, but the {layer.kind} layer before it has its features on another axis"
     return layer
 
 
@@ -136,8 +138,8 @@ def _layers_after(norm: Norm, only_scales: Callable[[Norm], bool]) -> tuple[Laye
         layer = _layer_of(user)
         if isinstance(layer, str) or layer.input is not norm.result:
             return f"after it comes {layer if isinstance(layer, str) else 'a use as a weight'}"
-        if layer.kind == "linear" and norm.input.meta["val"].dim() != 2:
-            return "the linear layer after it works on another axis"
+        if norm.input.meta["val"].dim() != layer.axes:
+            return f"the {layer.kind} layer after it works on another axis"
         if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
             return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
         layers.append(layer)
@@ -145,16 +147,15 @@ def _layers_after(norm: Norm, only_scales: Callable[[Norm], bool]) -> tuple[Laye
 
 
 def _layer_of(node: fx.Node) -> Layer | str:
-    kind = _LAYERS.get(_name(node))
-    if kind is None:
+    if _name(node) not in _LAYERS:
         kinds = {"call_function": str(node.target), "placeholder": "an input", "output": "an output"}
         return kinds.get(node.op, node.op)
-    a = _arguments(node)
+    (kind, axes), a = _LAYERS[_name(node)], _arguments(node)
     if a["weight"].op != "get_attr" or (a["bias"] is not None and a["bias"].op != "get_attr"):
         return f"a {kind} layer whose weight is computed (a parametrization)"
     padding = a.get("padding", 0)
     padded = padding != "valid" if isinstance(padding, str) else any(_each(padding))
-    return Layer(node, kind, a["input"], a["weight"], a["bias"], padded, a.get("groups", 1))
+    return Layer(node, kind, axes, a["input"], a["weight"], a["bias"], padded, a.get("groups", 1))
 
 
 def _name(node: fx.Node) -> str:

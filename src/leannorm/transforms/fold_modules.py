@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.modules.conv import _ConvNd
 
 from leannorm.transforms.fold_graph import affine_of, all_variables
 from leannorm.transforms.fold_match import Layer, Match, Skip
@@ -66,8 +67,8 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match
         for layer in match.layers:
             where = _owner(layer.weight)
             modules[where] = module = model.get_submodule(where)
-            if not all(hasattr(module, name) for name in ("weight", "bias")):
-                return f"{where or 'the model'} ({type(module).__name__}) has no weight and bias of its own"
+            if not isinstance(module, _ConvNd | torch.nn.Linear):
+                return f"{where or 'the model'} ({type(module).__name__}) is no layer of torch.nn"
             if any(user not in own_calls for user in layer.weight.users):
                 return f"{where} is also called without this norm"
             if (layer.bias is None) != (module.bias is None):

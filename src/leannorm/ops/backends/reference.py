@@ -22,6 +22,7 @@ from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_rows import row_backward as row_backward
 from leannorm.ops.backends.reference_rows import row_forward as row_forward
 from leannorm.ops.backends.reference_rows import row_moments as row_moments
+from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
 from leannorm.ops.precision import compute_dtype as compute_dtype
@@ -183,14 +184,6 @@ def channel_grad_sums(
     return total[0], total[1]
 
 
-def _laid_out_as(x: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in x's memory layout where that is channels_last: what is computed of both keeps it."""
-    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
-    if layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
-        return gradient
-    return gradient.contiguous(memory_format=layout)
-
-
 def channel_input_grad(
     dy: Tensor,
     x: Tensor,
@@ -221,7 +214,9 @@ def channel_input_grad(
             inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
         return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
 
-    dy, parts = _laid_out_as(x, dy), _slices(x, dy, mean, weight)
+    parts = _slices(x, dy, mean, weight)
+    if memory_format(x) != torch.contiguous_format:  # what is computed of both keeps x's layout
+        dy = dy.contiguous(memory_format=memory_format(x))
     if len(parts) == 1 and into is None:
         dx, dz = grad(parts[0])
         return dx, dz if want_dz else None

@@ -122,7 +122,7 @@ def _free() -> bool:
     """May hooks be set, and does nobody but us have any? Others' (offloading, checkpointing) come first."""
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     ours = top is None or isinstance(getattr(top[0], "__self__", None), Packing)
-    return ours and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return ours and bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- models whose training loop is not ours

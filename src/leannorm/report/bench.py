@@ -1,0 +1,145 @@
+"""How fast every backend is here: answers first, then times beside torch's and the memory's own speed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm import functional
+from leannorm.ops.select import explain, use_backend
+from leannorm.report.freed_memory import keep_freed_memory
+from leannorm.report.memory import time_step
+
+_TENSORS_MOVED = 5  # at least: x read and y written, then x and dy read and dx written
+
+
+class Case(NamedTuple):
+    """A norm and the shape to run it on, forward and backward, in training mode."""
+
+    name: str
+    shape: tuple[int, ...]
+    ours: Callable[..., Tensor]
+    torchs: Callable[..., Tensor]
+    features: int
+
+
+def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.batch_norm(x, None, None, weight, bias, training=True)
+
+
+def _torch_batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, weight, bias, training=True)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias)
+
+
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias)
+
+
+CASES = (
+    *(
+        Case("batch norm", shape, _batch_norm, _torch_batch_norm, shape[1])
+        for shape in ((32, 64, 56, 56), (32, 512, 7, 7))
+    ),
+    *(
+        Case("layer norm", shape, _layer_norm, _torch_layer_norm, shape[-1])
+        for shape in ((8192, 768), (4096, 4096))
+    ),
+)
+
+
+class Timing(NamedTuple):
+    """One backend (or torch) on one case: seconds forward and backward, and the ratio to torch's.
+
+    `floor`: the share of its time that moving the bytes alone would take, at the speed of a copy here.
+    `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
+    """
+
+    case: str
+    shape: tuple[int, ...]
+    dtype: str
+    backend: str
+    seconds: float | None
+    ratio: float | None
+    floor: float | None
+    correct: bool
+
+
+def bench(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, turns: int = 9, cases: Sequence[Case] = CASES
+) -> Iterator[Timing]:
+    """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
+
+    A backend whose answer is wrong is not timed (its seconds are None). Freed memory is kept from then on.
+
+    >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
+    >>> [timing.correct for timing in bench(turns=1, cases=[small])][0]
+    True
+    """
+    keep_freed_memory()
+    for case in cases:
+        yield from _bench(case, torch.device(device), dtype, turns)
+
+
+def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> Iterator[Timing]:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(case.shape, generator=generator).to(device, dtype) for _ in range(2))
+    weight, bias = (torch.rand(case.features, generator=generator).to(device, dtype) + 0.5 for _ in range(2))
+    leaves = [v.requires_grad_() for v in (x, weight, bias)]
+    serving = [name for name, reasons in explain(*leaves).items() if not reasons]
+    exact = _answers(case.torchs, [v.detach().double().requires_grad_() for v in leaves], dy.double())
+    stock = _answers(case.torchs, leaves, dy)
+    correct = {"torch": True}
+    for name in serving:
+        with use_backend(name):
+            correct[name] = _within_budget(_answers(case.ours, leaves, dy), stock, exact)
+    runs = {"torch": partial(_answers, case.torchs, leaves, dy)}
+    runs |= {name: partial(_answers, case.ours, leaves, dy) for name in serving if correct[name]}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    copies = []
+    target = torch.empty_like(dy)
+    for turn in range(turns + 2):  # the first two warm up
+        for name, run in runs.items():
+            with use_backend(name) if name != "torch" else nullcontext():
+                taken = time_step(run, device)
+            if turn >= 2:
+                seconds[name].append(taken)
+        copies.append(time_step(lambda: target.copy_(dy), device))
+    floor = median(copies) * _TENSORS_MOVED / 2  # a copy moves two tensors
+    for name, right in correct.items():
+        took = median(seconds[name]) if right else None
+        yield Timing(
+            case.name,
+            case.shape,
+            str(dtype).removeprefix("torch."),
+            name,
+            took,
+            median(a / b for a, b in zip(seconds[name], seconds["torch"], strict=True)) if took else None,
+            floor / took if took else None,
+            right,
+        )
+
+
+def _answers(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    y = run(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def _within_budget(ours: Sequence[Tensor], torchs: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
+    def off(a: Tensor, b: Tensor) -> float:
+        return float((a.double() - b).abs().max())
+
+    return all(
+        off(a, e) <= 2 * off(b, e) + torch.finfo(a.dtype).eps / 2 * float(e.abs().max())
+        for a, b, e in zip(ours, torchs, exact, strict=True)
+    )

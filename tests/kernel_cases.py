@@ -1,0 +1,79 @@
+"""What the C++ kernels are tried on, and how a call is compared with the reference in float64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from leannorm.ops.backends import cpu, reference
+
+needs_kernels = pytest.mark.skipif(bool(cpu.why_not()), reason=" ".join(cpu.why_not()))
+
+
+class Call(NamedTuple):
+    """One normalization: its tensors and settings, as every channel verb takes them."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    act: str
+    groups: int
+    out_given: bool
+
+    def double(self) -> Call:
+        return self._replace(
+            **{k: None if t is None else t.double() for k, t in self._asdict().items() if k in _TENSORS}
+        )
+
+
+_TENSORS = ("x", "dy", "weight", "bias", "residual")
+
+
+def results(backend: Any, call: Call, statistics: tuple[Tensor, ...] | None = None) -> dict[str, Tensor]:
+    """Everything the fused and the single verbs return, by name; `statistics` of the forward pass if given."""
+    x, dy, weight, bias, residual, act, groups, out_given = call
+    y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
+    mean_used, rstd_used, out = (mean, rstd, y) if statistics is None else statistics
+    saved = (x, mean_used, rstd_used, weight, bias, residual, out.to(x.dtype) if out_given else None)
+    dx, dweight, dbias, dz = backend.channel_backward(dy, *saved, act, groups, True)
+    sum_dz, sum_dz_xhat = backend.channel_grad_sums(dy, *saved, act)
+    dx_fixed, _ = backend.channel_input_grad(dy, *saved, None, None, act, False)
+    moments = backend.channel_moments(x, groups)
+    return {
+        "y": y, "mean": mean, "m2": m2, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias, "dz": dz,
+        "sum_dz": sum_dz, "sum_dz_xhat": sum_dz_xhat, "dx_fixed": dx_fixed,
+        "moments.mean": moments.mean, "moments.m2": moments.m2,
+    }  # fmt: skip
+
+
+def assert_close_to_reference(call: Call) -> None:
+    """Each result within twice the reference's own error in this dtype and a rounding of the largest."""
+    ours = results(cpu, call)
+    # the oracle goes back from the same statistics and output: the forward pass's error is its own
+    statistics = ours["mean"], ours["rstd"], ours["y"].double()
+    exact = results(reference, call.double(), statistics)
+    plain = results(reference, call, (ours["mean"], ours["rstd"], ours["y"]))
+    # what a gradient is made of before its terms cancel
+    terms = call.dy.double().abs().amax() * exact["rstd"].amax() if call.dy.numel() else torch.zeros(())
+    largest_weight = 1.0 if call.weight is None else call.weight.double().abs().amax()
+    # for float64 the oracle is no wider, and its own sums are as far off as ours may be
+    eps = torch.finfo(call.x.dtype).eps * (4 if call.x.dtype == torch.float64 else 1)
+    values = max(call.x.numel() // max(call.x.shape[1], 1), 1)
+    for name, want in exact.items():
+        got = ours[name]
+        assert got.shape == want.shape, name
+        if want.numel() == 0:
+            continue
+        scale = want.abs().amax()
+        if name in ("dx", "dx_fixed"):
+            scale = scale + terms * largest_weight
+        if name.startswith(("sum", "dw", "db")):
+            scale = scale + call.dy.double().abs().amax() * values**0.5
+        budget = 2 * (plain[name].double() - want).abs().amax() + 2 * eps * scale
+        worst = (got.double() - want).abs().amax()
+        assert worst <= budget, f"{name}: {worst:.3e} is over {budget:.3e}"

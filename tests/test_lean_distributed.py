@@ -1,0 +1,65 @@
+"""`lean()` under DDP and FSDP2 on two gloo ranks: the bits of the same training without it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from leannorm.saving import make_lean
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
+
+
+def block(channels: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.SiLU(), nn.GroupNorm(4, 16)
+    )
+
+
+def trained(wrap: str, setting: dict[str, object] | None) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(block(3), block(16), nn.Conv2d(16, 4, 1))
+    if setting is not None:
+        make_lean(model, **setting)
+    if wrap == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in model:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(4, 3, 12, 12, generator=generator)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [getattr(v, "_local_tensor", v).detach().clone() for v in model.state_dict().values()]
+
+
+def work(rank: int, file: str, wrap: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    try:
+        stock = trained(wrap, None)
+        for setting in ({"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.5}):
+            ours = trained(wrap, setting)
+            assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), setting
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_two_ranks_train_to_the_same_bits(wrap: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(work, args=(os.path.join(folder, "store"), wrap), nprocs=2, join=True)
