@@ -122,6 +122,22 @@ def compiled(rank, backend):
     return True
 
 
+def two_layers_compiled(rank):
+    """Two layers with nothing between them that an empty batch would keep in order, by inductor."""
+    model = torch_nn.Sequential(nn.SyncBatchNorm(4), torch_nn.ReLU(), nn.SyncBatchNorm(4))
+    fast = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=False)
+    x = torch.randn(2 * rank, 4, 5)
+    a, b = (x.clone().requires_grad_() for _ in range(2))
+    model(a).square().sum().backward()
+    fast(b).square().sum().backward()
+    return torch.allclose(a.grad, b.grad, atol=1e-5)
+
+
+@pytest.mark.conformance
+def test_inductor_keeps_the_order_of_the_sums():
+    assert ranks(2, two_layers_compiled) == [True, True]
+
+
 def test_compiles_to_one_graph():
     assert ranks(2, compiled, "aot_eager") == [True, True]
 

@@ -46,3 +46,11 @@ def _(
     debug: bool,
 ) -> Tensor:
     return sums.new_empty(len(sums) + 1)
+
+
+# Without data between them (an empty batch) the compiler may put the layers' sums in another order than on
+# the other ranks. torch has no such order to ask for in its earlier versions; there the header tells.
+if hasattr(_add_up_over_ranks, "register_effect"):
+    from torch._library.effects import EffectType
+
+    _add_up_over_ranks.register_effect(EffectType.ORDERED)
