@@ -75,8 +75,8 @@ def test_nothing_in_it(shape):
 
 
 CUTS = [
-    ((4, 64, 30, 30), 0), ((2, 3, 160, 160), 0), ((6, 512, 7, 7), 0), ((3, 24, 20, 20), 4), ((1, 6, 200, 200), 2),
-    ((300, 700), 0), ((5, 3, 5001), 0),
+    ((4, 64, 30, 30), 0), ((2, 3, 160, 160), 0), ((6, 512, 7, 7), 0), ((3, 24, 20, 20), 4),
+    ((1, 6, 200, 200), 2), ((300, 700), 0), ((5, 3, 5001), 0),
 ]  # fmt: skip
 
 
@@ -159,7 +159,13 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups):
     ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_a_kernel_refuses_what_it_cannot_read(changed, words):
-    good = {"x": torch.ones(2, 4, 3, 3), "weight": None, "residual": None, "act": "relu", "groups": 0} | changed
+    good = {
+        "x": torch.ones(2, 4, 3, 3),
+        "weight": None,
+        "residual": None,
+        "act": "relu",
+        "groups": 0,
+    } | changed
     with pytest.raises(RuntimeError, match=words):
         torch.ops.leannorm.channel_forward(
             good["x"], good["weight"], None, good["residual"], 1e-5, good["act"], good["groups"]
