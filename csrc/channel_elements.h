@@ -11,14 +11,14 @@ template <class V> struct Affine {
   V mean, mean_rest, scale, bias;  // the mean in two parts: a large one loses nothing
 
   LEANNORM_INLINE V centre(V x) const { return (x - mean) - mean_rest; }
-  LEANNORM_INLINE V apply(V centred) const { return centred * scale + bias; }
+  LEANNORM_INLINE V apply(V centred) const { return fma(centred, scale, bias); }
 };
 template <class V> struct Backward : Affine<V> {
   V rstd, slope, shift;
   bool constant;  // the statistics do not depend on x
 
   LEANNORM_INLINE V input_grad(V dz, V centred) const {
-    return constant ? dz * this->scale : dz * this->scale + ((centred * rstd) * slope + shift);
+    return constant ? dz * this->scale : fma(dz, this->scale, fma(centred * rstd, slope, shift));
   }
 };
 
@@ -105,11 +105,11 @@ template <class V> struct Run {
   LEANNORM_INLINE void add_moments(V x, V shift) {
     const V d = x - shift;
     first = first + d;
-    second = second + d * d;
+    second = fma(d, d, second);
   }
   LEANNORM_INLINE void add(Gradient<V> g) {
     first = first + g.dz;
-    second = second + g.dz * g.centred;
+    second = fma(g.dz, g.centred, second);
   }
 };
 

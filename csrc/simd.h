@@ -44,6 +44,33 @@ template <class V> LEANNORM_INLINE V splat(double value) {
   return V{} + static_cast<typename Scalar<V>::type>(value);
 }
 
+// a * b + c rounded once. Left to itself the compiler fuses the same formula in one place and not in another,
+// and what is rebuilt would differ in the last bit.
+LEANNORM_INLINE F fma(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  for (int i = 0; i < lanes<F>; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+LEANNORM_INLINE D fma(D a, D b, D c) {
+#if defined(__AVX512F__)
+  return (D)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__FMA__)
+  return (D)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__aarch64__)
+  for (int i = 0; i < lanes<D>; ++i) c[i] = __builtin_fma(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 template <class V, class T> LEANNORM_INLINE V read(const T* p) {
   V v;
   std::memcpy(&v, p, sizeof v);

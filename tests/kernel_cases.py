@@ -35,7 +35,7 @@ _TENSORS = ("x", "dy", "weight", "bias", "residual")
 
 
 def results(backend: Any, call: Call, statistics: tuple[Tensor, ...] | None = None) -> dict[str, Tensor]:
-    """Everything the fused and the single verbs return, by name; `statistics` of the forward pass if given."""
+    """All that the fused and the single verbs return, by name; `statistics` of the forward pass if given."""
     x, dy, weight, bias, residual, act, groups, out_given = call
     y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
     mean_used, rstd_used, out = (mean, rstd, y) if statistics is None else statistics

@@ -21,7 +21,7 @@ print(pick(x).__name__, "|", *explain(x)["cpu"])
 
 
 def install(tmp_path: Path, **environment: str) -> str:
-    """What `pip install .` builds, in a copy of the sources; then what a fresh process says of the backends."""
+    """What an install builds, in a copy of the sources; then what a fresh process says of the backends."""
     source = tmp_path / "source"
     ignored = shutil.ignore_patterns("*.so", "*.reason", "__pycache__", "*.egg-info")
     for name in ("src", "csrc"):
