@@ -168,7 +168,8 @@ def main() -> None:
         for t in timings:
             ratio, part = t.torchs / t.ours, t.floor / t.ours
             print(
-                f"    {t.shape!s:22} {t.ours * 1e3:8.3f} ms  torch {t.torchs * 1e3:8.3f} ms {ratio:6.2f}  floor {part:.2f}"
+                f"    {t.shape!s:22} {t.ours * 1e3:8.3f} ms  torch {t.torchs * 1e3:8.3f} ms {ratio:6.2f}  "
+                f"floor {part:.2f}"
             )
         report[row.name] = {"ratio": mean, "floor": share, "shapes": [t._asdict() for t in timings]}
     if options.json:

@@ -34,7 +34,7 @@ _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
 def _slices(x: Tensor, *others: Tensor | None) -> list[slice]:
     """Ranges of samples that stay in cache together; one range where somebody differentiates."""
-    if x.numel() <= _SLICE or differentiable(x, *others):
+    if differentiable(x, *others) or x.numel() <= _SLICE:
         return [slice(None)]
     samples = max(1, _SLICE * x.shape[0] // x.numel())
     return [slice(i, i + samples) for i in range(0, x.shape[0], samples)]
