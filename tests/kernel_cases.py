@@ -70,6 +70,8 @@ def assert_close_to_reference(call: Call) -> None:
         if want.numel() == 0:
             continue
         scale = want.abs().amax()
+        if name == "mean":  # values of both signs cancel: what is rounded is their size, not their mean's
+            scale = call.x.double().abs().amax()
         if name in ("dx", "dx_fixed"):
             scale = scale + terms * largest_weight
         if name.startswith(("sum", "dw", "db")):

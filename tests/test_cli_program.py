@@ -17,7 +17,7 @@ def test_fork_then_fold(tmp_path, capsys):
         "fork",
         NETWORK,
         "--input",
-        "4,3,8,8",
+        "4x3x8x8",
         "-o",
         str(out),
         "--draw",
@@ -53,7 +53,7 @@ def test_fold_a_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["fork", "nonsense"], "MODEL must be timm:NAME"),
+        (["fork", "nonsense"], "name a model as timm:NAME"),
         (["fork", NETWORK, "--input", "4xa"], "an input is written as its sizes"),
         (["fold", NETWORK, "--input", "4x3"], "torch.export cannot trace"),
         (["fold", __file__], "is not a whole file written by Program.save"),

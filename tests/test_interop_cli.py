@@ -53,10 +53,19 @@ BAD_USAGE = {
     "no folder": ([*KERAS, "nowhere/o.pt", *MODEL, "--from", "keras"], "there is no folder"),
     "a misfit": ([*KERAS, "o.pt", *MODEL, "--from", "flax"], "does not fit the model"),
     "no template": ([*FLAX, "o.onnx", *MODEL, "--from", "flax", "--to", "onnx"], "pass like="),
-    "no model": ([*KERAS, "o.pt", "--model", "Net", "--from", "keras"], "MODEL must be timm:NAME"),
-    "no such package": ([*KERAS, "o.pt", "--model", "nowhere:Net", "--from", "keras"], "needs nowhere"),
-    "no such name": ([*KERAS, "o.pt", "--model", "interop_cases:No", "--from", "keras"], "cannot be made"),
-    "not a model": ([*KERAS, "o.pt", "--model", "builtins:dict", "--from", "keras"], "makes a dict"),
+    "no model": ([*KERAS, "o.pt", "--model", "Net", "--from", "keras"], "name a model as timm:NAME"),
+    "no such package": (
+        [*KERAS, "o.pt", "--model", "nowhere:Net", "--from", "keras"],
+        "cannot import 'nowhere'",
+    ),
+    "no such name": (
+        [*KERAS, "o.pt", "--model", "interop_cases:No", "--from", "keras"],
+        "has no callable 'No'",
+    ),
+    "not a model": (
+        [*KERAS, "o.pt", "--model", "builtins:dict", "--from", "keras"],
+        "made a dict, not a torch.nn.Module",
+    ),
 }
 
 
