@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
-from typing_extensions import Self
 
 from leannorm._errors import InputError
 from leannorm.program.deploy import export
@@ -19,6 +18,9 @@ from leannorm.program.join import INFER, SHARED, TRAIN, Joined
 from leannorm.program.memory import place
 from leannorm.program.prune import Dependencies, subgraph
 from leannorm.program.signature import Signature
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Program:
