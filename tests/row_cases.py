@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from cases import error, lay_out
 from torch import Tensor
 
 from leannorm import functional
@@ -57,21 +58,6 @@ CASES = [
 ]
 
 
-def lay_out(x: Tensor, layout: str) -> Tensor:
-    """The same values in another layout."""
-    if layout == "channels_last":
-        return x.to(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-    if layout == "transposed":
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-    if layout == "sliced":
-        return torch.stack((x, x), -1).flatten(-2)[..., ::2]
-    if layout == "offset":
-        return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
-    if layout == "expanded":
-        return x[:1].expand(x.shape)
-    return x.contiguous()
-
-
 def make(case: RowCase, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0) -> Tensor:
     return lay_out((torch.randn(case.shape, dtype=torch.float64) * std + mean).to(dtype), case.layout)
 
@@ -120,10 +106,6 @@ def run_exact(case, x, weight, bias, dy, eps, rms):  # type: ignore[no-untyped-d
 
     doubles = [None if t is None else t.double() for t in (x, weight, bias)]
     return run(function, case, *doubles, dy, eps, rms)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return (got.double() - want).abs().max().item() if want.numel() else 0.0
 
 
 def budget(torchs: Tensor, want: Tensor, direct: Tensor | None = None) -> float:
