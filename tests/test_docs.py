@@ -28,5 +28,6 @@ def test_examples_in_docstrings(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_examples_on_pages(page):
+def test_examples_on_pages(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where examples write their files
     assert doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS).failed == 0
