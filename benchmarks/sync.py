@@ -43,6 +43,14 @@ NETWORKS = {
 }
 
 
+def merged_of(moments: Moments) -> Moments:
+    """The sets that are stacked along axis 0 as one: what each rank does with everybody's statistics."""
+    total = moments.count.sum(0)
+    mean = (moments.mean * moments.count).sum(0) / total.clamp_min(1)
+    between = (moments.count * (moments.mean - mean).square()).sum(0)
+    return Moments(mean, moments.m2.sum(0) + between, total)
+
+
 class Gather(torch.autograd.Function):
     """The exchange of torch.nn.SyncBatchNorm: every rank's mean, 1/std and count to every rank."""
 
@@ -55,7 +63,7 @@ class Gather(torch.autograd.Function):
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
         mean, rstd, count = torch.stack(every).double().split((x.shape[1], x.shape[1], 1), dim=1)
-        merged = reference.merge(Moments(mean, (rstd.pow(-2) - eps) * count, count))
+        merged = merged_of(Moments(mean, (rstd.pow(-2) - eps) * count, count))
         rstd, total = reference.rstd_of(merged, eps), merged.count[0]
         ctx.save_for_backward(x, merged.mean, rstd, weight, total)
         ctx.backend = backend
