@@ -38,11 +38,12 @@ struct Tensors {
   const char *x, *residual, *dy, *out;
   char *result, *dz;
   int64_t bytes;
+  bool past = false;
 
   Operands at(int64_t offset) const {
     const int64_t d = offset * bytes;
     const auto move = [d](auto p) { return p == nullptr ? p : p + d; };
-    return {move(x), move(residual), move(dy), move(out), move(result), move(dz)};
+    return {move(x), move(residual), move(dy), move(out), move(result), move(dz), past};
   }
 };
 
@@ -119,6 +120,7 @@ struct Call {
   // dx, or null where it takes the place of x; dz where there is one.
   void results(const Tensor& result, const Tensor& dz) {
     tensors.result = mutable_data(result);
+    tensors.past = result.numel() * tensors.bytes >= kStreamed && tensors.result != tensors.x;
     if (dz.numel() > 0) tensors.dz = mutable_data(dz);
   }
   void given_statistics(const std::vector<double>& mean, const std::vector<double>& rstd) {

@@ -27,6 +27,7 @@ struct Coefficients {
 struct Operands {
   const void *x, *residual, *dy, *out;
   void *result, *dz;
+  bool past;  // the result is so large that it is written past the caches, where it is aligned
 };
 
 struct ChannelKernels {

@@ -3,6 +3,7 @@
 
 #include "activations.h"
 #include "channel.h"
+#include "past.h"
 
 namespace leannorm::LEANNORM_ISA {
 
@@ -45,14 +46,15 @@ template <class T> struct Place {
     if constexpr (Whole) return E::load(q);
     else return E::load(q, n, rest);
   }
-  template <bool Whole> LEANNORM_INLINE void store(void* p, V v, int64_t n) const {
+  template <bool Whole, bool Past = false> LEANNORM_INLINE void store(void* p, V v, int64_t n) const {
     T* q = static_cast<T*>(p) + at;
-    if constexpr (Whole) E::store(q, v);
+    if constexpr (Whole && Past) stream(q, v);
+    else if constexpr (Whole) E::store(q, v);
     else E::store(q, v, n);
   }
 };
 
-template <class T, Form form, bool Whole>
+template <class T, Form form, bool Whole, bool Past = false>
 LEANNORM_INLINE void normalize_vector(Place<T> place, int64_t n, int64_t ahead, const Affine<typename Element<T>::V>& affine, int act) {
   using V = typename Element<T>::V;
   const Operands& o = place.o;
@@ -61,7 +63,12 @@ LEANNORM_INLINE void normalize_vector(Place<T> place, int64_t n, int64_t ahead, 
   if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
   if constexpr (form == kReluFromInput) z = activate(z, kRelu);
   if constexpr (form == kAny) z = activate(z, act);
-  place.template store<Whole>(o.result, z, n);
+  place.template store<Whole, Past>(o.result, z, n);
+}
+
+// May a plane's result be written past the caches, from this element on?
+template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at) {
+  return o.past && reinterpret_cast<uintptr_t>(static_cast<const T*>(o.result) + at) % 64 == 0;
 }
 
 // dz, and x - mean with it. Lanes past the end hold dz = 0.
@@ -86,14 +93,14 @@ LEANNORM_INLINE Gradient<typename Element<T>::V> gradient(Place<T> place, int64_
   else return {z > V{} ? dy : V{}, centred};
 }
 
-template <class T, Form form, bool Whole>
+template <class T, Form form, bool Whole, bool Past = false>
 LEANNORM_INLINE void input_grad_vector(Place<T> place, int64_t n, int64_t ahead, const Backward<typename Element<T>::V>& c, int act) {
   place.fetch(place.o.x, ahead);
   place.fetch(place.o.dy, ahead);
   const auto g = gradient<T, form, Whole>(place, n, c, act);
   const auto dx = c.input_grad(g.dz, g.centred);
   if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, g.dz, n);
-  place.template store<Whole>(place.o.result, dx, n);
+  place.template store<Whole, Past>(place.o.result, dx, n);
 }
 
 // Two sums of one run of at most kRun vectors, in the compute type: few enough terms that what float32

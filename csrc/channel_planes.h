@@ -99,9 +99,12 @@ void plane_normalize(const Operands& o, Block block, const Coefficients& c, int 
     if (c.step != 0) affine = plane_affine<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
     int64_t i = start;
+    if (writes_past<T>(o, i))
+      for (; i + W <= end; i += W) normalize_vector<T, form, true, true>({o, i}, W, block.ahead, affine, act);
     for (; i + W <= end; i += W) normalize_vector<T, form, true>({o, i}, W, block.ahead, affine, act);
     if (i < end) normalize_vector<T, form, false>({o, i}, end - i, block.ahead, affine, act);
   }
+  if (o.past) settle();
 }
 
 template <class T, Form form>
@@ -145,9 +148,12 @@ void plane_input_grad(const Operands& o, Block block, const Coefficients& c, int
     if (c.step != 0) backward = plane_backward<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
     int64_t i = start;
+    if (writes_past<T>(o, i))
+      for (; i + W <= end; i += W) input_grad_vector<T, form, true, true>({o, i}, W, block.ahead, backward, act);
     for (; i + W <= end; i += W) input_grad_vector<T, form, true>({o, i}, W, block.ahead, backward, act);
     if (i < end) input_grad_vector<T, form, false>({o, i}, end - i, block.ahead, backward, act);
   }
+  if (o.past) settle();
 }
 
 }  // namespace leannorm::LEANNORM_ISA

@@ -2,10 +2,15 @@
 // namespace that LEANNORM_ISA names, so that nothing compiled for one leaks into another.
 #pragma once
 
+#include <cstdint>
+
 #include <cstdlib>
 #include <cstring>
 
 namespace leannorm {
+
+constexpr int64_t kStreamed = 4 << 20;  // bytes of output from which on the caches are better left to others
+
 
 enum class Isa { base, v3, v4 };
 

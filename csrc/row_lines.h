@@ -85,8 +85,9 @@ template <class T, bool kStream> inline void line_forward_as(const RowForward& a
 }
 
 template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
-  if (a.stream) line_forward_as<T, true>(a, begin, end);
-  else line_forward_as<T, false>(a, begin, end);
+  if (!a.stream) return line_forward_as<T, false>(a, begin, end);
+  line_forward_as<T, true>(a, begin, end);
+  settle();
 }
 
 // What one row's gradient needs: dx = rstd * (dy * weight - first - xhat * second) + dtotal.
@@ -160,8 +161,9 @@ inline void line_backward_as(const RowBackward& a, int64_t begin, int64_t end, v
 template <class T>
 void line_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
   if (dweight == nullptr) return line_backward_as<T, false, false>(a, begin, end, dweight, dbias);
-  if (a.stream) return line_backward_as<T, true, true>(a, begin, end, dweight, dbias);
-  line_backward_as<T, true, false>(a, begin, end, dweight, dbias);
+  if (!a.stream) return line_backward_as<T, true, false>(a, begin, end, dweight, dbias);
+  line_backward_as<T, true, true>(a, begin, end, dweight, dbias);
+  settle();
 }
 
 }  // namespace leannorm::LEANNORM_ISA::rows

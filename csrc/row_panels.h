@@ -172,8 +172,9 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
 }
 
 template <class T> void panel_forward(const RowForward& a, int64_t begin, int64_t end) {
-  if (a.stream) panel_forward_as<T, true>(a, begin, end);
-  else panel_forward_as<T, false>(a, begin, end);
+  if (!a.stream) return panel_forward_as<T, false>(a, begin, end);
+  panel_forward_as<T, true>(a, begin, end);
+  settle();
 }
 
 // With dweight null, the parameters' gradients are not computed.
@@ -229,8 +230,9 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
 
 template <class T>
 void panel_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
-  if (a.stream) panel_backward_as<T, true>(a, begin, end, dweight, dbias);
-  else panel_backward_as<T, false>(a, begin, end, dweight, dbias);
+  if (!a.stream) return panel_backward_as<T, false>(a, begin, end, dweight, dbias);
+  panel_backward_as<T, true>(a, begin, end, dweight, dbias);
+  settle();
 }
 
 }  // namespace leannorm::LEANNORM_ISA::rows

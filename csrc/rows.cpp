@@ -13,7 +13,6 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
-constexpr int64_t kStreamed = 16 << 20;     // bytes of output that fill half of a large last cache
 constexpr int64_t kPanelBytes = 384 << 10;  // of one tensor: the second cache holds two of them
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
