@@ -2,11 +2,13 @@
 
 Kept, in bytes per element of the convolution's input: its own size; of its output: nothing. The backward
 pass runs the convolution again, turns the rebuilt output into its own gradient in place, and hands it to
-one `convolution_backward`: beside the incoming gradient one tensor of the output's size exists.
+`convolution_backward` (the input gradient of a large batch in slices): beside the incoming gradient one
+tensor of the output's size exists.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -132,8 +134,8 @@ def _unbiased(moments: Moments) -> Tensor:
     return moments.m2 / max(moments.count - 1, 1)
 
 
-def _statistics(z: Tensor, eps: float, outside: bool) -> tuple[Moments, Tensor]:
-    moments = reference.channel_moments(z)
+def _statistics(backend: ModuleType, z: Tensor, eps: float, outside: bool) -> tuple[Moments, Tensor]:
+    moments: Moments = backend.channel_moments(z)
     rstd = rstd_outside(_unbiased(moments), eps) if outside else reference.rstd_of(moments, eps)
     return moments, rstd
 
@@ -162,9 +164,8 @@ class ConvNorm(torch.autograd.Function):
         if mean is not None and rstd is not None:
             y = backend.channel_normalize(z, mean, rstd, weight, bias)
         elif outside:
-            moments = backend.channel_moments(z)
+            moments, rstd = _statistics(backend, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
-            rstd = rstd_outside(_unbiased(moments), eps)
             y = backend.channel_normalize(z, mean, rstd, weight, bias)
         else:
             y, mean, m2, rstd = backend.channel_forward(z, weight, bias, None, eps)
@@ -191,7 +192,7 @@ class ConvNorm(torch.autograd.Function):
         if twice_differentiable():
             backend, into = reference, None
             if not ctx.constant:
-                moments, rstd = _statistics(z, ctx.eps, ctx.outside)
+                moments, rstd = _statistics(reference, z, ctx.eps, ctx.outside)
                 mean = moments.mean
         if ctx.constant or ctx.outside:
             dbias, dweight = backend.channel_grad_sums(dy, z, mean, rstd)
@@ -230,7 +231,7 @@ def conv_norm(
     if transformed(x, conv_weight, conv_bias, weight, bias):
         z, m2 = convolution(x, conv_weight, conv_bias), None
         if mean is None or rstd is None:
-            moments, rstd = _statistics(z, eps, outside)
+            moments, rstd = _statistics(reference, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
         return reference.channel_normalize(z, mean, rstd, weight, bias), mean, m2
     result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(

@@ -47,8 +47,6 @@ _SCHEMAS = (
 for _schema in _SCHEMAS:
     LIBRARY.define(_schema)
 
-KERNELS = tuple(schema.split("(", 1)[0] for schema in _SCHEMAS)
-
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.new_empty(shape, dtype=statistics_dtype(x))
