@@ -67,9 +67,9 @@ def row_call(
         _, _, mean, rstd = rows.row_forward(x, other, weight, None if rms else bias, *span, 1e-5, rms)
         rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
 
-    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype).removeprefix("torch.")]
+    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
     words += ["residual"] * residual + [f"parameters {parameters}"] * bool(parameters)
-    return Call(" ".join(words), run, sample)
+    return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
 ROWS = 32768
@@ -94,7 +94,9 @@ CALLS = [
 ]
 
 
-def _specialized(kernel: Any, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+def _specialized(
+    kernel: Any, values: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Types, constants and attributes of the arguments, as Triton finds them for such values."""
     types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
     signature, constants, attributes = {}, {}, {}
