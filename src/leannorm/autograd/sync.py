@@ -10,6 +10,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from leannorm._errors import SyncError
@@ -38,7 +39,8 @@ class Shared(NamedTuple):
 class Sharing(NamedTuple):
     """Among whom a layer shares its statistics, and what it calls itself there.
 
-    `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing).
+    `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing). `asked` is the
+    layer's `process_group`, and `group` the name of the group that it means in this call.
     """
 
     group: str
@@ -47,6 +49,7 @@ class Sharing(NamedTuple):
     debug: bool = False
     mode: str = "training"
     seen: deque[Shared] | None = None
+    asked: dist.ProcessGroup | str | None = None
 
     def call(self, what: str, x: Tensor) -> Call:
         return Call(self.layer, what, x.shape[1], self.timeout, self.debug)
