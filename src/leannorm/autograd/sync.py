@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
 from leannorm._types import Moments
@@ -128,21 +129,21 @@ class SyncNorm(torch.autograd.Function):
 
 def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> tuple[Tensor, Tensor]:
     """The sums over the ranks; when a backward pass repeats a forward pass, those that it had."""
-    if sharing.seen is None:
+    if sharing.seen is None or not (rebuilding() or _may_be_repeated()):
         return add_up(sums, count, sharing.group, sharing.forward_call(x))
-    if rebuilding():
+    with _disable_current_modes():  # selective checkpointing expects both passes' operations to be equal
+        if not rebuilding():
+            total, total_count = add_up(sums, count, sharing.group, sharing.forward_call(x))
+            sharing.seen.append(Shared(sums, total.clone(), total_count))
+            return total, total_count
         for seen in reversed(sharing.seen):
             if torch.equal(seen.sums, sums):
                 return seen.total, seen.total_count
-        raise SyncError(
-            f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
-            f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
-            "deterministic, or run the backward passes sooner"
-        )
-    total, total_count = add_up(sums, count, sharing.group, sharing.forward_call(x))
-    if _may_be_repeated():
-        sharing.seen.append(Shared(sums, total.clone(), total_count))
-    return total, total_count
+    raise SyncError(
+        f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
+        f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
+        "deterministic, or run the backward passes sooner"
+    )
 
 
 def _may_be_repeated() -> bool:
