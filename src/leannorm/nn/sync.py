@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
-from leannorm.distributed.membership import SharesStatistics
+from leannorm.distributed.group import note_evaluation
+from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
@@ -48,6 +50,14 @@ class Synchronized(SharesStatistics, BatchNormBase):
         return Sharing(
             "", self.layer_name, self.timeout or 0.0, self.debug_consistency, "", seen, self.process_group
         )
+
+    def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
+        evaluates = not self.training and self.running_mean is not None
+        if evaluates and not torch.compiler.is_compiling():
+            group = sharing_group(self.process_group)
+            if group is not None:
+                note_evaluation(group, self.layer_name)
+        return super()._normalize(input, act, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""
