@@ -37,6 +37,14 @@ def _sync(x: Tensor, *rest: Any) -> Tensor:
     return tracked_batch_norm(x, *(*given, sharing))
 
 
+def _torchs_cumulative(
+    x: Tensor, mean: Any, var: Any, tracked: Tensor, weight: Any, bias: Any, eps: float
+) -> Tensor:
+    """A training step of torch's own layer with momentum=None, which reads its counter on the host."""
+    tracked.add_(1)
+    return torch.nn.functional.batch_norm(x, mean, var, weight, bias, True, 1.0 / float(tracked), eps)
+
+
 def _conv(
     x: Tensor,
     weight: Tensor,
@@ -83,6 +91,12 @@ register(
     f"tracked_batch_norm(Tensor x, {_TRACKED}, Tensor? weight, Tensor? bias, bool training,"
     " float? momentum, float eps, int[] ranks, str act, Tensor? residual) -> Tensor",
     tracked_batch_norm,
+    _like,
+)
+register(
+    "cumulative_batch_norm(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
+    " Tensor(c!) num_batches_tracked, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    _torchs_cumulative,
     _like,
 )
 register(
