@@ -75,6 +75,22 @@ def test_objects_flags_hooks_and_sharing_stay():
     assert not set(vars(model[1])) - set(vars(torch_nn.BatchNorm2d(4)))
 
 
+@pytest.mark.parametrize("run_first", [True, False])
+def test_lazy_layers_get_their_size_and_share(run_first):
+    model = torch_nn.Sequential(torch_nn.LazyBatchNorm2d(momentum=None))
+    x = torch.randn(2, 3, 5, 5)
+    assert convert(model, to="sync") is model
+    twin = pickle.loads(pickle.dumps(model))
+    if run_first:
+        assert torch.equal(twin(x), nn.BatchNorm2d(3, momentum=None)(x))
+        assert type(twin[0]).__name__ == "SyncBatchNorm2d"
+        assert twin[0].layer_name == "0"
+    convert(twin, to="torch")
+    assert type(twin[0]) is (torch_nn.BatchNorm2d if run_first else torch_nn.LazyBatchNorm2d)
+    assert torch.equal(twin.eval()(x).isfinite(), torch.ones(x.shape) > 0)
+    assert type(twin[0]) is torch_nn.BatchNorm2d
+
+
 def test_copies_and_pickles():
     model = convert(network(), to="sync")
     x = torch.randn(2, 3, 5, 5)
@@ -96,7 +112,6 @@ def test_preview_changes_nothing():
 
 LEFT = [
     (ByItself(3), "by itself"),
-    (torch_nn.LazyBatchNorm2d(), "run one batch first"),
     (nn.ConvBatchNorm2d(3, 4, 3), "to_pair"),
 ]
 
