@@ -93,15 +93,20 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
 
 
 def _told(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
-    """Tell the others, unless one has told already; a rank that serves the store stays until they heard."""
+    """Tell the others, unless one has told already."""
     text = group.store.compare_set("found", "", text).decode()
-    deadline = time.monotonic() + seconds
-    with suppress(RuntimeError):  # the store is gone: they have heard
-        told = group.store.add("told", 1)
-        while told < here and time.monotonic() < deadline:
-            time.sleep(0.02)
-            told = group.store.add("told", 0)
+    _stay(group, "told", here, seconds)
     return text
+
+
+def _stay(group: StatisticsGroup, key: str, ranks: int, seconds: float) -> None:
+    """Wait until as many ranks have read what they came for, as one that leaves may be serving the store."""
+    deadline = time.monotonic() + seconds
+    with suppress(RuntimeError):  # the store is gone: they have read it
+        read = group.store.add(key, 1)
+        while read < ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+            read = group.store.add(key, 0)
 
 
 def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:
@@ -112,6 +117,7 @@ def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, key in enumerate(keys):
         ranks[group.store.get(key).decode()].append(rank)
+    _stay(group, f"met/{number}", group.world, min(seconds, 1.0))
     said = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in ranks.items())
     return (
         f"ranks that share statistics are in different calls (number {number} of the group): {said}. "
