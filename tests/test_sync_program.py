@@ -136,6 +136,7 @@ def saved_by_a_group(rank, path):
             again.train(x)
         assert all(torch.equal(v, before[k]) for k, v in again.state_dict().items())
         assert again.infer(x).shape == (2, 2, 2, 2)
+    dist.barrier()
     return mean
 
 
