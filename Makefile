@@ -12,7 +12,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
-	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision  # they would bring another torch
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision \
+	    lightning lightning-utilities torchmetrics  # they would bring another torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON)
 	touch $@
 

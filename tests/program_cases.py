@@ -110,6 +110,7 @@ NETWORKS = {
     "sync batch norm": lambda: stack(tnn.SyncBatchNorm(4)),
     "instance norm": lambda: stack(tnn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
     "leannorm": lambda: stack(nn.BatchNorm2d(4)),
+    "cumulative": lambda: stack(torch.nn.BatchNorm2d(4, momentum=None), torch.nn.Dropout(0.2)),
     "leannorm cumulative": lambda: stack(nn.BatchNorm2d(4, momentum=None), nn.BatchNorm2d(4, affine=False)),
     "leannorm convolution": lambda: stack(nn.ConvBatchNorm2d(4, 6, 3, padding="same"), nn.LayerNorm(6)),
     "leannorm rows and groups": lambda: tnn.Sequential(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import zipfile
 
 import numpy as np
 import pytest
@@ -93,6 +94,19 @@ def test_a_truncated_file(name, fraction, tmp_path):
     path.write_bytes(content[: int(len(content) * fraction)])
     source = next(key.partition(" ")[0] for key, value in EVERY.items() if value == name)
     unchanged_after(path, source, name)
+
+
+# single flipped bits at which the HDF5 library alone does not return, or crashes the process
+FATAL = [(2104, 7), (2217, 1), (2168, 6), (2192, 6), (2192, 1), (15817, 1)]
+
+
+@pytest.mark.parametrize(("byte", "bit"), FATAL)
+def test_flipped_bits_that_the_hdf5_library_cannot_take(byte, bit, tmp_path):
+    with zipfile.ZipFile(FIXTURES / "keras.keras") as archive:
+        content = bytearray(archive.read("model.weights.h5"))
+    content[byte] ^= 1 << bit
+    (tmp_path / "net.weights.h5").write_bytes(content)
+    unchanged_after(tmp_path / "net.weights.h5", "keras", r"net\.weights\.h5 is damaged")
 
 
 @pytest.mark.parametrize("name", sorted(set(EVERY.values())))

@@ -13,11 +13,14 @@ import torch
 from leannorm import MissingDependencyError
 from leannorm.interop.lightning import layer_sync
 
-LIGHTNING = any(importlib.util.find_spec(name) for name in ("lightning", "pytorch_lightning"))
+LIGHTNING = importlib.util.find_spec("lightning") is not None
 
 
-@pytest.mark.skipif(LIGHTNING, reason="Lightning is installed")
-def test_without_lightning():
+def test_without_lightning(monkeypatch):
+    for name in ("lightning", "pytorch_lightning"):
+        monkeypatch.setitem(sys.modules, name, None)
+        for inner in [m for m in sys.modules if m.startswith(f"{name}.")]:
+            monkeypatch.delitem(sys.modules, inner)
     with pytest.raises(MissingDependencyError, match="pip install lightning"):
         layer_sync()
 

@@ -48,10 +48,10 @@ def raised(result: Outcome, *words: str) -> bool:
     return result.error is not None and all(word in result.error for word in ("SyncError", *words))
 
 
-def others_name(rank: int) -> Callable[[list[Outcome]], bool]:
+def others_name(rank: int, *words: str) -> Callable[[list[Outcome]], bool]:
     def fits(results: list[Outcome]) -> bool:
         others = [r for i, r in enumerate(results) if i != rank]
-        return all(raised(r, f"rank {rank} did not come", "SyncBatchNorm number") for r in others)
+        return all(raised(r, f"rank {rank} did not come", "SyncBatchNorm number", *words) for r in others)
 
     return fits
 
@@ -125,6 +125,17 @@ def skips_the_backward_pass(rank: int) -> bool:
 def evaluates(rank: int) -> bool:
     model = layers(3, 5)
     train(model)
+    if rank == 1:
+        for layer in model:
+            layer.eval()
+    train(model)
+    if rank == 1:
+        time.sleep(TIMEOUT + 1)
+    return rank == 1
+
+
+def evaluates_from_the_start(rank: int) -> bool:
+    model = layers(3, 5)
     if rank == 1:
         for layer in model:
             layer.eval()
@@ -232,7 +243,20 @@ SCENARIOS = [
     ),
     Scenario("a rank skips the first call", "others name it", 3, skips_the_first_call, others_name(1)),
     Scenario("a rank skips the backward pass", "others name it", 3, skips_the_backward_pass, others_name(1)),
-    Scenario("a rank evaluates, others train", "others name it", 3, evaluates, others_name(1)),
+    Scenario(
+        "a rank evaluates, others train",
+        "others name it, and say so",
+        3,
+        evaluates,
+        others_name(1, "rank 1 runs SyncBatchNorm number 1", "in evaluation mode"),
+    ),
+    Scenario(
+        "a rank evaluates from the start",
+        "others name it, and say so",
+        3,
+        evaluates_from_the_start,
+        others_name(1, "in evaluation mode, where the others train"),
+    ),
     Scenario(
         "a rank has other channels",
         "all say who and how many",

@@ -25,7 +25,7 @@ class Call(NamedTuple):
     debug: bool
 
     def __str__(self) -> str:
-        return f"{_readable(self.layer)} ({self.what}, {self.channels} channels)"
+        return f"{readable(self.layer)} ({self.what}, {self.channels} channels)"
 
     def header(self, count: int, size: int = 0) -> list[float]:
         """What is sent in front of the payload. Summed over the ranks it still tells whether all agree.
@@ -44,6 +44,7 @@ def agree(header: list[float]) -> bool:
     return active * tt == t * t and active * uu == u * u
 
 
-def _readable(layer: str) -> str:
+def readable(layer: str) -> str:
+    """The layer's name in a sentence."""
     number = layer.removeprefix("#")
     return f"layer {layer!r}" if number == layer else f"SyncBatchNorm number {number} by construction"

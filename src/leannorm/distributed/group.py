@@ -21,10 +21,11 @@ from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
-from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size
+from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
+_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at which this rank last said so
 
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
@@ -34,6 +35,21 @@ def statistics_group(name: str, call: Call) -> StatisticsGroup:
     if group is None or group.parent is not parent:
         group = _groups[name] = StatisticsGroup(parent, call)
     return group
+
+
+def note_evaluation(name: str, layer: str) -> None:
+    """Tell the other ranks, once after each sum, that this one evaluates: they may wait for it."""
+    parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+    group = _groups.get(name)
+    if group is not None and group.parent is not parent:
+        group = None
+    number = 0 if group is None else group.number
+    if _evaluated.get(parent) != number:
+        _evaluated[parent] = number
+        store = meeting.store_of(parent, _made[name]) if group is None else group.store
+        call = Call(layer, "evaluation", 0, 0.0, False)
+        call = call if group is None else group._identified(call)
+        meeting.note_evaluation(store, dist.get_rank(parent), number, readable(call.layer))
 
 
 class StatisticsGroup:

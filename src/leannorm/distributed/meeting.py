@@ -79,7 +79,9 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
             time.sleep(0.02)
         missing = [r for r in range(group.world) if r not in here]
         if missing:
-            text = f"{call}: {_ranks(group, missing)} did not come ({why}): {_CAUSES}"
+            evaluates = [found for r in missing if (found := _evaluates(group, r)) is not None]
+            causes = "; ".join(evaluates) if len(evaluates) == len(missing) else _CAUSES
+            text = f"{call}: {_ranks(group, missing)} did not come ({why}): {causes}"
         else:
             text = f"{call}: all ranks came, but the sum did not complete ({why}); look at the network"
         return _told(group, text, len(here), seconds)
@@ -91,15 +93,20 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
 
 
 def _told(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
-    """Tell the others, unless one has told already; a rank that serves the store stays until they heard."""
+    """Tell the others, unless one has told already."""
     text = group.store.compare_set("found", "", text).decode()
-    deadline = time.monotonic() + seconds
-    with suppress(RuntimeError):  # the store is gone: they have heard
-        told = group.store.add("told", 1)
-        while told < here and time.monotonic() < deadline:
-            time.sleep(0.02)
-            told = group.store.add("told", 0)
+    _stay(group, "told", here, seconds)
     return text
+
+
+def _stay(group: StatisticsGroup, key: str, ranks: int, seconds: float) -> None:
+    """Wait until as many ranks have read what they came for, as one that leaves may be serving the store."""
+    deadline = time.monotonic() + seconds
+    with suppress(RuntimeError):  # the store is gone: they have read it
+        read = group.store.add(key, 1)
+        while read < ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+            read = group.store.add(key, 0)
 
 
 def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:
@@ -110,11 +117,29 @@ def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, key in enumerate(keys):
         ranks[group.store.get(key).decode()].append(rank)
+    _stay(group, f"met/{number}", group.world, min(seconds, 1.0))
     said = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in ranks.items())
     return (
         f"ranks that share statistics are in different calls (number {number} of the group): {said}. "
         "Every rank must use the same layers, in the same order and mode"
     )
+
+
+def note_evaluation(store: dist.distributed_c10d.Store, rank: int, number: int, layer: str) -> None:
+    """Say that this rank evaluates a layer, having taken part in `number` sums."""
+    with suppress(RuntimeError):  # a store that is gone is no matter of evaluation's
+        store.set(f"evaluates/{rank}", json.dumps([number, layer]))
+
+
+def _evaluates(group: StatisticsGroup, rank: int) -> str | None:
+    """In words, if the rank has evaluated since the last sum that it took part in."""
+    key = f"evaluates/{rank}"
+    if not group.store.check([key]):
+        return None
+    number, layer = json.loads(group.store.get(key))
+    if number < group.number - 1:
+        return None
+    return f"{_ranks(group, [rank])} runs {layer} in evaluation mode, where the others train"
 
 
 def _number(group: StatisticsGroup, rank: int) -> int:

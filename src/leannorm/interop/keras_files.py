@@ -27,12 +27,43 @@ def _norms(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, M
         yield from _norms(layer, f"{name}.")
 
 
+def _h5py() -> Any:
+    return optional("h5py", "reading and writing Keras' .h5 and .keras")
+
+
+def _refuse_damaged_heaps(content: bytes) -> None:
+    """The HDF5 library walks a heap of texts by the sizes written in it, and for a size of 0 does not end.
+
+    A heap is a signature, its size, and entries of a number, a size and as many bytes; number 0 is what is
+    free at its end. Source: HDF5 File Format Specification 3.0, section III.E.
+    """
+    signature = b"GCOL\x01\0\0\0"
+    start = content.find(signature)
+    while start >= 0:
+        at, end = start + 16, start + int.from_bytes(content[start + 8 : start + 16], "little")
+        while at + 16 <= end:
+            number, size = content[at : at + 2], int.from_bytes(content[at + 8 : at + 16], "little")
+            step = size if number == b"\0\0" else 16 + -(-size // 8) * 8
+            if step < 16 or at + step > min(end, len(content)):
+                raise ValueError(f"the text at byte {at} is {size} bytes long")
+            at += step
+        start = content.find(signature, start + 1)
+
+
+def _attribute(group: Any, name: str) -> Any:
+    """An attribute's value; the HDF5 library may crash on lists of other than text, and Keras writes none."""
+    dtype = group.attrs.get_id(name).dtype
+    if dtype.kind == "O" and _h5py().check_string_dtype(dtype) is None:
+        raise ValueError(f"the attribute {name} is neither text nor numbers")
+    return group.attrs[name]
+
+
 def _texts(group: Any, attribute: str) -> list[str]:
     """A list of names; HDF5 holds 64 KiB an attribute, so that Keras spreads long ones over several."""
     found = [attribute] if attribute in group.attrs else []
     while f"{attribute}{len(found)}" in group.attrs:
         found.append(f"{attribute}{len(found)}")
-    values = [value for name in found for value in group.attrs[name]]
+    values = [value for name in found for value in _attribute(group, name)]
     return [value.decode() if isinstance(value, bytes) else str(value) for value in values]
 
 
@@ -57,7 +88,9 @@ def _numbered(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         elif name == "layers":
             for layer, content in child.items():
                 # the group is called by the layer's class, its attribute holds the layer's name
-                own = content["vars"].attrs.get("name", layer) if "vars" in content else layer
+                own = layer
+                if "vars" in content and "name" in content["vars"].attrs:
+                    own = _attribute(content["vars"], "name")
                 yield from _numbered(content, f"{prefix}{own}.")
         else:
             yield from _numbered(child, f"{prefix}{name}.")
@@ -66,7 +99,7 @@ def _numbered(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Every array's place in the open file by "layer.name", and the norms' settings where they are stated."""
     if "model_config" in file.attrs:
-        config = json.loads(file.attrs["model_config"])
+        config = json.loads(_attribute(file, "model_config"))
     root = file.get("model_weights", file)
     named = "layer_names" in root.attrs or "layer_names0" in root.attrs
     places = dict(_named(root) if named else _numbered(root))
@@ -89,14 +122,15 @@ def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[
 
 
 def _checkpoint(content: bytes, config: Mapping[str, Any] | None = None) -> Checkpoint:
-    with optional("h5py", "reading Keras' .h5 and .keras").File(io.BytesIO(content), "r") as file:
+    _refuse_damaged_heaps(content)
+    with _h5py().File(io.BytesIO(content), "r") as file:
         places, settings = _datasets(file, config)
         return Checkpoint({key: to_tensor(key, place[()]) for key, place in places.items()}, settings)
 
 
 def _filled(content: bytes, values: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> bytes:
     buffer = io.BytesIO(content)
-    with optional("h5py", "writing Keras' .h5 and .keras").File(buffer, "r+") as file:
+    with _h5py().File(buffer, "r+") as file:
         places, _ = _datasets(file, config)
         for key, value in values.items():
             places[key][...] = to_array(value)

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
+from leannorm.distributed.group import note_evaluation
 from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase
 
@@ -44,11 +46,18 @@ class Synchronized(SharesStatistics, BatchNormBase):
         self._seen: deque[Shared] = deque(maxlen=_REMEMBERED)
 
     def _sharing(self) -> Sharing | None:
-        group = sharing_group(self.process_group)
-        if group is None:
-            return None
         seen = None if torch.compiler.is_compiling() else vars(self).get("_seen")
-        return Sharing(group, self.layer_name, self.timeout or 0.0, self.debug_consistency, seen=seen)
+        return Sharing(
+            "", self.layer_name, self.timeout or 0.0, self.debug_consistency, "", seen, self.process_group
+        )
+
+    def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
+        evaluates = not self.training and self.running_mean is not None
+        if evaluates and not torch.compiler.is_compiling():
+            group = sharing_group(self.process_group)
+            if group is not None:
+                note_evaluation(group, self.layer_name)
+        return super()._normalize(input, act, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""

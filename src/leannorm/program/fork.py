@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leannorm._errors import InputError
 from leannorm.functional.exported import AsOperators
-from leannorm.nn._base import BatchNormBase
 from leannorm.ops.select import use_backend
 from leannorm.program.join import INFER, TRAIN, join
 from leannorm.program.program import Program
@@ -38,8 +38,7 @@ def fork(
     what is not named in `dynamic_shapes` is fixed to the example's size and checked at every call. The
     model's modes are left as they were.
 
-    Raises: `InputError` where the model cannot be exported, with the reason; torch's own batch norm with
-    `momentum=None` is one (it reads its counter back from the device), leannorm's is not.
+    Raises: `InputError` where the model cannot be exported, with the reason.
 
     >>> import torch
     >>> from leannorm import program
@@ -54,19 +53,9 @@ def fork(
             f"example_inputs must be a tuple of positional inputs, got {type(example_inputs).__name__}; "
             "for one tensor write (x,)"
         )
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, _NormBase)
-            and not isinstance(module, BatchNormBase)
-            and module.momentum is None
-        ):
-            raise InputError(
-                f"{name or 'the model'} is torch's {type(module).__name__} with momentum=None, which "
-                "torch.export cannot trace; use leannorm.nn's layer of the same name"
-            )
     kwargs = dict(example_kwargs or {})
     exports = {}
-    with _modes_restored(model):
+    with _modes_restored(model), _counters_stay_on_the_device(model):
         for branch in (TRAIN, INFER):
             model.train(branch == TRAIN)
             exports[branch] = _export(model, branch, example_inputs, kwargs, dynamic_shapes)
@@ -94,6 +83,33 @@ def _export(
             f"torch.export cannot trace {type(model).__name__} in the {branch} mode: "
             f"{type(error).__name__}: {reason}"
         ) from error
+
+
+@contextmanager
+def _counters_stay_on_the_device(model: torch.nn.Module) -> Iterator[None]:
+    """Torch's batch norms with momentum=None are one operator, as torch.export cannot read their counters."""
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
+        if module.momentum is None and module.track_running_stats and "forward" not in vars(module)
+    ]
+    for layer in layers:
+        vars(layer)["forward"] = partial(_cumulative, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def _cumulative(layer: _BatchNorm, x: Tensor) -> Tensor:
+    if not layer.training:
+        return _BatchNorm.forward(layer, x)
+    layer._check_input_dim(x)
+    state = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+    y: Tensor = torch.ops.leannorm.cumulative_batch_norm(x, *state, layer.weight, layer.bias, layer.eps)
+    return y
 
 
 @contextmanager

@@ -219,6 +219,8 @@ def _is_original(module: Module) -> bool:
     before = getattr(type(module), "unfused", None)
     if swapped is not None:
         before = swapped.cls
+        if issubclass(before, LazyModuleMixin) and "_initialize_hook" not in vars(module):
+            before = before.cls_to_become  # it has had its first batch since
         for attribute in swapped.attributes:
             del vars(module)[attribute]
     elif getattr(module, "dim", None) is None:

@@ -22,13 +22,16 @@ def synchronized_class(cls: type[Module]) -> type[Module]:
     if cls not in _SYNCHRONIZED:
         ours = [_OURS[base] for base in cls.__mro__ if base in _OURS][:1]
         bases = (cls, nn.SyncBatchNorm, *(o for o in ours if not issubclass(cls, o)))
-        body = {
+        body: dict[str, Any] = {
             "__module__": cls.__module__,
             "__doc__": cls.__doc__,
             "__reduce_ex__": _reduce,
             "unsynced": cls,
         }
-        _SYNCHRONIZED[cls] = type(f"Sync{cls.__name__}", bases, {**body, "__reduce_ex__": _reduce})
+        if issubclass(cls, LazyModuleMixin):
+            then: Any = cls.cls_to_become
+            body["cls_to_become"] = synchronized_class(_OURS.get(then, then))
+        _SYNCHRONIZED[cls] = type(f"Sync{cls.__name__}", bases, body)
     return _SYNCHRONIZED[cls]
 
 
@@ -43,8 +46,6 @@ def _rebuild(cls: type[Module]) -> Module:
 
 def why_not_sync(module: Module) -> str | None:
     """Why this batch norm cannot share its statistics as it is."""
-    if isinstance(module, LazyModuleMixin):
-        return f"{type(module).__name__} without a size yet; run one batch first"
     for cls in type(module).__mro__:
         if cls.__module__.startswith(("leannorm.", "torch.nn.")):
             break
