@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -53,30 +54,33 @@ class StatisticsGroup:
         self.unfinished: list[Any] = []  # work that may still write to its buffer
         self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
         self._first: int | None = None
+        self._known: dict[Call, Call] = {}
+        self._padding: dict[tuple[int, torch.device], Tensor] = {}
         self._headers: dict[tuple[Call, int, int, torch.device], Tensor] = {}
         meeting.gather(self, call, self._seconds(call))
         self.communicator = dist.new_group(
             dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
         )
 
-    def all_reduce(self, sums: Tensor, count: int, call: Call) -> Tensor:
-        """(1 + len(sums),): the count and the sums, added up over the ranks; raises where ranks disagree."""
+    def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
+        """The count and behind it the sums, added up over the ranks; raises where ranks disagree."""
+        device = sums[0].device
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
-        if sums.device.type not in self.devices:
+        if device.type not in self.devices:
             raise InputError(
                 f"the process group's backend ({self.backend}) must have collectives for the input's device "
-                f"{sums.device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
+                f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
             )
         self.own_calls += 1
         call = self._identified(call)
         self._read_headers(wait=False)
-        room = HEADER + len(sums)
+        room = HEADER + sum(map(len, sums))
         if room > self.size:
             size = message_size(call.channels)
-            self._exchange(sums.new_zeros(0), 0, call, size)
+            self._exchange((), 0, call, device, size)
             self.size = size
-        return self._exchange(sums, count, call)[HEADER - 1 : room]
+        return self._exchange(sums, count, call, device)[HEADER - 1 : room]
 
     def shadow(self, device: torch.device) -> None:
         """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
@@ -108,9 +112,11 @@ class StatisticsGroup:
             return here
         return torch.device(there.type, torch.accelerator.current_device_index())
 
-    def _exchange(self, sums: Tensor, count: int, call: Call, size: int = 0) -> Tensor:
-        padding = sums.new_zeros(self.size - HEADER - len(sums))
-        total = torch.cat((self._header(call, count, size, sums.device), sums, padding))
+    def _exchange(
+        self, sums: Sequence[Tensor], count: int, call: Call, device: torch.device, size: int = 0
+    ) -> Tensor:
+        padding = self._zeros(self.size - HEADER - sum(map(len, sums)), device)
+        total = torch.cat((self._header(call, count, size, device), *sums, padding))
         self._sum(total, call)
         if total.device.type == "cpu":
             self._inspect(total[:HEADER].tolist(), call, self.number)
@@ -181,9 +187,17 @@ class StatisticsGroup:
         """Layers without a path are told apart by their order of construction, from the first one used."""
         if not call.layer.startswith("#"):
             return call
-        number = int(call.layer[1:])
-        self._first = number if self._first is None else self._first
-        return call._replace(layer=f"#{number - self._first + 1}")
+        if call not in self._known:
+            number = int(call.layer[1:])
+            self._first = number if self._first is None else self._first
+            self._known[call] = call._replace(layer=f"#{number - self._first + 1}")
+        return self._known[call]
+
+    def _zeros(self, count: int, device: torch.device) -> Tensor:
+        key = count, device
+        if key not in self._padding:
+            self._padding[key] = torch.zeros(count, dtype=torch.float64, device=device)
+        return self._padding[key]
 
     def _header(self, call: Call, count: int, size: int, device: torch.device) -> Tensor:
         """Kept on the device: sending it there anew would make the host wait for the device."""

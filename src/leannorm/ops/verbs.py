@@ -32,6 +32,14 @@ def why_not_these(*tensors: Tensor | None) -> list[str]:
     return reasons
 
 
+def all_on(device: str, *tensors: Tensor | None) -> bool:
+    """Are these tensors such as compiled kernels take, and on this kind of device? Asked in every call."""
+    for t in tensors:
+        if t is not None and (t.device.type != device or t.dtype not in DTYPES or t.layout != torch.strided):
+            return False
+    return True
+
+
 def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 

@@ -1,4 +1,4 @@
-"""The implementations, in order of preference. Each offers the verbs of `reference.py` and `why_not`."""
+"""The implementations, in order of preference: the verbs of `reference.py`, `why_not` (reasons) and `serves`."""
 
 from types import ModuleType
 
