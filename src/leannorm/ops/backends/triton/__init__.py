@@ -9,6 +9,7 @@ tensors of the CPU as well, called directly, but only by name (`use_backend("tri
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -76,6 +77,8 @@ class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
+        if INTERPRETED and f"{__name__}.interpreted" not in sys.modules:
+            import_module(f"{__name__}.interpreted").mend()
         module = "rows" if operator.startswith("row") else "channel"
         found: Callable[..., Any] = getattr(import_module(f"{__name__}.{module}"), operator)
         return found
