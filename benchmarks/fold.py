@@ -1,10 +1,12 @@
 """Fold every architecture and compare the outputs: in float64 to 10,000 roundings, and as it is.
 
     python -m benchmarks.fold                  the architectures of architectures.py
-    python -m benchmarks.fold --timm 'resnet*' those of timm whose names match, at 64 x 64
+    python -m benchmarks.fold timm:resnet18    some, of these or of timm's and torchvision's others
+    python -m benchmarks.fold --timm 'resnet*' those of timm whose names match, at 64 x 64 where they take it
 
-Statistics, scales and shifts are random, so that a norm that is left out or taken twice shows. Prints a
-line for each architecture, and exits with 1 if any fold is wrong.
+Statistics, scales and shifts are random, so that a norm that is left out or taken twice shows. Networks of
+more than `--largest` million parameters, and those without batch norm, are counted and left out. Prints a
+line for each of the others, and exits with 1 if any fold is wrong.
 """
 
 from __future__ import annotations
@@ -15,15 +17,18 @@ import warnings
 from collections import Counter
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 import leannorm
 from benchmarks.architectures import ARCHITECTURES, Architecture
+
+KNOWN = {a.name: a for a in ARCHITECTURES}
 
 
 def randomized(model: torch.nn.Module) -> torch.nn.Module:
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
             module.running_mean.uniform_(-0.2, 0.2, generator=generator)
             module.running_var.uniform_(0.7, 1.3, generator=generator)
             if module.affine:
@@ -32,47 +37,76 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def parameters_and_norms(architecture: Architecture) -> tuple[int, int]:
+    """Counted without memory for them, where the network can be made so."""
+    try:
+        with torch.device("meta"):
+            model = architecture.build()
+    except Exception:
+        model = architecture.build()
+    norms = sum(isinstance(m, _BatchNorm) for m in model.modules())
+    return sum(p.numel() for p in model.parameters()), norms
+
+
+def images(architecture: Architecture, model: torch.nn.Module) -> list[tuple[int, ...]]:
+    """The sizes to try: the architecture's, then the one that timm trained it with."""
+    default = getattr(model, "default_cfg", {}).get("input_size", architecture.image)
+    return list(dict.fromkeys((architecture.image, tuple(default))))
+
+
+def measure(architecture: Architecture, largest: float) -> tuple[str, str, leannorm.FoldReport | None]:
+    """The verdict, a line that tells more, and the report of a right fold."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            parameters, norms = parameters_and_norms(architecture)
+            if not norms:
+                return "without batch norm", "", None
+            if parameters > largest * 1e6:
+                return "too large", f"{parameters / 1e6:.0f} million parameters", None
+            model = randomized(architecture.build())
+        except Exception as error:
+            return "not made", f"{type(error).__name__}: {str(error)[:120]}", None
+        problem = ""
+        for image in images(architecture, model):
+            try:
+                report = leannorm.fold(model, (torch.randn(2, *image),))
+            except leannorm.FoldError as error:
+                return "wrong", f"WRONG: {error}", None
+            except Exception as error:
+                problem = f"{type(error).__name__}: {str(error)[:200]}".replace("\n", " ")
+            else:
+                reasons = Counter(s.reason for s in report.skipped).most_common(2)
+                line = (
+                    f"{len(report.folded)} folded, {len(report.skipped)} skipped, difference "
+                    f"{report.difference:.1e} of {report.scale:.1e} ({report.checked:.1e} in float64)"
+                )
+                return "right", f"{line} {reasons or ''}", report
+        return "not exported", f"not exported: {problem}", None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*")
     parser.add_argument("--timm", metavar="PATTERN")
+    parser.add_argument("--largest", metavar="MILLIONS", type=float, default=100)
     options = parser.parse_args()
-    chosen = [a for a in ARCHITECTURES if not options.names or a.name in options.names]
+    chosen = [KNOWN.get(name, Architecture(name)) for name in options.names] or list(ARCHITECTURES)
     if options.timm:
         import timm
 
         chosen = [Architecture(f"timm:{name}") for name in timm.list_models(options.timm)]
     verdicts: Counter[str] = Counter()
     for architecture in chosen:
-        try:
-            model = randomized(architecture.build())
-        except Exception as error:
-            print(f"{architecture.name:40} not made: {type(error).__name__}", flush=True)
-            verdicts["not made"] += 1
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                report = leannorm.fold(model, (torch.randn(2, *architecture.image),))
-        except leannorm.FoldError as error:
-            verdicts["wrong"] += 1
-            print(f"{architecture.name:40} WRONG: {error}", flush=True)
-        except Exception as error:
-            verdicts["not exported"] += 1
-            print(f"{architecture.name:40} not exported: {str(error)[:120]}", flush=True)
-        else:
-            verdicts["right"] += 1
+        verdict, line, report = measure(architecture, options.largest)
+        verdicts[verdict] += 1
+        if line:
+            print(f"{architecture.name:40} {line}", flush=True)
+        if report is not None:
             verdicts["norms folded"] += len(report.folded)
             verdicts["norms skipped"] += len(report.skipped)
-            reasons = Counter(s.reason for s in report.skipped).most_common(2)
-            print(
-                f"{architecture.name:40} {len(report.folded)} folded, {len(report.skipped)} skipped, "
-                f"difference {report.difference:.1e} of {report.scale:.1e} ({report.checked:.1e} in float64)",
-                reasons or "",
-                flush=True,
-            )
     print(dict(verdicts))
     return 1 if verdicts["wrong"] else 0
 

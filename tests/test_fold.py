@@ -307,6 +307,19 @@ def test_a_wrong_fold_is_an_error(monkeypatch):
     assert leannorm.fold(net, (torch.randn(IMAGE).double(),), verify=False).difference is None
 
 
+class Amplified(tnn.Module):
+    """What it returns in float32 has one correct digit, whoever computes it."""
+
+    def forward(self, x):
+        return torch.sin(1e6 * x)
+
+
+def test_a_model_that_amplifies_roundings_is_judged_by_its_own():
+    net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), Amplified()))
+    report = leannorm.fold(net, (torch.randn(IMAGE),))
+    assert report.checked > 1e4 * 2.0**-52 * report.scale
+
+
 BAD = [
     (lambda: leannorm.fold(tnn.ReLU()), "needs example_inputs"),
     (lambda: leannorm.fold(3), "takes a module or a program"),

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from ranks import ranks
 from torch import nn as torch_nn
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 from leannorm import nn
-from leannorm.distributed import no_sync
+from leannorm.distributed import checkpoint_contexts, no_sync
 
 EXACT = 1e-13  # float64, values of order one
 
@@ -140,6 +141,40 @@ def test_inductor_keeps_the_order_of_the_sums():
 
 def test_compiles_to_one_graph():
     assert ranks(2, compiled, "aot_eager") == [True, True]
+
+
+def compiled_and_checkpointed(rank, backend):
+    """What the backward pass repeats has one sum a layer and pass, and the same gradients; eagerly too."""
+    calls, all_reduce = [], dist.all_reduce
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = count
+    model = torch_nn.Sequential(network(), torch_nn.Conv2d(4, 4, 3), nn.SyncBatchNorm(4))
+    twin = copy.deepcopy(model)
+
+    def run(x):
+        return checkpoint(twin, x, use_reentrant=False, context_fn=checkpoint_contexts)
+
+    fast = torch.compile(run, fullgraph=True, backend=backend) if backend else run
+    x, found = torch.randn(2 + rank, 3, 7, 7), []
+    for function, owner in ((model, model), (fast, twin)):
+        function(x)  # messages grow to their size, the compiler runs
+        calls.clear()
+        a = x.clone().requires_grad_()
+        y = function(a)
+        forward = len(calls)
+        y.square().sum().backward()
+        found.append((y, a.grad, owner[0][0].weight.grad, *owner.buffers(), forward, len(calls)))
+    assert found[0][-2:] == found[1][-2:] == (2, 4)
+    return max((a - b).abs().max().item() for a, b in zip(found[0][:-2], found[1][:-2], strict=True))
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_compiled_under_checkpointing(backend):
+    assert max(ranks(2, compiled_and_checkpointed, backend)) <= (1e-5 if backend else 0)
 
 
 def counted(rank, channels):

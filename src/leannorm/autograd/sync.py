@@ -10,7 +10,9 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
 from leannorm.autograd.channel import (
@@ -35,7 +37,8 @@ class Shared(NamedTuple):
 class Sharing(NamedTuple):
     """Among whom a layer shares its statistics, and what it calls itself there.
 
-    `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing).
+    `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing). `asked` is the
+    layer's `process_group`, and `group` the name of the group that it means in this call.
     """
 
     group: str
@@ -44,6 +47,7 @@ class Sharing(NamedTuple):
     debug: bool = False
     mode: str = "training"
     seen: deque[Shared] | None = None
+    asked: dist.ProcessGroup | str | None = None
 
     def call(self, what: str, x: Tensor) -> Call:
         return Call(self.layer, what, x.shape[1], self.timeout, self.debug)
@@ -119,21 +123,21 @@ class SyncNorm(torch.autograd.Function):
 
 def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; when a backward pass repeats a forward pass, those that it had."""
-    if sharing.seen is None:
+    if sharing.seen is None or not (rebuilding() or _may_be_repeated()):
         return add_up((sums,), count, sharing.group, sharing.forward_call(x))
-    if rebuilding():
+    with _disable_current_modes():  # selective checkpointing expects both passes' operations to be equal
+        if not rebuilding():
+            total = add_up((sums,), count, sharing.group, sharing.forward_call(x))
+            sharing.seen.append(Shared(sums, total.clone()))
+            return total
         for seen in reversed(sharing.seen):
             if torch.equal(seen.sums, sums):
                 return seen.total
-        raise SyncError(
-            f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
-            f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
-            "deterministic, or run the backward passes sooner"
-        )
-    total = add_up((sums,), count, sharing.group, sharing.forward_call(x))
-    if _may_be_repeated():
-        sharing.seen.append(Shared(sums, total.clone()))
-    return total
+    raise SyncError(
+        f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
+        f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
+        "deterministic, or run the backward passes sooner"
+    )
 
 
 def _may_be_repeated() -> bool:

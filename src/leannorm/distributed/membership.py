@@ -65,6 +65,33 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     return group.group_name if dist.get_world_size(group) > 1 else None
 
 
+def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
+    """A `process_group` for a file: "all", "node", or the ranks, as "0,2". Errors as `sharing_group`."""
+    if process_group == "node":
+        return "node"  # made where the program runs
+    sharing_group(process_group)
+    if process_group is None or isinstance(process_group, str):
+        return "all"
+    ranks: list[int] = dist.get_process_group_ranks(process_group)
+    return ",".join(map(str, ranks))
+
+
+def group_of_words(words: str) -> dist.ProcessGroup | str | None:
+    """What `group_in_words` named, in this process: a group of some ranks is the first one made of them."""
+    if words in ("all", "node"):
+        return None if words == "all" else words
+    ranks = [int(rank) for rank in words.split(",")]
+    if dist.is_available() and dist.is_initialized():
+        for group in dist.distributed_c10d._world.pg_map:
+            if dist.get_process_group_ranks(group) == ranks:
+                found: dist.ProcessGroup = group
+                return found
+    raise InputError(
+        f"statistics are shared by the ranks {words}, and this process has no group of just those; call "
+        f"torch.distributed.init_process_group, and new_group([{words}]) on every rank, before it runs"
+    )
+
+
 def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGroup:
     if process_group is None:
         return _world()

@@ -10,6 +10,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.autograd.sync import Sharing, sync_norm
+from leannorm.distributed.membership import sharing_group
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 
 
@@ -122,7 +123,8 @@ def tracked_batch_norm(
     `num_batches_tracked` is given while the running statistics are to be updated, and counts this batch;
     `momentum=None` weighs it by 1 / its count, on the device. Without running statistics the batch's own
     are used, in evaluation too. A forward pass that a backward pass repeats, to rebuild what was not kept,
-    does not update them a second time. With `sharing` the batch is that of all ranks that share.
+    does not update them a second time. With `sharing` the batch is that of all ranks that share, where
+    there are several.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
@@ -140,7 +142,9 @@ def tracked_batch_norm(
         )
     use_batch = training or running_mean is None
     if sharing is not None:
-        sharing = sharing._replace(mode="training" if training else "evaluation")
+        group = sharing_group(sharing.asked)
+        mode = "training" if training else "evaluation"
+        sharing = None if group is None else sharing._replace(group=group, mode=mode)
     _checks.rank(input, ranks)
     _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
     return _batch_norm_act(

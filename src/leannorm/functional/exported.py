@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from leannorm._errors import InputError
+from leannorm.autograd.sync import Sharing
+from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
 from leannorm.functional.group import group_norm, layer_instance_norm
@@ -28,6 +29,12 @@ _ROWS = "int[] normalized_shape, Tensor? weight"
 def _act(x: Tensor, mean: Any, var: Any, weight: Any, bias: Any, *rest: Any) -> Tensor:
     training, momentum, eps, act, residual = rest
     return batch_norm_act(x, mean, var, weight, bias, training, momentum, eps, act=act, residual=residual)
+
+
+def _sync(x: Tensor, *rest: Any) -> Tensor:
+    *given, group, layer, timeout, debug = rest
+    sharing = Sharing("", layer, timeout, debug, asked=group_of_words(group))
+    return tracked_batch_norm(x, *(*given, sharing))
 
 
 def _conv(
@@ -76,6 +83,13 @@ register(
     f"tracked_batch_norm(Tensor x, {_TRACKED}, Tensor? weight, Tensor? bias, bool training,"
     " float? momentum, float eps, int[] ranks, str act, Tensor? residual) -> Tensor",
     tracked_batch_norm,
+    _like,
+)
+register(
+    f"sync_batch_norm(Tensor x, {_TRACKED}, Tensor? weight, Tensor? bias, bool training, float? momentum,"
+    " float eps, int[] ranks, str act, Tensor? residual, str group, str layer, float timeout, bool debug)"
+    " -> Tensor",
+    _sync,
     _like,
 )
 register(
@@ -131,9 +145,23 @@ ops = torch.ops.leannorm
 def _call_tracked(x: Tensor, mean: Any, var: Any, tracked: Any, *rest: Any) -> Any:
     weight, bias, training, momentum, eps, ranks, act, residual, sharing = rest
     if sharing is not None:
-        raise InputError(
-            "a norm that shares its batch over a process group cannot be exported; export the model on one "
-            "rank, or convert it with leannorm.convert(model, to='leannorm') first"
+        return ops.sync_batch_norm(
+            x,
+            mean,
+            var,
+            tracked,
+            weight,
+            bias,
+            training,
+            momentum,
+            eps,
+            list(ranks),
+            act,
+            residual,
+            group_in_words(sharing.asked),
+            sharing.layer,
+            sharing.timeout,
+            sharing.debug,
         )
     return ops.tracked_batch_norm(
         x, mean, var, tracked, weight, bias, training, momentum, eps, list(ranks), act, residual

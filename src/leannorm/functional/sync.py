@@ -7,7 +7,6 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
-from leannorm.distributed.membership import sharing_group
 from leannorm.functional.batch import tracked_batch_norm
 
 
@@ -45,7 +44,8 @@ def sync_batch_norm(
     True
     """
     _checks.timeout(timeout)
-    group = sharing_group(process_group) if training or running_mean is None else None
-    sharing = None if group is None else Sharing(group, name, timeout or 0.0, debug_consistency)
+    sharing = None
+    if training or running_mean is None:
+        sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
     tensors = (input, running_mean, running_var, None, weight, bias)
     return tracked_batch_norm(*tensors, training, momentum, eps, (2, 3, 4, 5), act, residual, sharing)

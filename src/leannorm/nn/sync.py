@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
-from leannorm.distributed.membership import SharesStatistics, sharing_group
+from leannorm.distributed.membership import SharesStatistics
 from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
@@ -44,11 +44,10 @@ class Synchronized(SharesStatistics, BatchNormBase):
         self._seen: deque[Shared] = deque(maxlen=_REMEMBERED)
 
     def _sharing(self) -> Sharing | None:
-        group = sharing_group(self.process_group)
-        if group is None:
-            return None
         seen = None if torch.compiler.is_compiling() else vars(self).get("_seen")
-        return Sharing(group, self.layer_name, self.timeout or 0.0, self.debug_consistency, seen=seen)
+        return Sharing(
+            "", self.layer_name, self.timeout or 0.0, self.debug_consistency, "", seen, self.process_group
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""

@@ -21,6 +21,7 @@ _STATISTICS = {
     "leannorm::layer_instance_norm": (1, 2, lambda a: a[5]),
     "leannorm::batch_norm_act": (1, 2, lambda a: a[5]),
     "leannorm::tracked_batch_norm": (1, 3, lambda a: a[3] is not None),
+    "leannorm::sync_batch_norm": (1, 3, lambda a: a[3] is not None),
     "leannorm::conv_batch_norm": (3, 5, lambda a: a[5] is not None),
     "leannorm::batch_norm_op": (1, 2, lambda a: not a[6]),
 }
