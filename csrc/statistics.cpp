@@ -1,5 +1,5 @@
-// What happens to per-channel statistics between two kernels: moved into the running ones, made into sums
-// that ranks add up, and read from those again. What ops/running.py and ops/sums.py say, as one call each.
+// What happens to per-channel statistics between two kernels: moved into the running ones, read from those
+// again, made into sums that ranks add up, and taken from such sums. What ops/running.py and ops/sums.py say, as one call each.
 #include <cmath>
 
 #include "tensors.h"
@@ -70,6 +70,21 @@ void move_running_(const Tensor& running_mean, const Tensor& running_var, const 
   if (batches != nullptr) ++*batches;
 }
 
+// Mean and rstd of evaluation, as float64, whatever the running ones are.
+std::tuple<Tensor, Tensor> constants_of(const Tensor& running_mean, const Tensor& running_var, double eps) {
+  const int64_t n = running_mean.numel(), mean_stride = running_mean.stride(0), var_stride = running_var.stride(0);
+  STD_TORCH_CHECK(running_var.numel() == n, "leannorm: statistics must have one value a channel");
+  const Tensor mean = new_doubles(running_mean, n), rstd = new_doubles(running_mean, n);
+  const ElementType mean_type = element_type(running_mean), var_type = element_type(running_var);
+  const void *const means = running_mean.const_data_ptr(), *const vars = running_var.const_data_ptr();
+  double *const out = mutable_doubles(mean), *const rstds = mutable_doubles(rstd);
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = value_at(mean_type, means, i * mean_stride);
+    rstds[i] = 1 / std::sqrt(value_at(var_type, vars, i * var_stride) + eps);
+  }
+  return {mean, rstd};
+}
+
 // (4 C,): the sums of `sums_of`.
 Tensor sums_of(const Tensor& mean, const Tensor& m2, int64_t count) {
   const double *means = doubles(mean), *m2s = doubles(m2), n = double(count);
@@ -130,6 +145,7 @@ std::tuple<Tensor, Tensor> means_of(const Tensor& total, const Optional& weight,
 
 STABLE_TORCH_LIBRARY_IMPL(leannorm, CPU, m) {
   m.impl("move_running_", TORCH_BOX(&move_running_));
+  m.impl("constants_of", TORCH_BOX(&constants_of));
   m.impl("sums_of", TORCH_BOX(&sums_of));
   m.impl("moments_of", TORCH_BOX(&moments_of));
   m.impl("means_of", TORCH_BOX(&means_of));

@@ -6,7 +6,7 @@ from kernel_cases import needs_kernels
 from statistics_cases import total_of
 
 from leannorm._types import Moments
-from leannorm.ops.backends import cpu, reference
+from leannorm.ops.backends import BACKENDS, cpu, reference
 
 pytestmark = needs_kernels
 CHANNELS = (0, 1, 7, 33)
@@ -96,3 +96,20 @@ def test_buffers_of_inference_mode_move():
         cpu.move_running(mean, var, batches, 0.5, zeros + 1, zeros, 2)
         assert torch.equal(mean, torch.full((3,), 0.5))
         assert batches == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_constants_are_the_plain_ones_and_copies(dtype):
+    mean, var = torch.randn(66).to(dtype)[::2], torch.rand(33).to(dtype)
+    found, plain = cpu.constants_of(mean, var, 1e-5), reference.constants_of(mean, var, 1e-5)
+    mean.zero_()
+    for got, want in zip(found, plain, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_backend_serves_where_it_has_no_reason_not_to():
+    tensors = [torch.zeros(2, 3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int64)]
+    tensors += [torch.zeros(2, 3).to_sparse(), torch.zeros(2, 3, device="meta"), None]
+    for backend in BACKENDS.values():
+        for t in tensors:
+            assert backend.serves(t) == (not backend.why_not(t))

@@ -123,7 +123,7 @@ class SyncNorm(torch.autograd.Function):
 
 def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; when a backward pass repeats a forward pass, those that it had."""
-    if sharing.seen is None or not (rebuilding() or _may_be_repeated()):
+    if sharing.seen is None:
         return add_up((sums,), count, sharing.group, sharing.forward_call(x))
     with _disable_current_modes():  # selective checkpointing expects both passes' operations to be equal
         if not rebuilding():
@@ -141,10 +141,12 @@ def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
 
 
 def _may_be_repeated() -> bool:
-    """Is a checkpoint around this pass? One kind runs it without gradients, the other under its hooks."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return not torch.is_grad_enabled() or (
-        hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    """Can a checkpoint be around this pass? One kind runs it without gradients, the other under hooks.
+
+    Others' hooks may hide a checkpoint's. Asked before autograd's Function, which runs without gradients.
+    """
+    return (
+        not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     )
 
 
@@ -170,6 +172,8 @@ def sync_norm(
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
         y = reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         return y, mean, m2, count
+    if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
+        sharing = sharing._replace(seen=None)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(
         x, weight, bias, residual, eps, act, sharing
     )

@@ -54,9 +54,8 @@ class StatisticsGroup:
         self.unfinished: list[Any] = []  # work that may still write to its buffer
         self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
         self._first: int | None = None
-        self._known: dict[Call, Call] = {}
-        self._padding: dict[tuple[int, torch.device], Tensor] = {}
-        self._headers: dict[tuple[Call, int, int, torch.device], Tensor] = {}
+        self._zeros: dict[tuple[int, torch.device], Tensor] = {}
+        self._surroundings: dict[tuple[Call, int, int, int, torch.device], tuple[Call, Tensor, Tensor]] = {}
         meeting.gather(self, call, self._seconds(call))
         self.communicator = dist.new_group(
             dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
@@ -73,14 +72,13 @@ class StatisticsGroup:
                 f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
             )
         self.own_calls += 1
-        call = self._identified(call)
         self._read_headers(wait=False)
-        room = HEADER + sum(map(len, sums))
+        room = HEADER + sum(s.numel() for s in sums)
         if room > self.size:
             size = message_size(call.channels)
-            self._exchange((), 0, call, device, size)
+            self._exchange((), HEADER, 0, call, device, size)
             self.size = size
-        return self._exchange(sums, count, call, device)[HEADER - 1 : room]
+        return self._exchange(sums, room, count, call, device)[HEADER - 1 : room]
 
     def shadow(self, device: torch.device) -> None:
         """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
@@ -113,19 +111,19 @@ class StatisticsGroup:
         return torch.device(there.type, torch.accelerator.current_device_index())
 
     def _exchange(
-        self, sums: Sequence[Tensor], count: int, call: Call, device: torch.device, size: int = 0
+        self, sums: Sequence[Tensor], room: int, count: int, call: Call, device: torch.device, size: int = 0
     ) -> Tensor:
-        padding = self._zeros(self.size - HEADER - sum(map(len, sums)), device)
-        total = torch.cat((self._header(call, count, size, device), *sums, padding))
+        call, header, padding = self._around(call, self.size - room, count, size, device)
+        total = torch.cat((header, *sums, padding))
         self._sum(total, call)
         if total.device.type == "cpu":
             self._inspect(total[:HEADER].tolist(), call, self.number)
         else:
-            header = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
-            header.copy_(total[:HEADER], non_blocking=True)
+            arrived = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
+            arrived.copy_(total[:HEADER], non_blocking=True)
             event = torch.Event(device=total.device)
             event.record()
-            self.unread.append((self.number, call, header, event))
+            self.unread.append((self.number, call, arrived, event))
             self._read_headers(wait=call.debug or size > 0)
         return total
 
@@ -187,23 +185,23 @@ class StatisticsGroup:
         """Layers without a path are told apart by their order of construction, from the first one used."""
         if not call.layer.startswith("#"):
             return call
-        if call not in self._known:
-            number = int(call.layer[1:])
-            self._first = number if self._first is None else self._first
-            self._known[call] = call._replace(layer=f"#{number - self._first + 1}")
-        return self._known[call]
+        number = int(call.layer[1:])
+        self._first = number if self._first is None else self._first
+        return call._replace(layer=f"#{number - self._first + 1}")
 
-    def _zeros(self, count: int, device: torch.device) -> Tensor:
-        key = count, device
-        if key not in self._padding:
-            self._padding[key] = torch.zeros(count, dtype=torch.float64, device=device)
-        return self._padding[key]
+    def _around(
+        self, call: Call, padding: int, count: int, size: int, device: torch.device
+    ) -> tuple[Call, Tensor, Tensor]:
+        """The call as the ranks know it, and what stands around its sums in the message.
 
-    def _header(self, call: Call, count: int, size: int, device: torch.device) -> Tensor:
-        """Kept on the device: sending it there anew would make the host wait for the device."""
-        key = call, count, size, device
-        if key not in self._headers:
-            if len(self._headers) > 4096:
-                self._headers.clear()
-            self._headers[key] = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
-        return self._headers[key]
+        Kept on the device: sending it there anew would make the host wait for the device.
+        """
+        key = call, padding, count, size, device
+        if key not in self._surroundings:
+            if len(self._surroundings) > 4096:
+                self._surroundings.clear()
+            call = self._identified(call)
+            header = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
+            zeros = self._zeros.setdefault((padding, device), header.new_zeros(padding))
+            self._surroundings[key] = call, header, zeros
+        return self._surroundings[key]

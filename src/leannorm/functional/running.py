@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from leannorm.ops.backends import reference
 from leannorm.ops.modes import rebuilding, transformed
-from leannorm.ops.precision import statistics_dtype
 from leannorm.ops.select import pick
 
 
-def running_mean_and_rstd(
-    input: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The constants of evaluation, copied, so that later training may change the buffers."""
-    dtype = statistics_dtype(input)
-    mean = running_mean.detach().to(dtype, copy=True)
-    return mean, torch.rsqrt(running_var.detach().to(dtype) + eps)
+def running_mean_and_rstd(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The constants of evaluation; no gradient goes to them."""
+    mean, var = (v.detach() if v.requires_grad else v for v in (running_mean, running_var))
+    constants: tuple[Tensor, Tensor] = _serving(mean, var).constants_of(mean, var, eps)
+    return constants
+
+
+def _serving(*tensors: Tensor | None) -> ModuleType:
+    """Plain torch where somebody looks inside: a transform, or a compiler, which fuses it with more."""
+    if torch.compiler.is_compiling() or transformed(*tensors):
+        return reference
+    return pick(*tensors)
 
 
 def update_running_statistics(
@@ -35,7 +41,5 @@ def update_running_statistics(
     """
     if rebuilding() or (running_mean is None and num_batches_tracked is None):
         return
-    buffers = running_mean, running_var, num_batches_tracked
-    plain = torch.compiler.is_compiling() or transformed(*buffers, mean)
-    backend = reference if plain else pick(running_mean, running_var)
-    backend.move_running(*buffers, momentum, mean, m2, count)
+    backend = _serving(running_mean, running_var, mean)
+    backend.move_running(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)

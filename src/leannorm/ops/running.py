@@ -1,4 +1,4 @@
-"""Running statistics: how a batch's statistics move them, in plain torch."""
+"""Running statistics in plain torch: what evaluation reads of them, and how a batch's move them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.modes import transformed
+from leannorm.ops.precision import statistics_dtype
+
+
+def constants_of(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Mean and rstd of evaluation; copies, so that later training may change the buffers."""
+    dtype = statistics_dtype(running_mean)
+    return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
 
 
 def move_running(

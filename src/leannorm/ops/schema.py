@@ -50,6 +50,7 @@ OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 _BETWEEN = (
     "move_running_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum,"
     " Tensor mean, Tensor m2, int count, Tensor? total_count) -> ()",
+    "constants_of(Tensor running_mean, Tensor running_var, float eps) -> (Tensor mean, Tensor rstd)",
     "sums_of(Tensor mean, Tensor m2, int count) -> Tensor",
     "moments_of(Tensor total, float eps) -> (Tensor mean, Tensor m2, Tensor rstd, Tensor count)",
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
@@ -227,6 +228,12 @@ def _(
     total_count: Tensor | None,
 ) -> None:
     return None
+
+
+@_fake("constants_of")
+def _(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mean, rstd = (_statistics(running_mean, tuple(running_mean.shape)) for _ in range(2))
+    return mean, rstd
 
 
 @_fake("sums_of")

@@ -1,4 +1,4 @@
-"""The implementations, in order of preference: the verbs of `reference.py`, `why_not` (reasons) and `serves`."""
+"""The implementations in order of preference: each has the verbs of `reference.py`, `serves`, `why_not`."""
 
 from types import ModuleType
 

@@ -13,7 +13,7 @@ from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no
     channel_means,
     rstd_of,
 )
-from leannorm.ops.verbs import Verbs, all_on, why_not_these
+from leannorm.ops.verbs import Verbs, all_are, why_not_these
 
 
 def _load() -> str | None:
@@ -47,7 +47,7 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
 
 def serves(*tensors: Tensor | None) -> bool:
     """Is there no reason why not?"""
-    return _UNAVAILABLE is None and all_on("cpu", *tensors)
+    return _UNAVAILABLE is None and all_are("is_cpu", *tensors)
 
 
 _ops = torch.ops.leannorm
@@ -71,6 +71,12 @@ def move_running(
     _ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
     # what torch's own in-place operations do, so that autograd notices a buffer it needed
     torch.autograd.graph.increment_version([b for b in buffers if not b.is_inference()])
+
+
+def constants_of(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`ops.running.constants_of`"""
+    constants: tuple[Tensor, Tensor] = _ops.constants_of(running_mean, running_var, eps)
+    return constants
 
 
 def sums_of(moments: Moments) -> Tensor:

@@ -21,13 +21,14 @@ from torch import Tensor
 from leannorm.ops import schema
 from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
+    constants_of,
     means_of,
     moments_of,
     move_running,
     rstd_of,
     sums_of,
 )
-from leannorm.ops.verbs import Verbs, all_on, why_not_these
+from leannorm.ops.verbs import Verbs, all_are, why_not_these
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _OLDEST = 8  # compute capability; what Triton itself supports
@@ -70,7 +71,7 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
 
 def serves(*tensors: Tensor | None) -> bool:
     """Is there no reason why not?"""
-    return all_on("cuda", *tensors) and not why_not(*tensors)
+    return all_are("is_cuda", *tensors) and not why_not(*tensors)
 
 
 class _Kernels:
