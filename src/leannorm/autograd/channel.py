@@ -29,10 +29,8 @@ def twice_differentiable() -> bool:
 def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
     """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
     return [
-        (gradient if gradient.dtype == dtype else gradient.to(dtype))
-        if need and gradient is not None
-        else None
-        for gradient, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
+        (g if g.dtype == dtype else g.to(dtype)) if need and g is not None else None
+        for g, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
     ]
 
 
