@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
+TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
 .PHONY: demo test conformance faults check sanitize clean
 
@@ -11,6 +13,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision  # they would bring another torch
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON)
 	touch $@
 
 demo: $(VENV)/.ready

@@ -1,7 +1,12 @@
 """What every test shares: a fixed seed, warnings as errors (pyproject), poisoned memory."""
 
+import os
+
 import pytest
 import torch
+
+# read when the kernels are decorated: without a GPU they are interpreted
+os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
 
 
 @pytest.fixture(autouse=True)

@@ -44,8 +44,7 @@ _SCHEMAS = (
     " int stop, bool rms, bool want_affine) -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 
-for _schema in _SCHEMAS:
-    LIBRARY.define(_schema)
+OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:

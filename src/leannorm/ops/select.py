@@ -44,7 +44,7 @@ def pick(*tensors: Tensor | None) -> ModuleType:
     """The backend for a call on these tensors: the one chosen by name, else the first that can serve."""
     if _chosen != AUTO:
         backend = _named(_chosen)
-        reasons = backend.why_not(*tensors)
+        reasons = backend.why_not(*tensors, named=True)
         if reasons:
             raise BackendUnavailableError(_chosen, reasons)
         return backend

@@ -2,6 +2,6 @@
 
 from types import ModuleType
 
-from leannorm.ops.backends import cpu, reference
+from leannorm.ops.backends import cpu, reference, triton
 
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"triton": triton, "cpu": cpu, "reference": reference}

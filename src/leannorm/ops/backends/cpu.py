@@ -1,27 +1,17 @@
-"""The C++ kernels (csrc/): the verbs of `reference.py` on dense CPU tensors, at the speed of memory.
-
-A tensor that is contiguous or has its channels last is read as it is; any other is made contiguous first,
-and tensors beside it are brought into its layout.
-"""
+"""The C++ kernels (csrc/): the verbs of `reference.py` on dense CPU tensors, at the speed of memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments
-from leannorm.ops import schema  # noqa: F401  (the schemas come before the kernels)
 from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
     rstd_of,
 )
-from leannorm.ops.plan import channel_plan
-
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_ops = torch.ops.leannorm
+from leannorm.ops.verbs import Verbs, why_not_these
 
 
 def _load() -> str | None:
@@ -41,222 +31,24 @@ def _load() -> str | None:
 _UNAVAILABLE = _load()
 
 
-def why_not(*tensors: Tensor | None) -> list[str]:
+def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
     """The reasons why the kernels cannot serve these tensors: none, if they can."""
     if _UNAVAILABLE is not None:
         return [_UNAVAILABLE]
-    reasons = []
-    for t in tensors:
-        if t is None:
-            continue
-        if t.device.type != "cpu":
-            reasons.append(f"the kernels run on the CPU, a tensor is on {t.device}")
-        if t.dtype not in _DTYPES:
-            reasons.append(f"the kernels take float32, float64, bfloat16 and float16, a tensor is {t.dtype}")
-        if t.is_sparse or t.is_mkldnn:
-            reasons.append("the kernels take strided tensors, one is not")
-    return list(dict.fromkeys(reasons))
+    reasons = [
+        f"the kernels run on the CPU, a tensor is on {t.device}"
+        for t in tensors
+        if t is not None and t.device.type != "cpu"
+    ]
+    return list(dict.fromkeys(reasons + why_not_these(*tensors)))
 
 
-def _channels_last(x: Tensor) -> bool:
-    return x.movedim(1, -1).is_contiguous()
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
-
-
-@overload
-def _like(x: Tensor, other: Tensor) -> Tensor: ...
-@overload
-def _like(x: Tensor, other: None) -> None: ...
-def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
-    """`other` in the dtype and layout of x, which is dense."""
-    if other is None:
-        return None
-    other = other.to(x.dtype)
-    if x.is_contiguous():
-        return other.contiguous()
-    return other if _channels_last(other) else other.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
-def _flat(v: Tensor | None) -> Tensor | None:
-    return None if v is None else v.contiguous()
-
-
-def channel_moments(x: Tensor, groups: int = 0) -> Moments:
-    """Mean and M2 of every channel, or of every group of every sample."""
-    plan = channel_plan(x.shape, groups)
-    mean, m2 = _ops.channel_moments(_dense(x), groups)
-    return Moments(mean, m2, plan.outer * plan.inner)
-
-
-def channel_normalize(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    act: str = "identity",
-) -> Tensor:
-    """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
-    x = _dense(x)
-    statistics = mean.contiguous(), rstd.contiguous()
-    y: Tensor = _ops.channel_normalize(x, *statistics, _flat(weight), _flat(bias), _like(x, residual), act)
-    return y
-
-
-def channel_grad_sums(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    act: str = "identity",
-) -> tuple[Tensor, Tensor]:
-    """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, (N, C) where per sample."""
-    x = _dense(x)
-    sums: tuple[Tensor, Tensor] = _ops.channel_grad_sums(
-        _like(x, dy),
-        x,
-        mean.contiguous(),
-        rstd.contiguous(),
-        _flat(weight),
-        _flat(bias),
-        _like(x, residual),
-        _like(x, out),
-        act,
-    )
-    return sums
-
-
-def channel_input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    p: Tensor | None = None,
-    q: Tensor | None = None,
-    act: str = "identity",
-    want_dz: bool = False,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted; `into` is left alone."""
-    x = _dense(x)
-    dy = _like(x, dy)
-    dx, dz = _ops.channel_input_grad(
-        dy,
-        x,
-        mean.contiguous(),
-        rstd.contiguous(),
-        _flat(weight),
-        _flat(bias),
-        _like(x, residual),
-        _like(x, out),
-        _flat(p),
-        _flat(q),
-        act,
-        want_dz and act != "identity",
-    )
-    return dx, _given(dy, dz, act, want_dz)
-
-
-def _given(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
-    """dz of a kernel, which does not copy where no activation stands between dy and dz."""
-    if not want_dz:
-        return None
-    return dy if act == "identity" else dz
-
-
-def channel_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str = "identity",
-    groups: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """moments and normalize as one call, each channel while it is in the cache: y, mean, m2, rstd."""
-    x = _dense(x)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _ops.channel_forward(
-        x, _flat(weight), _flat(bias), _like(x, residual), eps, act, groups
-    )
-    return result
-
-
-def channel_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str = "identity",
-    groups: int = 0,
-    want_dz: bool = False,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
-    x = _dense(x)
-    dy = _like(x, dy)
-    arguments: tuple[Any, ...] = (
-        dy,
-        x,
-        mean.contiguous(),
-        rstd.contiguous(),
-        _flat(weight),
-        _flat(bias),
-        _like(x, residual),
-        _like(x, out),
-        act,
-        groups,
-        want_dz and act != "identity",
-    )
-    if into is x:
-        dweight, dbias, dz = _ops.channel_backward_(*arguments)
-        return x, dweight, dbias, _given(dy, dz, act, want_dz)
-    dx, dweight, dbias, dz = _ops.channel_backward(*arguments)
-    return dx, dweight, dbias, _given(dy, dz, act, want_dz)
-
-
-def row_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, x + residual (x itself where there is none), mean, rstd; the kernel takes any layout."""
-    y, total, mean, rstd = _ops.row_forward(x, residual, weight, bias, start, stop, eps, rms)
-    return y, x if residual is None else total, mean, rstd
-
-
-def row_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-    want_affine: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
-    dx, dweight, dbias = _ops.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
-    return dx, dweight if want_affine else None, dbias if want_affine and not rms else None
+_verbs = Verbs(torch.ops.leannorm)
+channel_moments = _verbs.channel_moments
+channel_normalize = _verbs.channel_normalize
+channel_grad_sums = _verbs.channel_grad_sums
+channel_input_grad = _verbs.channel_input_grad
+channel_forward = _verbs.channel_forward
+channel_backward = _verbs.channel_backward
+row_forward = _verbs.row_forward
+row_backward = _verbs.row_backward

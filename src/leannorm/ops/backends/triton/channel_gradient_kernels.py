@@ -1,0 +1,156 @@
+"""Backward in two passes over dy and the input, for statistics of more values than one program should read.
+
+As `channel_kernels.py`: partial sums, one small launch that merges them, then the input's gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from leannorm.ops.backends.triton.channel_kernels import SIZES, summed
+from leannorm.ops.backends.triton.tiles import (
+    gradient_before_activation,
+    in_two,
+    per_channel,
+    read,
+    tile,
+    tile_count,
+)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def grad_sums_kernel(
+    dy, x, residual, out, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat,
+    C, inner, samples, tiles, parts, G,
+    ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """Sums of dz and dz * xhat of every channel in each part: `[segments, parts, C]`.
+
+    Reads dy and x (and the residual or the output, behind an activation) once; writes dz once where it is
+    given, 16 bytes for each channel and part otherwise.
+    """
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BC)
+    c0 = (pid % blocks) * BC
+    part = (pid // blocks) % parts
+    segment = (pid // blocks // parts).to(tl.int64)
+    t0 = part.to(tl.int64) * tiles
+    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    c = c0 + tl.arange(0, BC)[:, None]
+    exists = c < C
+    place = segment * G + c // (C // G)
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
+    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
+    w = per_channel(weight, c, exists, 1.0, DOUBLE)
+    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    total = tl.zeros((BC, BE), dtype)
+    product = tl.zeros((BC, BE), dtype)
+    for t in range(t0, t1):
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+        xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
+        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+        if dz is not None:
+            tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
+        g = tl.where(inside, g, 0.0)
+        total += g
+        product = tl.fma(g, tl.where(inside, xhat, 0.0), product)
+    c = c0 + tl.arange(0, BC)
+    place = (segment * parts + part) * C + c
+    tl.store(sum_dz + place, summed(total), mask=c < C)
+    tl.store(sum_dz_xhat + place, summed(product), mask=c < C)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def merge_sums_kernel(
+    part_dz, part_dz_xhat, weight, sum_dz, sum_dz_xhat, p, q, C, inner, samples, parts, G,
+    GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """The sums `[segments, C]` from their parts, and p and q (the weighted means of every set) where given.
+
+    Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them.
+    """
+    pid = tl.program_id(0)
+    group_size = C // G
+    if GROUPED:
+        c_first = (pid % G) * group_size
+        c_last = c_first + group_size
+        segment = (pid // G).to(tl.int64)
+    else:
+        blocks = tl.cdiv(C, BK)
+        c_first = (pid % blocks) * BK
+        c_last = tl.minimum(c_first + BK, C)
+        segment = (pid // blocks).to(tl.int64)
+    part_dz += segment * parts * C
+    part_dz_xhat += segment * parts * C
+    k = tl.arange(0, BK)
+    weighted_dz = tl.zeros((BK,), tl.float64)
+    weighted_dz_xhat = tl.zeros((BK,), tl.float64)
+    for c0 in range(c_first, c_last, BK):
+        c = c0 + k
+        exists = c < c_last
+        total = tl.zeros((BP, BK), tl.float64)
+        product = tl.zeros((BP, BK), tl.float64)
+        for p0 in range(0, parts, BP):
+            row = p0 + tl.arange(0, BP)[:, None].to(tl.int64)
+            inside = (row < parts) & exists[None, :]
+            total += tl.load(part_dz + row * C + c[None, :], mask=inside, other=0.0)
+            product += tl.load(part_dz_xhat + row * C + c[None, :], mask=inside, other=0.0)
+        s_dz = tl.sum(total, 0)
+        s_dz_xhat = tl.sum(product, 0)
+        tl.store(sum_dz + segment * C + c, s_dz, mask=exists)
+        tl.store(sum_dz_xhat + segment * C + c, s_dz_xhat, mask=exists)
+        if p is not None:
+            w = per_channel(weight, c, exists, 1.0, True)
+            weighted_dz += w * s_dz
+            weighted_dz_xhat += w * s_dz_xhat
+    if p is not None:
+        n = (samples.to(tl.int64) * inner * group_size).to(tl.float64)
+        if GROUPED:
+            place = segment * G + pid % G
+            tl.store(p + place, tl.sum(weighted_dz, 0) / n)
+            tl.store(q + place, tl.sum(weighted_dz_xhat, 0) / n)
+        else:
+            place = segment * C + c_first + k
+            tl.store(p + place, weighted_dz / n, mask=c_first + k < c_last)
+            tl.store(q + place, weighted_dz_xhat / n, mask=c_first + k < c_last)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def input_grad_kernel(
+    dy, x, residual, out, dx, dz, mean, rstd, weight, bias, p, q, C, inner, samples, tiles, parts, G,
+    ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd * (weight * dz - p - xhat * q), and dz where it is given.
+
+    Reads dy and x (and the residual or the output, behind an activation) once, writes dx (and dz) once.
+    dx may be x.
+    """
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BC)
+    c0 = (pid % blocks) * BC
+    part = (pid // blocks) % parts
+    segment = (pid // blocks // parts).to(tl.int64)
+    t0 = part.to(tl.int64) * tiles
+    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    c = c0 + tl.arange(0, BC)[:, None]
+    exists = c < C
+    place = segment * G + c // (C // G)
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
+    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
+    w = per_channel(weight, c, exists, 1.0, DOUBLE)
+    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    mean_dz = per_channel(p, place, exists, 0.0, DOUBLE)
+    mean_dz_xhat = per_channel(q, place, exists, 0.0, DOUBLE)
+    for step in range(t0, t1):
+        t = t0 + t1 - 1 - step
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+        xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
+        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+        if dz is not None:
+            tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
+        gradient = tl.fma(-xhat, mean_dz_xhat, tl.fma(g, w, -mean_dz)) * scale
+        tl.store(dx + start + offsets, gradient.to(dx.dtype.element_ty), mask=inside)

@@ -1,0 +1,163 @@
+"""Forward in two passes over the input, for statistics of more values than one program should read.
+
+Every program leaves partial statistics of its tiles (no atomics: the order of addition is fixed by the
+shape), one small launch merges them, and the second pass normalizes, backwards through its tiles, since
+what was read last is still in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from leannorm.ops.backends.triton.tiles import (
+    in_two,
+    normalized,
+    per_channel,
+    read,
+    tile,
+    tile_count,
+    values_before,
+)
+
+SIZES = ("C", "inner", "samples", "tiles", "parts", "G")
+
+
+@triton.jit
+def summed(values):
+    """The sum of each row, added up in float64: lanes and not elements are what is left to add."""
+    return tl.sum(values.to(tl.float64), 1)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def moments_kernel(
+    x, mean, m2, C, inner, samples, tiles, parts,
+    COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """Mean and M2 of every channel in each of `parts` runs of `tiles` tiles: `[segments, parts, C]`.
+
+    Reads x once and writes 16 bytes for each channel and part. Sums are of deviations from the mean of the
+    run's first tile, which is off by some standard deviations at most whatever the mean is.
+    """
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BC)
+    c0 = (pid % blocks) * BC
+    part = (pid // blocks) % parts
+    segment = (pid // blocks // parts).to(tl.int64)
+    t0 = part.to(tl.int64) * tiles
+    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    begin = values_before(t0, inner, samples, COLUMNS, BE)
+
+    start, offsets, inside = tile(t0, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+    in_first = values_before(t0 + 1, inner, samples, COLUMNS, BE) - begin
+    shift = tl.sum(read(x, start, offsets, inside, DOUBLE), 1) / in_first.to(dtype)
+    total = tl.zeros((BC, BE), dtype)
+    square = tl.zeros((BC, BE), dtype)
+    for t in range(t0, t1):
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+        deviation = read(x, start, offsets, inside, DOUBLE) - shift[:, None]
+        deviation = tl.where(inside, deviation, 0.0)
+        total += deviation
+        square = tl.fma(deviation, deviation, square)
+
+    values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
+    rest = summed(total) / values
+    c = c0 + tl.arange(0, BC)
+    place = (segment * parts + part) * C + c
+    tl.store(mean + place, shift.to(tl.float64) + rest, mask=c < C)
+    tl.store(m2 + place, tl.maximum(summed(square) - rest * rest * values, 0.0), mask=c < C)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def merge_moments_kernel(
+    part_mean, part_m2, mean, m2, rstd, C, inner, samples, tiles, parts, G,
+    COLUMNS: tl.constexpr, BE: tl.constexpr, EPS: tl.constexpr,
+    GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """Mean, M2 and rstd of every set from its parts (and its channels, if GROUPED), all in float64.
+
+    Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them.
+    """
+    pid = tl.program_id(0)
+    group_size = C // G
+    if GROUPED:
+        c_first = (pid % G) * group_size
+        c_last = c_first + group_size
+        segment = (pid // G).to(tl.int64)
+    else:
+        blocks = tl.cdiv(C, BK)
+        c_first = (pid % blocks) * BK
+        c_last = tl.minimum(c_first + BK, C)
+        segment = (pid // blocks).to(tl.int64)
+    part_mean += segment * parts * C
+    part_m2 += segment * parts * C
+    count = tile_count(inner, samples, COLUMNS, BE)
+    k = tl.arange(0, BK)
+    if GROUPED:
+        shift = tl.load(part_mean + c_first)
+    else:
+        shift = tl.load(part_mean + c_first + k, mask=c_first + k < c_last, other=0.0)[None, :]
+    total = tl.zeros((BP, BK), tl.float64)
+    square = tl.zeros((BP, BK), tl.float64)
+    for c0 in range(c_first, c_last, BK):
+        for p0 in range(0, parts, BP):
+            p = p0 + tl.arange(0, BP)[:, None].to(tl.int64)
+            c = c0 + k[None, :]
+            inside = (p < parts) & (c < c_last)
+            end = values_before(tl.minimum((p + 1) * tiles, count), inner, samples, COLUMNS, BE)
+            values = (end - values_before(p * tiles, inner, samples, COLUMNS, BE)).to(tl.float64)
+            values = tl.where(inside, values, 0.0)
+            deviation = tl.load(part_mean + p * C + c, mask=inside, other=0.0) - shift
+            total += values * deviation
+            square += tl.load(part_m2 + p * C + c, mask=inside, other=0.0)
+            square += tl.where(inside, values * deviation * deviation, 0.0)
+
+    n = (samples.to(tl.int64) * inner * group_size).to(tl.float64)
+    if GROUPED:
+        rest = tl.sum(tl.sum(total, 1), 0) / n
+        set_m2 = tl.sum(tl.sum(square, 1), 0) - rest * rest * n
+        place = segment * G + pid % G
+        set_m2 = tl.maximum(set_m2, 0.0)
+        tl.store(mean + place, shift + rest)
+        tl.store(m2 + place, set_m2)
+        if rstd is not None:
+            tl.store(rstd + place, 1 / tl.sqrt(set_m2 / n + EPS))
+    else:
+        rest = tl.sum(total, 0)[None, :] / n
+        set_m2 = tl.maximum(tl.sum(square, 0)[None, :] - rest * rest * n, 0.0)
+        place = segment * C + c_first + k[None, :]
+        inside = c_first + k[None, :] < c_last
+        tl.store(mean + place, shift + rest, mask=inside)
+        tl.store(m2 + place, set_m2, mask=inside)
+        if rstd is not None:
+            tl.store(rstd + place, 1 / tl.sqrt(set_m2 / n + EPS), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def normalize_kernel(
+    x, residual, y, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
+    ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BC)
+    c0 = (pid % blocks) * BC
+    part = (pid // blocks) % parts
+    segment = (pid // blocks // parts).to(tl.int64)
+    t0 = part.to(tl.int64) * tiles
+    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    c = c0 + tl.arange(0, BC)[:, None]
+    exists = c < C
+    place = segment * G + c // (C // G)
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
+    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
+    w = per_channel(weight, c, exists, 1.0, DOUBLE)
+    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    for step in range(t0, t1):
+        t = t0 + t1 - 1 - step
+        start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+        z = normalized(x, high, low, scale, w, b, residual, start, offsets, inside, ACT, DOUBLE)
+        tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)

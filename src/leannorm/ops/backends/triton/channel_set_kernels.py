@@ -1,0 +1,170 @@
+"""Forward and backward in one launch each, where one program can read all values of its statistics.
+
+A program serves BC channels of the batch (or of a sample), or one group of a sample (GROUPED), and goes
+through its tiles twice: the first time from memory, the second time, backwards, from the caches.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from leannorm.ops.backends.triton.channel_kernels import summed
+from leannorm.ops.backends.triton.tiles import (
+    gradient_before_activation,
+    in_two,
+    normalized,
+    per_channel,
+    read,
+    tile,
+    tile_count,
+    values_before,
+)
+
+SIZES = ("C", "inner", "samples", "G")
+
+
+@triton.jit
+def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr):
+    """A program's segment, its first channel, and the channel after its last."""
+    if GROUPED:
+        size = C // G
+        segment = pid // G
+        first = (pid % G) * size
+        last = first + size
+    else:
+        blocks = tl.cdiv(C, BC)
+        segment = pid // blocks
+        first = (pid % blocks) * BC
+        last = tl.minimum(first + BC, C)
+    return segment.to(tl.int64), first, last
+
+
+@triton.jit(do_not_specialize=SIZES)
+def set_forward_kernel(
+    x, residual, y, mean, m2, rstd, weight, bias, C, inner, samples, G,
+    ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once."""
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
+    count = tile_count(inner, samples, COLUMNS, BE)
+    zero = segment * 0
+
+    start, offsets, inside = tile(zero, segment, first, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+    in_first = values_before(zero + 1, inner, samples, COLUMNS, BE).to(dtype)
+    shift = tl.sum(read(x, start, offsets, inside, DOUBLE), 1)[:, None] / in_first
+    if GROUPED:
+        shift = tl.sum(shift, 0)[None, :] / tl.minimum(last - first, BC).to(dtype)
+    total = tl.zeros((BC, BE), dtype)
+    square = tl.zeros((BC, BE), dtype)
+    for c0 in range(first, last, BC):
+        for t in range(zero, count):
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+            deviation = tl.where(inside, read(x, start, offsets, inside, DOUBLE) - shift, 0.0)
+            total += deviation
+            square = tl.fma(deviation, deviation, square)
+
+    values = (samples.to(tl.int64) * inner).to(tl.float64)
+    rest = summed(total)[:, None]
+    set_m2 = summed(square)[:, None]
+    if GROUPED:
+        values = values * (last - first)
+        rest = tl.sum(rest, 0)[None, :]
+        set_m2 = tl.sum(set_m2, 0)[None, :]
+        place = segment * G + tl.program_id(0) % G + tl.zeros((1, 1), tl.int64)
+        exists = place >= 0
+    else:
+        place = segment * G + first + tl.arange(0, BC)[:, None]
+        exists = place < segment * G + last
+    rest = rest / values
+    set_mean = shift.to(tl.float64) + rest
+    set_m2 = tl.maximum(set_m2 - rest * rest * values, 0.0)
+    set_rstd = 1 / tl.sqrt(set_m2 / values + EPS)
+    tl.store(mean + place, set_mean, mask=exists)
+    tl.store(m2 + place, set_m2, mask=exists)
+    tl.store(rstd + place, set_rstd, mask=exists)
+
+    high, low = in_two(set_mean, DOUBLE)
+    scale = set_rstd.to(dtype)
+    for c0 in range(first, last, BC):
+        c = c0 + tl.arange(0, BC)[:, None]
+        w = per_channel(weight, c, c < last, 1.0, DOUBLE)
+        b = per_channel(bias, c, c < last, 0.0, DOUBLE)
+        for step in range(zero, count):
+            t = count - 1 - step
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+            z = normalized(x, high, low, scale, w, b, residual, start, offsets, inside, ACT, DOUBLE)
+            tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def set_backward_kernel(
+    dy, x, residual, out, dx, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat, C, inner, samples, G,
+    ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+):  # fmt: skip
+    """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
+
+    Reads dy and x (and the residual or the output, behind an activation) once from memory and once from
+    cache, writes dx (and dz) once. dx may be x.
+    """
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
+    count = tile_count(inner, samples, COLUMNS, BE)
+    zero = segment * 0
+    if GROUPED:
+        place = segment * G + tl.program_id(0) % G + tl.zeros((1, 1), tl.int64)
+        exists = place >= 0
+    else:
+        place = segment * G + first + tl.arange(0, BC)[:, None]
+        exists = place < segment * G + last
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
+    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
+
+    weighted_dz = tl.zeros((BC,), tl.float64)
+    weighted_dz_xhat = tl.zeros((BC,), tl.float64)
+    for c0 in range(first, last, BC):
+        c = c0 + tl.arange(0, BC)[:, None]
+        w = per_channel(weight, c, c < last, 1.0, DOUBLE)
+        b = per_channel(bias, c, c < last, 0.0, DOUBLE)
+        total = tl.zeros((BC, BE), dtype)
+        product = tl.zeros((BC, BE), dtype)
+        for t in range(zero, count):
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+            xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
+            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+            g = tl.where(inside, g, 0.0)
+            total += g
+            product = tl.fma(g, tl.where(inside, xhat, 0.0), product)
+        s_dz = summed(total)
+        s_dz_xhat = summed(product)
+        c = c0 + tl.arange(0, BC)
+        tl.store(sum_dz + segment * C + c, s_dz, mask=c < last)
+        tl.store(sum_dz_xhat + segment * C + c, s_dz_xhat, mask=c < last)
+        w = per_channel(weight, c, c < last, 1.0, True)
+        weighted_dz += w * s_dz
+        weighted_dz_xhat += w * s_dz_xhat
+
+    values = (samples.to(tl.int64) * inner).to(tl.float64)
+    if GROUPED:
+        values = values * (last - first)
+        mean_dz = (tl.sum(weighted_dz, 0) / values).to(dtype)
+        mean_dz_xhat = (tl.sum(weighted_dz_xhat, 0) / values).to(dtype)
+    else:
+        mean_dz = (weighted_dz / values).to(dtype)[:, None]
+        mean_dz_xhat = (weighted_dz_xhat / values).to(dtype)[:, None]
+    for c0 in range(first, last, BC):
+        c = c0 + tl.arange(0, BC)[:, None]
+        w = per_channel(weight, c, c < last, 1.0, DOUBLE)
+        b = per_channel(bias, c, c < last, 0.0, DOUBLE)
+        for step in range(zero, count):
+            t = count - 1 - step
+            start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+            xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
+            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+            if dz is not None:
+                tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
+            gradient = tl.fma(-xhat, mean_dz_xhat, tl.fma(g, w, -mean_dz)) * scale
+            tl.store(dx + start + offsets, gradient.to(dx.dtype.element_ty), mask=inside)

@@ -1,0 +1,32 @@
+"""Launching a kernel on the device where its tensors are."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+WARPS = 8
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many multiprocessors share the work; interpreted on a CPU: two, so that parts are merged."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, **constants: Any
+) -> None:
+    """Run a kernel.
+
+    The compiler fuses no product with a sum but where the kernel says so: what is computed twice, forward
+    and to be rebuilt, is then rounded alike.
+    """
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    with torch.cuda.device(device) if elsewhere else nullcontext():
+        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)

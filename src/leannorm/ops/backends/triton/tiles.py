@@ -1,0 +1,147 @@
+"""How the per-channel kernels see a tensor, whatever its layout: as tiles of channels by values.
+
+A *segment* is what shares its statistics: the whole batch, or one sample for group and instance norm. The
+values of a segment's channel are cut into tiles of BE, taken for BC neighbouring channels at a time:
+
+    COLUMNS (channels last, or one value a channel): a tile is BE rows of memory, BC wide
+    otherwise (contiguous): it is a piece of one sample's planes, BC of them, BE long
+
+`[BC, BE]` is every tile's shape; Triton reads along whichever axis is contiguous. V divides the extent of
+that axis, and says so to the compiler: 16 bytes are then read at once where V values make them up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from leannorm.ops.backends.triton.activations import activate, derivative, derivative_from_output
+
+
+@triton.jit
+def tile_count(inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr):
+    """How many tiles a segment has for each block of channels."""
+    samples = samples.to(tl.int64)
+    if COLUMNS:
+        count = tl.cdiv(samples * inner, BE)
+    else:
+        count = samples * tl.cdiv(inner, BE)
+    return count
+
+
+@triton.jit
+def values_before(t, inner, samples, COLUMNS: tl.constexpr, BE: tl.constexpr):
+    """How many values each channel has in the tiles 0 .. t-1 of a segment."""
+    if COLUMNS:
+        values = tl.minimum(t * BE, samples.to(tl.int64) * inner)
+    else:
+        a_sample = tl.cdiv(inner, BE)
+        values = (t // a_sample) * inner + tl.minimum((t % a_sample) * BE, inner)
+    return values
+
+
+@triton.jit
+def tile(
+    t, segment, c0, c_end, C, inner, samples,
+    COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Where tile `t` of the channels c0 .. c_end-1 begins, its elements from there, and which exist.
+
+    The beginning is a 64-bit number and the elements are 32-bit ones, unless a tile is WIDE.
+    """
+    c = tl.arange(0, BC)[:, None]
+    e = tl.arange(0, BE)[None, :]
+    if COLUMNS:
+        width = C // V * V
+        rows = samples.to(tl.int64) * inner
+        start = (segment * rows + t * BE) * width + c0
+        left = tl.minimum(rows - t * BE, BE).to(tl.int32)
+        if WIDE:
+            offsets = e.to(tl.int64) * width + c
+        else:
+            offsets = e * width + c
+    else:
+        length = inner // V * V
+        a_sample = tl.cdiv(inner, BE)
+        first = (t % a_sample) * BE
+        start = ((segment * samples + t // a_sample) * C + c0) * length + first
+        left = tl.minimum(length - first, BE).to(tl.int32)
+        if WIDE:
+            offsets = c.to(tl.int64) * length + e
+        else:
+            offsets = c * length + e
+    return start, offsets, (e < left) & (c < c_end - c0)
+
+
+@triton.jit
+def read(pointer, start, offsets, inside, DOUBLE: tl.constexpr):
+    """A tile's elements in the dtype of arithmetic, 0 for those that do not exist."""
+    return tl.load(pointer + start + offsets, mask=inside, other=0.0).to(tl.float64 if DOUBLE else tl.float32)
+
+
+@triton.jit
+def per_channel(pointer, c, exists, otherwise: tl.constexpr, DOUBLE: tl.constexpr):
+    """A value of every channel as a column `[BC, 1]`; `otherwise` where there is no such parameter."""
+    dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    if pointer is None:
+        value = tl.full(c.shape, otherwise, dtype)
+    else:
+        value = tl.load(pointer + c, mask=exists, other=0.0).to(dtype)
+    return value
+
+
+@triton.jit
+def in_two(mean, DOUBLE: tl.constexpr):
+    """A float64 mean as the sum of two numbers of the dtype of arithmetic."""
+    if DOUBLE:
+        high = mean
+        low = tl.zeros(mean.shape, tl.float64)
+    else:
+        high = mean.to(tl.float32)
+        low = (mean - high.to(tl.float64)).to(tl.float32)
+    return high, low
+
+
+@triton.jit
+def before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE: tl.constexpr):
+    """xhat * weight + bias + residual, rounded alike wherever it is computed."""
+    z = tl.fma(xhat, weight, bias)
+    if residual is not None:
+        z = z + read(residual, start, offsets, inside, DOUBLE)
+    return z
+
+
+@triton.jit
+def gradient_before_activation(
+    dy, xhat, weight, bias, residual, out, start, offsets, inside, ACT: tl.constexpr, DOUBLE: tl.constexpr
+):
+    """dz: dy times the derivative, read from the output where that is given, else from the rebuilt input."""
+    dz = read(dy, start, offsets, inside, DOUBLE)
+    if ACT != "identity":
+        if out is not None:
+            dz = dz * derivative_from_output(read(out, start, offsets, inside, DOUBLE), ACT)
+        else:
+            dz = dz * derivative(
+                before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE), ACT
+            )
+    return dz
+
+
+@triton.jit
+def normalized(
+    x,
+    high,
+    low,
+    rstd,
+    weight,
+    bias,
+    residual,
+    start,
+    offsets,
+    inside,
+    ACT: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):
+    """act((x - mean) * rstd * weight + bias + residual) of one tile."""
+    xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * rstd
+    return activate(before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE), ACT)
