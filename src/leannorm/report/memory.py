@@ -76,7 +76,10 @@ def _measure_cuda(
 def _measure_cpu(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> StepMemory:
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with (
+        _quiet_profiler(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded,
+    ):
         with record_function(_MARK):
             loss = forward()
         backward(loss)

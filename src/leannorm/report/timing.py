@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from torch._C._autograd import DeviceType
 
 _HEAD_START = 10_000_000  # cycles, about 6 ms: longer than the host takes to launch what is timed at once
 _AT_ONCE = 8
@@ -80,7 +81,7 @@ def launches(call: Callable[[], object], device: torch.device | str) -> int | No
     call()
     for _ in range(2):  # the first profile of a process may miss what starts before its library is ready
         torch.cuda.synchronize(device)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
             call()
             torch.cuda.synchronize(device)
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in recorded.events() or ())
+    return sum(event.device_type == DeviceType.CUDA for event in recorded.events() or ())
