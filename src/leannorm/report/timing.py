@@ -84,4 +84,4 @@ def launches(call: Callable[[], object], device: torch.device | str) -> int | No
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
             call()
             torch.cuda.synchronize(device)
-    return sum(event.device_type == DeviceType.CUDA for event in recorded.events() or ())
+    return sum(bool(event.device_type == DeviceType.CUDA) for event in recorded.events() or ())
