@@ -30,13 +30,12 @@ from leannorm.ops.backends.triton.channel_kernels import (
 )
 from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel, set_forward_kernel
 from leannorm.ops.backends.triton.launch import launch, processors
-from leannorm.ops.backends.triton.tiling import Plan, planned
+from leannorm.ops.backends.triton.tiling import Plan, merging, planned
 from leannorm.ops.plan import statistics_shape
 
 
-def _plan(x: Tensor, groups: int, tensors: int) -> Plan:
-    """How kernels that read so many tensors of x's kind are launched."""
-    return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), tensors, processors(x.device))
+def _plan(x: Tensor, groups: int) -> Plan:
+    return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device))
 
 
 def _groups(mean: Tensor) -> int:
@@ -76,8 +75,9 @@ def _zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mean, M2, and rstd where there is an eps."""
-    plan = _plan(x, groups, 1)
-    geometry, parts = plan.geometry, plan.reducing
+    plan = _plan(x, groups)
+    geometry, parts = plan.geometry, plan.moments
+    merged = merging(geometry, parts)
     mean, m2 = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(2))
     rstd = None if eps is None else torch.empty_like(mean)
     shape = (geometry.segments, parts.parts, geometry.channels)
@@ -87,14 +87,14 @@ def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor,
     launch(moments_kernel, plan.programs(parts), x.device, *arguments, **plan.constants, DOUBLE=double)
     launch(
         merge_moments_kernel,
-        plan.merging_programs,
+        merged.programs(geometry),
         x.device,
         *(part_mean, part_m2, mean, m2, rstd, *geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         COLUMNS=geometry.columns,
         BE=plan.tiling.block_elements,
         EPS=eps,
         GROUPED=geometry.grouped,
-        **plan.merging,
+        **merged.constants,
     )
     return mean, m2, rstd
 
@@ -121,7 +121,7 @@ def channel_normalize(
     y = torch.empty_like(x)
     if x.numel() == 0:
         return y
-    plan = _plan(x, _groups(mean), 1 if residual is None else 2)
+    plan = _plan(x, _groups(mean))
     arguments = (
         x,
         residual,
@@ -161,7 +161,7 @@ def channel_forward(
     if x.numel() == 0:
         rstd = _zeros(x, shape).add_(eps).rsqrt_()
         return torch.empty_like(x), _zeros(x, shape), _zeros(x, shape), rstd
-    plan = _plan(x, groups, 1 if residual is None else 2)
+    plan = _plan(x, groups)
     if plan.sets is None:
         mean, m2, of_eps = _moments(x, groups, eps)
         assert of_eps is not None
@@ -171,7 +171,7 @@ def channel_forward(
     geometry = plan.geometry
     launch(
         set_forward_kernel,
-        plan.set_programs,
+        plan.set_programs(),
         x.device,
         *(x, residual, y, mean, m2, rstd, weight, bias, *geometry.sizes, geometry.groups),
         ACT=act,
@@ -208,8 +208,9 @@ def _sums(
     want_means: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Sums of dz and dz * xhat of every channel of every segment, p and q; writes dz where it is given."""
-    plan = _plan(x, _groups(mean), 2)
-    geometry, parts = plan.geometry, plan.reducing
+    plan = _plan(x, _groups(mean))
+    geometry, parts = plan.geometry, plan.sums
+    merged = merging(geometry, parts)
     bias, residual, out = _needed(act, bias, residual, out)
     part_dz, part_dz_xhat = (
         _statistics(x, (geometry.segments, parts.parts, geometry.channels)) for _ in range(2)
@@ -231,12 +232,12 @@ def _sums(
     )
     launch(
         merge_sums_kernel,
-        plan.merging_programs,
+        merged.programs(geometry),
         x.device,
         *(part_dz, part_dz_xhat, weight, sum_dz, sum_dz_xhat, p, q),
         *(*geometry.sizes, parts.parts, geometry.groups),
         GROUPED=geometry.grouped,
-        **plan.merging,
+        **merged.constants,
     )
     return sum_dz, sum_dz_xhat, p, q
 
@@ -275,7 +276,7 @@ def _input_grad(
     act: str,
     dz: Tensor | None,
 ) -> None:
-    plan = _plan(x, _groups(mean), 2)
+    plan = _plan(x, _groups(mean))
     bias, residual, out = _needed(act, bias, residual, out)
     launch(
         input_grad_kernel,
@@ -332,7 +333,7 @@ def _backward(
     returned_dz = x.new_empty(0) if dz is None else dz
     if x.numel() == 0:
         return _zeros(x, channels), _zeros(x, channels), returned_dz
-    plan = _plan(x, groups, 2)
+    plan = _plan(x, groups)
     geometry = plan.geometry
     if plan.sets is None:
         first_writes = want_dz and act in MASKS
@@ -350,7 +351,7 @@ def _backward(
         bias, residual, out = _needed(act, bias, residual, out)
         launch(
             set_backward_kernel,
-            plan.set_programs,
+            plan.set_programs(),
             x.device,
             *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat),
             *(*geometry.sizes, geometry.groups),

@@ -25,8 +25,8 @@ SIZES = ("C", "inner", "samples", "tiles", "parts", "G")
 
 @triton.jit
 def summed(values):
-    """The sum of each row, added up in float64: lanes and not elements are what is left to add."""
-    return tl.sum(values.to(tl.float64), 1)
+    """The sum of each channel's lanes, a tree of few levels, as float64."""
+    return tl.sum(values, 1).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-WARPS = 8
-
 
 @cache
 def processors(device: torch.device) -> int:
@@ -20,7 +18,7 @@ def processors(device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = WARPS, **constants: Any
+    kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = 4, **constants: Any
 ) -> None:
     """Run a kernel.
 

@@ -6,8 +6,9 @@ values of a segment's channel are cut into tiles of BE, taken for BC neighbourin
     COLUMNS (channels last, or one value a channel): a tile is BE rows of memory, BC wide
     otherwise (contiguous): it is a piece of one sample's planes, BC of them, BE long
 
-`[BC, BE]` is every tile's shape; Triton reads along whichever axis is contiguous. V divides the extent of
-that axis, and says so to the compiler: 16 bytes are then read at once where V values make them up.
+`[BC, BE]` is every tile's shape; Triton reads along whichever axis is contiguous. V divides that axis' extent
+and every tile's begin: written `n // V * V`, so that the compiler knows, and reads 16 bytes at once where
+V values make them up.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def tile(
     e = tl.arange(0, BE)[None, :]
     if COLUMNS:
         width = C // V * V
+        c0 = c0 // V * V
+        c_end = c_end // V * V
         rows = samples.to(tl.int64) * inner
         start = (segment * rows + t * BE) * width + c0
         left = tl.minimum(rows - t * BE, BE).to(tl.int32)

@@ -11,16 +11,20 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
-from leannorm.ops.backends.triton.launch import WARPS
-
-_IN_FLIGHT = 32  # bytes that a thread reads of all tensors together before it uses them
-_LINE = 128  # bytes of a cache line: what neighbouring channels are read of, where those lie together
-_SECTOR = 32  # bytes that memory delivers at least
+_IN_FLIGHT = 32  # bytes of each tensor that a thread reads before it uses them: two loads of 16
+_LINE = 128  # bytes of a cache line: what is read of neighbouring channels, where those lie together
+_LOAD = 16  # bytes that a thread reads at once
+_PLANES = 4  # of which a thread holds values
+_WARPS = 4  # small programs: registers are handed out to many at a time
+_SET_WARPS = 8  # where there are few programs
 _FEW_TILES = 8  # as many one program reads twice in less time than two more launches take
 _CACHE = 24 << 20  # bytes of the L2 cache that what is read a second time may fill
-_MERGED = 1024  # partial statistics that a program of the merging kernels works on at a time
-_REDUCING = 4  # programs for each processor, where every one leaves partial statistics
-_MAPPING = 16  # and where none does
+# programs for each processor: of those that leave partial results, as many as run at a time by the registers
+# that they need, since a rest of them would run alone; of those that do not, many
+_MOMENTS = 6
+_SUMS = 4
+_MAPPING = 16
+_MERGED = 1024  # partial results that a program of the merging kernels works on at a time
 
 
 class Geometry(NamedTuple):
@@ -51,6 +55,7 @@ class Tiling(NamedTuple):
     wide: bool
     block_channels: int
     block_elements: int
+    warps: int
 
     def blocks(self, geometry: Geometry) -> int:
         return -(-geometry.channels // self.block_channels)
@@ -69,6 +74,7 @@ class Tiling(NamedTuple):
             "WIDE": self.wide,
             "BC": self.block_channels,
             "BE": self.block_elements,
+            "warps": self.warps,
         }
 
 
@@ -89,31 +95,34 @@ def _least_padding(extent: int, candidates: Sequence[int]) -> int:
     return min(candidates, key=lambda block: -(-extent // block) * block)
 
 
-def tiling(geometry: Geometry, itemsize: int, tensors: int, whole_set: bool = False) -> Tiling:
-    """The tiles of a kernel that reads so many tensors; of one whose program reads a `whole_set`."""
-    values = max(_IN_FLIGHT // itemsize // min(tensors, 2), 1) * 32 * WARPS
+def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling:
+    """The tiles of kernels that share a set, or whose programs read a `whole_set` each."""
+    warps = _SET_WARPS if whole_set else _WARPS
+    values = _IN_FLIGHT // itemsize * 32 * warps
     columns = geometry.columns
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
     if columns:
         line = _LINE // itemsize
         if whole_set and not geometry.grouped and geometry.segments == 1:
-            line = _SECTOR // itemsize  # narrow blocks: more programs
+            line = _LOAD // itemsize  # narrow blocks: more programs
         channels = _least_padding(together, [b for b in (line, line // 2, line // 4) if b])
         channels = min(channels, power_of_two(together))
         elements = values // channels
         wide = elements * geometry.channels > 2**31 - 1
-        contiguous = geometry.channels
+        contiguous = together  # and so every block's first channel is a multiple of V
     else:
         longest = min(values, power_of_two(geometry.inner))
         elements = _least_padding(
             geometry.inner, [longest >> i for i in range(4) if longest >> i >= 64] or [longest]
         )
-        channels = min(power_of_two(together), values // elements)
+        contiguous = geometry.inner
+        # a thread holds every constant of each plane that it has values of
+        planes = 32 * warps * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
+        channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
         if whole_set and not geometry.grouped and geometry.segments == 1:
             channels = min(channels, max(512 // elements, 1))
         wide = channels * geometry.inner > 2**31 - 1
-        contiguous = geometry.inner
-    return Tiling(columns, gcd(contiguous, 16), wide, channels, elements)
+    return Tiling(columns, gcd(contiguous, 16), wide, channels, elements, warps)
 
 
 def one_launch(geometry: Geometry, tiling: Tiling, itemsize: int, processors: int) -> bool:
@@ -143,43 +152,55 @@ def parts(geometry: Geometry, tiling: Tiling, programs: int) -> Parts:
     return Parts(each, -(-tiles // each))
 
 
+class Merging(NamedTuple):
+    """A kernel that merges partial results works on BP parts of BK channels at a time."""
+
+    block_parts: int
+    block_channels: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"BP": self.block_parts, "BK": self.block_channels, "warps": 8}
+
+    def programs(self, geometry: Geometry) -> int:
+        blocks = -(-geometry.channels // self.block_channels)
+        return geometry.segments * (geometry.groups if geometry.grouped else blocks)
+
+
+def merging(geometry: Geometry, parts: Parts) -> Merging:
+    rows = min(power_of_two(parts.parts), _MERGED // 4)
+    together = power_of_two(geometry.channels // geometry.groups)
+    return Merging(rows, min(max(4, together), _MERGED // rows))
+
+
 class Plan(NamedTuple):
     """All that is launched for tensors of one shape: in one launch (`sets`), or else in several."""
 
     geometry: Geometry
     tiling: Tiling
     constants: dict[str, int | bool]
-    reducing: Parts
+    moments: Parts
+    sums: Parts
     mapping: Parts
-    merging: dict[str, int]
-    merging_programs: int
     sets: Tiling | None
-    set_programs: int
 
     def programs(self, parts: Parts) -> int:
         return self.geometry.segments * self.tiling.blocks(self.geometry) * parts.parts
 
+    def set_programs(self) -> int:
+        assert self.sets is not None
+        blocks = self.geometry.groups if self.geometry.grouped else self.sets.blocks(self.geometry)
+        return self.geometry.segments * blocks
+
 
 @lru_cache(4096)
-def planned(
-    shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, tensors: int, processors: int
-) -> Plan:
-    """The launches for an input of this shape, of which there are some elements."""
+def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int) -> Plan:
+    """The launches for an input of this shape, which has elements."""
     seen = geometry(shape, groups, contiguous)
-    tiles = tiling(seen, itemsize, tensors)
-    reducing = parts(seen, tiles, _REDUCING * processors)
-    rows = min(power_of_two(reducing.parts), _MERGED // 4)
-    together = seen.channels // seen.groups
-    columns = min(max(4, power_of_two(together)), _MERGED // rows)
-    sets = tiling(seen, itemsize, tensors, whole_set=True)
-    return Plan(
-        seen,
-        tiles,
-        tiles.constants,
-        reducing,
-        parts(seen, tiles, _MAPPING * processors),
-        {"BK": columns, "BP": rows},
-        seen.segments * (seen.groups if seen.grouped else -(-seen.channels // columns)),
-        sets if one_launch(seen, sets, itemsize, processors) else None,
-        seen.segments * (seen.groups if seen.grouped else sets.blocks(seen)),
+    tiles = tiling(seen, itemsize)
+    moments, sums, mapping = (
+        parts(seen, tiles, programs * processors) for programs in (_MOMENTS, _SUMS, _MAPPING)
     )
+    sets = tiling(seen, itemsize, whole_set=True)
+    fits = one_launch(seen, sets, itemsize, processors)
+    return Plan(seen, tiles, tiles.constants, moments, sums, mapping, sets if fits else None)
