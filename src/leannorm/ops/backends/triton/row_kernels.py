@@ -390,7 +390,7 @@ def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: 
         inside = (at < count) & (k < kept)[None, :]
         sums += tl.load(shares + at.to(tl.int64) * kept + k[None, :], inside, 0.0)
     value = tl.sum(sums, 0)
-    if vector == 0:
+    if dbias is None:
         tl.store(dweight + k, value, k < kept)
     else:
-        tl.store(dbias + k, value, k < kept)
+        tl.store(tl.where(vector == 0, dweight, dbias) + k, value, k < kept)
