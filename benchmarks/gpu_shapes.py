@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu_report import Report
 from leannorm import functional
+from leannorm.ops.backends import BACKENDS
 from leannorm.ops.select import explain, use_backend
 from leannorm.report.answers import Error, error_of, largest_error, poisoned_memory
 from leannorm.report.timing import device_seconds, launches, sets_past_the_cache, time_step
@@ -245,11 +246,11 @@ def timed(side: Side, sets: list[Set], device: torch.device) -> Iterator[tuple[s
 
 
 def serving(s: Set, smoke: bool) -> str:
-    """The backend that serves the call; the interpreted kernels, where there are no others to show."""
-    reasons = explain(s.x, s.weight, s.bias, s.residual)
-    if smoke and reasons.get("triton") == []:
+    """The backend that serves the call; on the CPU the interpreted kernels, which serve by name alone."""
+    tensors = (s.x, s.weight, s.bias, s.residual)
+    if smoke and not BACKENDS["triton"].why_not(*tensors, named=True):
         return "triton"
-    return next(name for name, why in reasons.items() if not why)
+    return next(name for name, why in explain(*tensors).items() if not why)
 
 
 def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None:

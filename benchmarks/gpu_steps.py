@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from benchmarks.gpu_networks import builder
 from benchmarks.gpu_report import Report
 from leannorm import convert, lean
-from leannorm.ops.select import explain, use_backend
+from leannorm.ops.backends import BACKENDS
+from leannorm.ops.select import use_backend
 from leannorm.report.memory import measure_step
 from leannorm.report.settings import settings_for
 from leannorm.report.timing import device_seconds
@@ -70,7 +71,7 @@ def batch_of(count: int, size: int, classes: int, device: torch.device) -> Batch
 def interpreted(report: Report) -> Iterator[None]:
     """On the CPU, where there is no GPU to serve: the same kernels, interpreted."""
     x = torch.zeros(2, 8, 2, 2, dtype=torch.bfloat16)
-    there = report.device.type == "cpu" and explain(x).get("triton") == []
+    there = report.device.type == "cpu" and not BACKENDS["triton"].why_not(x, named=True)
     with use_backend("triton") if there else nullcontext():
         yield
 

@@ -94,7 +94,9 @@ CALLS = [
 ]
 
 
-def _specialized(kernel: Any, values: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+def _specialized(
+    kernel: Any, values: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Types, constants and attributes of the arguments, as Triton finds them for such values."""
     types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
     signature, constants, attributes = {}, {}, {}

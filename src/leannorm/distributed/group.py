@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import GroupName
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size
+from leannorm.ops.modes import capturing
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
@@ -70,8 +71,11 @@ class StatisticsGroup:
             )
         self.own_calls += 1
         call = self._identified(call)
-        self._read_headers(wait=False)
         room = HEADER + len(sums)
+        if capturing(sums):
+            self._check_capture(sums, count, call)
+        else:
+            self._read_headers(wait=False)
         if room > self.size:
             size = message_size(call.channels)
             self._exchange(sums.new_zeros(0), 0, call, size)
@@ -112,6 +116,8 @@ class StatisticsGroup:
         padding = sums.new_zeros(self.size - HEADER - len(sums))
         total = torch.cat((self._header(call, count, size, sums.device), sums, padding))
         self._sum(total, call)
+        if capturing(total):  # the host does not see the steps that will be replayed, nor their headers
+            return total
         if total.device.type == "cpu":
             self._inspect(total[:HEADER].tolist(), call, self.number)
         else:
@@ -122,6 +128,19 @@ class StatisticsGroup:
             self.unread.append((self.number, call, header, event))
             self._read_headers(wait=call.debug or size > 0)
         return total
+
+    def _check_capture(self, sums: Tensor, count: int, call: Call) -> None:
+        """Nothing may be waited for, sent from the host or made anew while a CUDA graph is captured."""
+        if call.debug:
+            raise InputError(
+                f"debug_consistency waits for every sum, which cannot be captured in a CUDA graph ({call}): "
+                "turn it off for the capture"
+            )
+        if HEADER + len(sums) > self.size or (call, count, 0, sums.device) not in self._headers:
+            raise InputError(
+                f"{call} with {count} values a channel was not called before this CUDA graph's capture, "
+                "which cannot make room or send what is new: run a training step of these shapes before it"
+            )
 
     def _sum(self, total: Tensor, call: Call) -> None:
         self.number += 1

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import InputError
+from leannorm.ops.modes import capturing
 
 
 def asynchronous(tensor: Tensor) -> bool:
@@ -17,11 +18,6 @@ def synchronize(tensor: Tensor) -> None:
     """Wait until the tensor's device has done all that it was given."""
     if asynchronous(tensor):
         torch.accelerator.synchronize(tensor.device)
-
-
-def capturing(tensor: Tensor) -> bool:
-    """Is a CUDA graph being captured, in which nobody may wait for the device?"""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def check_not_capturing(tensor: Tensor, what: str) -> None:
