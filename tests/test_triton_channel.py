@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ACTS, CASES, DTYPES, EMPTY, GAPS, ChannelCase
+from cases import ACTS, CASES, DTYPES, EMPTY, ChannelCase
 from kernel_cases import assert_close_to_reference, call_on, results
 
 from leannorm.ops import schema
+from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import reference, triton
 
 REASONS = [] if torch.cuda.is_available() else triton.why_not(torch.empty(1), named=True)
 pytestmark = pytest.mark.skipif(bool(REASONS), reason=" ".join(REASONS))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (1, 7, 8, 15, 16, 17)
+LARGE = 9  # samples of the table's cases that an interpreter takes minutes for
 
 
 def on(case, dtype, *arguments, **settings):
@@ -33,60 +35,72 @@ def launches(request, monkeypatch):
     tiling.planned.cache_clear()
     if request.param == "several":
         monkeypatch.setattr(tiling, "one_launch", lambda *_: False)
-        monkeypatch.setattr(tiling, "_IN_FLIGHT", 8)
+        monkeypatch.setattr(tiling, "_IN_FLIGHT", 16)
         monkeypatch.setattr(tiling, "_WARPS", 1)
     yield
     tiling.planned.cache_clear()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_verbs_are_the_references(case, dtype):
-    more = (1, case.shape[1]) if dtype == torch.float32 and case.shape[0] < 9 else ()
-    for groups in (0, *more):
+@pytest.mark.parametrize("case", [c for c in CASES if c.shape[0] < LARGE], ids=str)
+def test_the_verbs_are_the_references(case):
+    for dtype, groups in (
+        (torch.float32, 0),
+        (torch.bfloat16, 0),
+        (torch.float32, 1),
+        (torch.float32, case.shape[1]),
+    ):
         if groups == 0 or torch.Size(case.shape[2:]).numel() * case.shape[1] // groups > 1:
             assert_close_to_reference(on(case, dtype, groups=groups), triton)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_many_values_a_channel(layout, dtype):
+    """Several tiles for a program, and several programs for a channel, as they are without being forced."""
+    assert_close_to_reference(on(ChannelCase((9, 8, 24, 24), layout), dtype), triton)
+
+
 @pytest.mark.parametrize("act", ACTS)
 def test_every_activation(act, launches):
-    for dtype, layout, residual, out_given in (
-        (torch.float32, "contiguous", False, False),
-        (torch.float32, "channels_last", True, False),
-        (torch.bfloat16, "channels_last", True, True),
-        (torch.float64, "contiguous", False, False),
+    for dtype, layout, residual in (
+        (torch.float32, "contiguous", False),
+        (torch.float64, "channels_last", True),
     ):
         case = ChannelCase((3, 5, 4, 5), layout)
-        assert_close_to_reference(on(case, dtype, act, residual=residual, out_given=out_given), triton)
+        assert_close_to_reference(on(case, dtype, act, residual=residual), triton)
+
+
+@pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].grad_from_output is not None])
+def test_a_derivative_read_from_the_output(act, launches):
+    case = ChannelCase((3, 5, 4, 5), "channels_last")
+    assert_close_to_reference(on(case, torch.bfloat16, act, residual=True, out_given=True), triton)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_in_every_place(size, launches):
-    for shape in ((size, 2), (2, size), (2, 3, size), (2, size, 3), (size, 3, 2)):
+    for shape in ((size, 2), (2, size), (2, 3, size), (2, size, 3)):
         assert_close_to_reference(on(ChannelCase(shape), torch.float32), triton)
     assert_close_to_reference(on(ChannelCase((1, size, 2, 2), "channels_last"), torch.bfloat16), triton)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+@pytest.mark.parametrize("groups", [1, 3, 6])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_groups(groups, layout, launches):
-    for dtype in (torch.float32, torch.float16):
-        assert_close_to_reference(
-            on(ChannelCase((2, 6, 5, 7), layout), dtype, "silu", groups, residual=True), triton
-        )
+    case = ChannelCase((2, 6, 3, 7), layout)
+    assert_close_to_reference(on(case, torch.float16, "silu", groups, residual=True), triton)
 
 
-@pytest.mark.parametrize(("mean", "std"), GAPS)
+@pytest.mark.parametrize(("mean", "std"), [(1.0, 0.0), (1e4, 1.0), (0.0, 1e-6)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_a_mean_far_from_zero(mean, std, layout, launches):
     for groups in (0, 2):
-        call = on(ChannelCase((4, 6, 9, 11), layout), torch.float32, groups=groups)
+        call = on(ChannelCase((4, 6, 5, 7), layout), torch.float32, groups=groups)
         call = call._replace(x=(call.x - 0.5) / 2 * std + mean)
         assert_close_to_reference(call, triton)
 
 
 def test_the_first_values_may_lie_far_from_the_mean(launches):
-    call = on(ChannelCase((4, 6, 9, 11), "channels_last"), torch.float32)
+    call = on(ChannelCase((4, 6, 5, 7), "channels_last"), torch.float32)
     call.x[0, :, 0] = 0
     call.x[:, :, 1:] += 1e4
     assert_close_to_reference(call, triton)
@@ -137,7 +151,7 @@ def test_a_rebuilt_output_is_the_same_bits(act, layout, launches):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_gradient_in_the_inputs_place_is_the_same(layout, launches):
-    call = on(ChannelCase((4, 5, 9, 9), layout), torch.float32, "silu")
+    call = on(ChannelCase((4, 5, 5, 9), layout), torch.float32, "silu")
     _, mean, _, rstd = triton.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
     arguments = (mean, rstd, call.weight, call.bias, None, None, "silu", 0, False)
     dx, dweight, dbias, _ = triton.channel_backward(call.dy, call.x, *arguments)

@@ -109,7 +109,7 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         channels = min(channels, power_of_two(together))
         elements = values // channels
         wide = elements * geometry.channels > 2**31 - 1
-        contiguous = together  # and so every block's first channel is a multiple of V
+        contiguous = gcd(together, channels)  # every block begins at a multiple of V
     else:
         longest = min(values, power_of_two(geometry.inner))
         elements = _least_padding(
