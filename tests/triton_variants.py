@@ -67,9 +67,9 @@ def row_call(
         _, _, mean, rstd = rows.row_forward(x, other, weight, None if rms else bias, *span, 1e-5, rms)
         rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
 
-    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype).removeprefix("torch.")]
+    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
     words += ["residual"] * residual + [f"parameters {parameters}"] * bool(parameters)
-    return Call(" ".join(words), run, sample)
+    return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
 ROWS = 32768

@@ -31,12 +31,33 @@ def _rows(at, rows, kept, inner, LINES: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _along(k, inner, LINES: tl.constexpr):
-    """How far from its row's first value the k-th lies."""
+def _along(k, inner, LINES: tl.constexpr, WIDE: tl.constexpr):
+    """How far from its row's first value the k-th lies: a 64-bit number where that is WIDE."""
     if LINES:
         return k[None, :]
-    else:
+    elif WIDE:
         return k[None, :].to(tl.int64) * inner
+    else:
+        return k[None, :] * inner
+
+
+@triton.jit
+def _walk(kept, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """The first values of a row, and its end, where a walk along it passes no 32-bit number unawares."""
+    if WIDE:
+        return tl.arange(0, BLOCK).to(tl.int64), kept.to(tl.int64)
+    else:
+        return tl.arange(0, BLOCK), kept
+
+
+@triton.jit
+def _divided(kept, inner, LINES: tl.constexpr, V: tl.constexpr):
+    """The same numbers, but so that the compiler sees what divides the contiguous one."""
+    if LINES:
+        kept = kept // V * V
+    else:
+        inner = inner // V * V
+    return kept, inner
 
 
 @triton.jit
@@ -90,21 +111,22 @@ def _put(y, offset, centred, rstd, weight, bias, k, kept, inside):
     tl.store(y + offset, value.to(y.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_tile(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, LINES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
+    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
 
     Moves 2 s bytes an element (4 s with a residual: x, residual, total, y) in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = _divided(kept, inner, LINES, V)
     start, across, row, exists = _rows(tl.program_id(0), rows, kept, inner, LINES, ROWS)
     k = tl.arange(0, BLOCK)
     inside = exists[:, None] & (k < kept)[None, :]
-    offset = across + _along(k, inner, LINES)
+    offset = across + _along(k, inner, LINES, WIDE)
     value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
     if residual is not None:
         tl.store(total + start + offset, value, inside)
@@ -135,11 +157,11 @@ def forward_tile(
         _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_long(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, LINES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
+    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows longer than a tile: read twice, the second time from the cache where it holds what is under way.
 
@@ -148,16 +170,16 @@ def forward_long(
     block's mean was taken away; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = _divided(kept, inner, LINES, V)
     start, across, row, exists = _rows(tl.program_id(0), rows, kept, inner, LINES, ROWS)
     x += start
     if residual is not None:
         residual += start
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    end = kept.to(tl.int64)
+    lane, end = _walk(kept, BLOCK, WIDE)
     centre = tl.zeros([ROWS], dtype)
     if not RMS:
         inside = exists[:, None] & (lane < kept)[None, :]
-        first = _input(x, residual, across + _along(lane, inner, LINES), inside, dtype).to(dtype)
+        first = _input(x, residual, across + _along(lane, inner, LINES, WIDE), inside, dtype).to(dtype)
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
     lane_square = tl.zeros([ROWS, BLOCK], dtype)
@@ -165,7 +187,7 @@ def forward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         inside = exists[:, None] & (k < kept)[None, :]
-        value = _input(x, residual, across + _along(k, inner, LINES), inside, dtype).to(dtype)
+        value = _input(x, residual, across + _along(k, inner, LINES, WIDE), inside, dtype).to(dtype)
         if RMS:
             lane_square += value * value
         else:
@@ -187,7 +209,7 @@ def forward_long(
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
             inside = exists[:, None] & (k < kept)[None, :]
-            value = _input(x, residual, across + _along(k, inner, LINES), inside, dtype).to(dtype)
+            value = _input(x, residual, across + _along(k, inner, LINES, WIDE), inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
         scale = _scale(tl.max(largest, 1))
@@ -195,7 +217,7 @@ def forward_long(
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
             inside = exists[:, None] & (k < kept)[None, :]
-            value = _input(x, residual, across + _along(k, inner, LINES), inside, dtype).to(dtype)
+            value = _input(x, residual, across + _along(k, inner, LINES, WIDE), inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0) * scale[:, None]
             lane_square += deviation * deviation
         square = tl.sum(lane_square, 1)
@@ -205,7 +227,7 @@ def forward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         inside = exists[:, None] & (k < kept)[None, :]
-        offset = across + _along(k, inner, LINES)
+        offset = across + _along(k, inner, LINES, WIDE)
         value = _input(x, residual, offset, inside, dtype)
         if residual is not None:
             tl.store(total + start + offset, value, inside)
@@ -232,11 +254,11 @@ def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, RM
     tl.store(dx + offset, value.to(dx.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])
+@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles"])
 def backward_tile(
     dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles,
-    RMS: tl.constexpr, LINES: tl.constexpr, FOLD: tl.constexpr, HALVES: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RMS: tl.constexpr, LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    FOLD: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: each program goes through tiles and adds up its share of dweight and dbias.
 
@@ -248,6 +270,7 @@ def backward_tile(
     since the registers do not hold more.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = _divided(kept, inner, LINES, V)
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
     k = lane
@@ -264,13 +287,13 @@ def backward_tile(
     for at in tl.range(program, tiles, programs, num_stages=STAGES):
         start, across, row, exists = _rows(at, rows, kept, inner, LINES, ROWS)
         inside = exists[:, None] & (k < kept)[None, :]
-        offset = across + _along(k, inner, LINES)
+        offset = across + _along(k, inner, LINES, WIDE)
         centre = tl.load(mean + row, exists, 0.0)
         factor = tl.load(rstd + row, exists, 0.0)
         if HALVES:
             other = (1 - half) * BLOCK + lane
             there = exists[:, None] & (other < kept)[None, :]
-            where = across + _along(other, inner, LINES)
+            where = across + _along(other, inner, LINES, WIDE)
             other_g, other_xhat = _gradient(dy + start, x + start, centre, factor, where, there, dtype)
             if weight is not None:
                 other_g *= _parameter(weight, other, kept, dtype)
@@ -306,27 +329,28 @@ def backward_tile(
             tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def backward_long(
     dy, dtotal, x, mean, rstd, weight, dx, rows, kept, inner,
-    RMS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RMS: tl.constexpr, LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The input's gradient of rows longer than a tile.
 
     Moves 3 s bytes an element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = _divided(kept, inner, LINES, V)
     start, across, row, exists = _rows(tl.program_id(0), rows, kept, inner, LINES, ROWS)
     centre = tl.load(mean + row, exists, 0.0)
     factor = tl.load(rstd + row, exists, 0.0)
-    lane = tl.arange(0, BLOCK).to(tl.int64)
-    end = kept.to(tl.int64)
+    lane, end = _walk(kept, BLOCK, WIDE)
     sum_xhat = tl.zeros([ROWS, BLOCK], dtype)
     sum_one = tl.zeros([ROWS, BLOCK], dtype)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         inside = exists[:, None] & (k < kept)[None, :]
-        offset = across + _along(k, inner, LINES)
+        offset = across + _along(k, inner, LINES, WIDE)
         g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         if weight is not None:
             g *= _parameter(weight, k, kept, dtype)
@@ -337,7 +361,7 @@ def backward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         inside = exists[:, None] & (k < kept)[None, :]
-        offset = across + _along(k, inner, LINES)
+        offset = across + _along(k, inner, LINES, WIDE)
         g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         if weight is not None:
             g *= _parameter(weight, k, kept, dtype)
@@ -345,18 +369,20 @@ def backward_long(
         _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, RMS)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles", "programs"])
+@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "programs"])
 def backward_shares(
     dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, programs,
-    LINES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of dweight and dbias, for BLOCK values of rows longer than a tile.
 
     Moves 2 s bytes an element, in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = _divided(kept, inner, LINES, V)
     program = tl.program_id(0) % programs
-    k = (tl.program_id(0) // programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    k = (tl.program_id(0) // programs) * BLOCK + _walk(kept, BLOCK, WIDE)[0]
     sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=2):
@@ -364,7 +390,7 @@ def backward_shares(
         inside = exists[:, None] & (k < kept)[None, :]
         centre = tl.load(mean + row, exists, 0.0)
         factor = tl.load(rstd + row, exists, 0.0)
-        offset = across + _along(k, inner, LINES)
+        offset = across + _along(k, inner, LINES, WIDE)
         d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         sum_dweight += d * xhat
         sum_dbias += d
@@ -374,7 +400,7 @@ def backward_shares(
         tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "kept"])
 def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """dweight, and dbias behind it, as the sums of `count` shares each, always in the same order.
 

@@ -60,6 +60,12 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
+def _constants(plan: Plan) -> dict[str, bool | int]:
+    """How the rows lie: as lines or side by side, how aligned, and whether one passes 32-bit offsets."""
+    _, kept, inner = plan
+    return {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
+
+
 def row_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -76,11 +82,14 @@ def row_forward(
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
-    seen, (outer, kept, inner) = _seen(x, start, stop)
+    seen, plan = _seen(x, start, stop)
+    outer, kept, inner = plan
     y = torch.empty_like(seen)
     total = none if residual is None else torch.empty_like(seen)
     tile = tiles.forward(kept, inner, x.element_size())
-    most = tiles.registers(tile, x.element_size(), residual is not None)
+    together = 4 if residual is not None else x.element_size()
+    parameters = (p.element_size() for p in (weight, bias) if p is not None)
+    most = tiles.registers(tile, together, *parameters)
     launch(
         kernels.forward_tile if tile.whole else kernels.forward_long,
         tile.needed(outer, inner),
@@ -90,7 +99,7 @@ def row_forward(
         EPS=eps,
         RMS=rms,
         CHECKED=x.dtype in (torch.float32, torch.bfloat16),
-        LINES=inner == 1,
+        **_constants(plan),
         ROWS=tile.rows,
         BLOCK=tile.block,
         warps=tile.warps,
@@ -180,7 +189,7 @@ def _backward_tile(
         x.device,
         *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, outer, kept, inner, count),
         RMS=rms,
-        LINES=inner == 1,
+        **_constants(plan),
         FOLD=how.fold,
         HALVES=how.halves,
         ROWS=how.tile.rows,
@@ -212,7 +221,7 @@ def _backward_long(
         x.device,
         *(dy, dtotal, x, mean, rstd, weight, dx, outer, kept, inner),
         RMS=rms,
-        LINES=inner == 1,
+        **_constants(plan),
         ROWS=tile.rows,
         BLOCK=tile.block,
         warps=tile.warps,
@@ -228,7 +237,7 @@ def _backward_long(
         programs * blocks,
         x.device,
         *(dy, x, mean, rstd, shares.dweight, shares.dbias, outer, kept, inner, count, programs),
-        LINES=inner == 1,
+        **_constants(plan),
         ROWS=tile.rows,
         BLOCK=tile.block,
         warps=tile.warps,
