@@ -1,4 +1,4 @@
-"""What the C++ kernels are tried on, and how a call is compared with the reference in float64."""
+"""What the compiled kernels are tried on, and how a call is compared with the reference in float64."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import ChannelCase, make
 from torch import Tensor
 
 from leannorm.ops.backends import cpu, reference
@@ -31,6 +32,30 @@ class Call(NamedTuple):
         )
 
 
+def call_on(
+    case: ChannelCase,
+    dtype: torch.dtype,
+    act: str = "relu",
+    groups: int = 0,
+    residual: bool = False,
+    out_given: bool = False,
+    mean: float = 0.5,
+    affine: bool = True,
+) -> Call:
+    """A call on random values of a case."""
+    channels = case.shape[1]
+    return Call(
+        make(case, dtype, mean=mean, std=2.0),
+        make(case, dtype),
+        torch.rand(channels) + 0.5 if affine else None,
+        torch.randn(channels) if affine else None,
+        make(case, dtype) if residual else None,
+        act,
+        groups,
+        out_given,
+    )
+
+
 _TENSORS = ("x", "dy", "weight", "bias", "residual")
 
 
@@ -51,9 +76,9 @@ def results(backend: Any, call: Call, statistics: tuple[Tensor, ...] | None = No
     }  # fmt: skip
 
 
-def assert_close_to_reference(call: Call) -> None:
+def assert_close_to_reference(call: Call, backend: Any = cpu) -> None:
     """Each result within twice the reference's own error in this dtype and a rounding of the largest."""
-    ours = results(cpu, call)
+    ours = results(backend, call)
     # the oracle goes back from the same statistics and output: the forward pass's error is its own
     statistics = ours["mean"], ours["rstd"], ours["y"].double()
     exact = results(reference, call.double(), statistics)

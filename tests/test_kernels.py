@@ -8,28 +8,13 @@ import sys
 
 import pytest
 import torch
-from cases import ACTS, CASES, DTYPES, EMPTY, ChannelCase, lay_out, make
-from kernel_cases import Call, assert_close_to_reference, needs_kernels, results
+from cases import ACTS, CASES, DTYPES, EMPTY, ChannelCase, lay_out
+from kernel_cases import assert_close_to_reference, call_on, needs_kernels, results
 
 from leannorm.ops.backends import cpu, reference
 
 pytestmark = needs_kernels
 SIZES = (1, 7, 8, 15, 16, 17, 4095, 4097)
-
-
-def call_on(case, dtype, act="relu", groups=0, residual=False, out_given=False, mean=0.5, affine=True):
-    x = make(case, dtype, mean=mean, std=2.0)
-    channels = case.shape[1]
-    return Call(
-        x,
-        make(case, dtype),
-        torch.rand(channels) + 0.5 if affine else None,
-        torch.randn(channels) if affine else None,
-        make(case, dtype) if residual else None,
-        act,
-        groups,
-        out_given,
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,22 +1,195 @@
-"""Which kernels, of which argument types and constants, are compiled for every architecture.
+"""Every Triton kernel as real calls launch it, compiled for GPUs that need not be there.
 
-`VARIANTS` has (name, kernel, signature, constants): `signature` the type of every argument by name
-("*bf16", "i32", "constexpr"), `constants` the value of every one of type constexpr.
+`python triton_variants.py ARCHITECTURE [all]` prints a line of JSON for each variant: registers, bytes of
+stack (what does not fit in registers is spilled there), bytes of shared memory. A variant is what a call of
+`CALLS` launches on tensors without memory: its kernel is recorded in place of being run. So an entry there
+is all that a new kernel, or a new way of launching one, needs.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
+
+PROCESSORS, SHARED = 132, {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # multiprocessors; of a program
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+class Call(NamedTuple):
+    """A call that launches kernels; `sample`: compiled by every test run, and not just by the sweep."""
+
+    name: str
+    run: Callable[[], object]
+    sample: bool = False
 
 
 class Variant(NamedTuple):
-    """One kernel as it is launched."""
+    """A kernel as it is launched: what Triton compiles for it, and how many programs there are."""
 
     name: str
     kernel: Any
+    programs: int
     signature: dict[str, str]
     constants: dict[str, Any]
-    num_warps: int = 4
+    attributes: dict[tuple[int], list[list[object]]]
+    options: dict[str, Any]
 
 
-VARIANTS: list[Variant] = []
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def row_call(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = BF16,
+    rms: bool = False,
+    residual: bool = False,
+    parameters: torch.dtype | None = None,
+    axis: int = -1,
+    sample: bool = False,
+) -> Call:
+    """Forward and backward pass of a layer or RMS norm."""
+    axis %= len(shape)
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import rows
+
+        x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
+        weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
+        span = (axis, axis + 1)
+        _, _, mean, rstd = rows.row_forward(x, other, weight, None if rms else bias, *span, 1e-5, rms)
+        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
+
+    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
+    words += ["residual"] * residual + [f"parameters {parameters}"] * bool(parameters)
+    return Call(" ".join(words).replace("torch.", ""), run, sample)
+
+
+ROWS = 32768
+CALLS = [
+    *(row_call((ROWS, n), rms=rms, sample=True) for n in (1024, 4096, 8192, 16384) for rms in (False, True)),
+    *(row_call((ROWS, n), residual=True) for n in (1024, 4096, 8192, 16384)),
+    *(row_call((ROWS, n), parameters=F32) for n in (4096, 16384)),
+    *(row_call((ROWS, n), F32) for n in (1024, 4096, 8192, 16384)),
+    *(row_call((ROWS, n), F32, residual=True) for n in (1024, 8192)),
+    *(row_call((ROWS, n)) for n in (7, 64, 100, 768, 2048, 5000, 32768)),
+    row_call((ROWS, 64), F32, sample=True),
+    row_call((ROWS, 50000), sample=True),
+    row_call((ROWS, 50000), F32, rms=True, residual=True),
+    row_call((ROWS, 4096), F16, residual=True),
+    row_call((ROWS, 512), F64),
+    row_call((ROWS, 3000), F64),
+    row_call((128, 96, 56, 56), axis=1, sample=True),
+    row_call((128, 384, 14, 14), F32, axis=1),
+    row_call((128, 512, 7, 7), rms=True, axis=1),
+    row_call((128, 3, 224, 224), axis=1),
+    row_call((128, 2048, 7, 7), axis=1),
+]
+
+
+def _specialized(
+    kernel: Any, values: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """Types, constants and attributes of the arguments, as Triton finds them for such values."""
+    types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(kernel.params):
+        value, free = values[parameter.name], not parameter.do_not_specialize
+        constant = parameter.is_constexpr or value is None
+        if constant or (free and type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{types[value.dtype]}"
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            free = free and value % 16 == 0
+        if free and not isinstance(value, float):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def variants(architecture: int, calls: list[Call]) -> list[Variant]:
+    """What the calls launch on such a GPU, each kernel of the same kind once."""
+    from leannorm.ops.backends.triton import channel, launch, rows
+
+    found: dict[str, Variant] = {}
+    name = ""
+
+    class Recorded:
+        """A kernel that notes how it is launched."""
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def note(*arguments: Any, **named: Any) -> None:
+                values = dict(zip(self.kernel.arg_names, arguments, strict=False))
+                options = {k: v for k, v in named.items() if k not in self.kernel.arg_names}
+                values |= {k: v for k, v in named.items() if k in self.kernel.arg_names}
+                compiled = _specialized(self.kernel, values)
+                label = f"{self.kernel.__name__}, {name}"
+                key = repr((self.kernel.__name__, compiled, options))
+                found.setdefault(key, Variant(label, self.kernel, grid[0], *compiled, options))
+
+            return note
+
+    plain = launch.launch
+
+    def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        plain(Recorded(kernel), *arguments, **constants)
+
+    for module in (channel, rows):
+        module.launch, module.processors = record, lambda device: PROCESSORS
+    rows._shared = lambda device: SHARED[architecture]
+    for call in calls:
+        name = call.name
+        call.run()
+    return list(found.values())
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and of a program's shared memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(\w+):(\d+)", said.rsplit("Function", 1)[1]))
+    stack = int(usage["STACK"]) + int(usage["LOCAL"])
+    return {"registers": int(usage["REG"]), "stack": stack, "shared": compiled.metadata.shared}
+
+
+def compiled(variant: Variant, architecture: int, **options: Any) -> dict[str, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, variant.attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    return resources(triton.compile(source, target=target, options=variant.options | options))
+
+
+def main(architecture: str, which: str = "sample", limit: str = "") -> None:
+    """With a `limit` of registers every variant is compiled so that it spills."""
+    options = {"maxnreg": int(limit)} if limit else {}
+    for variant in variants(int(architecture), [c for c in CALLS if c.sample or which == "all"]):
+        used = compiled(variant, int(architecture), **options)
+        about = {"name": variant.name, "kernel": variant.kernel.__name__, "programs": variant.programs}
+        print(json.dumps(about | {"warps": variant.options["num_warps"]} | used), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

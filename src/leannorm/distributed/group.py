@@ -23,6 +23,9 @@ from torch.distributed.distributed_c10d import GroupName
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size
+from leannorm.ops.modes import capturing
+
+_Key = tuple[Call, int, int, torch.device]  # the call, its count, the size asked for
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
@@ -54,8 +57,8 @@ class StatisticsGroup:
         self.unfinished: list[Any] = []  # work that may still write to its buffer
         self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
         self._first: int | None = None
-        self._zeros: dict[tuple[int, torch.device], Tensor] = {}
-        self._surroundings: dict[tuple[Call, int, int, int, torch.device], tuple[Call, Tensor, Tensor]] = {}
+        self._zeros: dict[torch.device, Tensor] = {}
+        self._headers: dict[_Key, tuple[Call, Tensor]] = {}
         meeting.gather(self, call, self._seconds(call))
         self.communicator = dist.new_group(
             dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
@@ -72,8 +75,11 @@ class StatisticsGroup:
                 f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
             )
         self.own_calls += 1
-        self._read_headers(wait=False)
         room = HEADER + sum(s.numel() for s in sums)
+        if capturing(sums[0]):
+            self._check_capture((call, count, 0, device), room)
+        else:
+            self._read_headers(wait=False)
         if room > self.size:
             size = message_size(call.channels)
             self._exchange((), HEADER, 0, call, device, size)
@@ -113,9 +119,11 @@ class StatisticsGroup:
     def _exchange(
         self, sums: Sequence[Tensor], room: int, count: int, call: Call, device: torch.device, size: int = 0
     ) -> Tensor:
-        call, header, padding = self._around(call, self.size - room, count, size, device)
-        total = torch.cat((header, *sums, padding))
+        call, header = self._header(call, count, size, device)
+        total = torch.cat((header, *sums, self._zeros_on(device)[room:]))
         self._sum(total, call)
+        if capturing(total):  # the host does not see the steps that will be replayed, nor their headers
+            return total
         if total.device.type == "cpu":
             self._inspect(total[:HEADER].tolist(), call, self.number)
         else:
@@ -126,6 +134,21 @@ class StatisticsGroup:
             self.unread.append((self.number, call, arrived, event))
             self._read_headers(wait=call.debug or size > 0)
         return total
+
+    def _check_capture(self, key: _Key, room: int) -> None:
+        """Nothing may be waited for, sent from the host or made anew while a CUDA graph is captured."""
+        call, count, *_ = key
+        call = self._identified(call)
+        if call.debug:
+            raise InputError(
+                f"debug_consistency waits for every sum, which cannot be captured in a CUDA graph ({call}): "
+                "turn it off for the capture"
+            )
+        if room > self.size or key not in self._headers:
+            raise InputError(
+                f"{call} with {count} values a channel was not called before this CUDA graph's capture, "
+                "which cannot make room or send what is new: run a training step of these shapes before it"
+            )
 
     def _sum(self, total: Tensor, call: Call) -> None:
         self.number += 1
@@ -189,19 +212,23 @@ class StatisticsGroup:
         self._first = number if self._first is None else self._first
         return call._replace(layer=f"#{number - self._first + 1}")
 
-    def _around(
-        self, call: Call, padding: int, count: int, size: int, device: torch.device
-    ) -> tuple[Call, Tensor, Tensor]:
-        """The call as the ranks know it, and what stands around its sums in the message.
+    def _header(self, call: Call, count: int, size: int, device: torch.device) -> tuple[Call, Tensor]:
+        """The call as the ranks know it, and what it says in front of its sums.
 
         Kept on the device: sending it there anew would make the host wait for the device.
         """
-        key = call, padding, count, size, device
-        if key not in self._surroundings:
-            if len(self._surroundings) > 4096:
-                self._surroundings.clear()
+        key = call, count, size, device
+        if key not in self._headers:
+            if len(self._headers) > 4096:
+                self._headers.clear()
             call = self._identified(call)
             header = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
-            zeros = self._zeros.setdefault((padding, device), header.new_zeros(padding))
-            self._surroundings[key] = call, header, zeros
-        return self._surroundings[key]
+            self._headers[key] = call, header
+        return self._headers[key]
+
+    def _zeros_on(self, device: torch.device) -> Tensor:
+        """What fills a message up, behind its sums."""
+        zeros = self._zeros.get(device)
+        if zeros is None or zeros.numel() != self.size:
+            zeros = self._zeros[device] = torch.zeros(self.size, dtype=torch.float64, device=device)
+        return zeros

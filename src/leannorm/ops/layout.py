@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leannorm.ops.plan import Plan, row_plan
+
 
 def memory_format(x: Tensor) -> torch.memory_format:
     """channels_last(_3d) where x lies so, else contiguous."""
@@ -12,3 +14,31 @@ def memory_format(x: Tensor) -> torch.memory_format:
     if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
         return torch.contiguous_format
     return last
+
+
+def dense_rows(x: Tensor, start: int, stop: int) -> Plan | None:
+    """(outer, kept, inner) of the rows over the axes start..stop-1, as they lie in memory.
+
+    None where x is not dense, or where the normalized axes, or the others, do not follow each other there
+    in their own order: then no three integers tell where a row's values and its statistics lie.
+    """
+    if x.is_contiguous():
+        return row_plan(x.shape, start, stop)
+    size, stride = x.shape, x.stride()
+    axes = sorted((d for d in range(x.dim()) if size[d] != 1), key=lambda d: -stride[d])
+    expected, outer, kept, inner = x.numel(), 1, 1, 1
+    last = {True: -1, False: -1}  # of the normalized axes, of the others
+    for d in axes:
+        expected //= size[d]
+        normalized = start <= d < stop
+        behind = last[True] >= 0 and inner > 1  # an axis that is not normalized stands behind one that is
+        if stride[d] != expected or d < last[normalized] or (normalized and behind):
+            return None
+        last[normalized] = d
+        if normalized:
+            kept *= size[d]
+        elif last[True] >= 0:
+            inner *= size[d]
+        else:
+            outer *= size[d]
+    return Plan(outer, kept, inner)

@@ -37,3 +37,8 @@ def differentiable(*tensors: Tensor | None) -> bool:
 def rebuilding() -> bool:
     """Does a backward pass run this forward pass again (checkpointing), for what it did not keep?"""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def capturing(x: Tensor) -> bool:
+    """Is a CUDA graph being captured, in which nobody may wait for the device or send it anything new?"""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

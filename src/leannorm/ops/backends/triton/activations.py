@@ -25,19 +25,22 @@ def _between(z, low: tl.constexpr, high: tl.constexpr):
 
 @triton.jit
 def _exp_minus_one(z):
-    """exp(z) - 1 for z <= 0; near 0, where the difference has no digits, the series (to 1e-9)."""
-    series = z * (1 + z * (0.5 + z * (1 / 6 + z * (1 / 24 + z * (1 / 120 + z * (1 / 720))))))
-    return tl.where(z > -0.125, series, tl.exp(z) - 1)
+    """exp(z) - 1 for z <= 0; near 0, where the difference has no digits, the series."""
+    if z.dtype == tl.float64:
+        near = z > -0.0625  # 10 terms: to 1e-19
+        s = 1 + z * (1 / 9 + z * (1 / 90))
+        s = 1 + z / 6 * (1 + z / 7 * (1 + z / 8 * s))
+        s = 1 + z / 2 * (1 + z / 3 * (1 + z / 4 * (1 + z / 5 * s)))
+    else:
+        near = z > -0.125  # 6 terms: to 1e-9
+        s = 1 + z * (0.5 + z * (1 / 6 + z * (1 / 24 + z * (1 / 120 + z * (1 / 720)))))
+    return tl.where(near, z * s, tl.exp(z) - 1)
 
 
 @triton.jit
-def _tanh(u):
-    return 1 - 2 / (tl.exp(2 * u) + 1)
-
-
-@triton.jit
-def _gelu_tanh_argument(z):
-    return 0.7978845608028654 * (z + 0.044715 * z * z * z)
+def _twice_gelu_tanh_argument(z):
+    """2 u, for 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u))."""
+    return 1.5957691216057308 * (z + 0.044715 * z * z * z)
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def activate(z, ACT: tl.constexpr):
     elif ACT == "gelu":
         z = 0.5 * z * (1 + tl.erf(z * 0.7071067811865476))
     elif ACT == "gelu_tanh":
-        z = 0.5 * z * (1 + _tanh(_gelu_tanh_argument(z)))
+        z = z / (1 + tl.exp(-_twice_gelu_tanh_argument(z)))
     elif ACT == "hardswish":
         z = z * _clamp(z + 3, 0.0, 6.0) / 6
     elif ACT == "hardtanh":
@@ -87,9 +90,10 @@ def derivative(z, ACT: tl.constexpr):
         cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
         d = cdf + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
     elif ACT == "gelu_tanh":
-        t = _tanh(_gelu_tanh_argument(z))
-        inner = 0.7978845608028654 * (1 + 0.134145 * z * z)
-        d = 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * inner
+        u = _twice_gelu_tanh_argument(z)
+        e = tl.exp(-tl.abs(u))
+        inner = 1.5957691216057308 * (1 + 0.134145 * z * z)
+        d = tl.where(u >= 0, 1.0, e) / (1 + e) + z * (e / ((1 + e) * (1 + e))) * inner
     elif ACT == "hardswish":
         d = tl.where(z <= -3, 0.0, tl.where(z < 3, z / 3 + 0.5, one))
     elif ACT == "hardtanh":

@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs with a numpy of today."""
+"""What Triton's interpreter needs: with the numpy of today, and to be quick."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Let a scalar of the interpreter be the bound of a loop.
+    """Let a scalar of the interpreter be the bound of a loop, and functions be called at little cost.
 
-    It is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does so).
+    A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
+    so). And every call of a function would patch Triton's language anew; for ours the kernel's patch does.
     """
     patch = interpreter._patch_lang_tensor
 
@@ -18,4 +19,12 @@ def mend() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
+    call = interpreter.InterpretedFunction.__call__
+
+    def call_at_once(self: Any, *arguments: Any, **constants: Any) -> Any:
+        if self.fn.__module__.startswith("triton."):
+            return call(self, *arguments, **constants)
+        return self.rewrite()(*arguments, **constants)
+
     interpreter._patch_lang_tensor = patch_and_mend
+    interpreter.InterpretedFunction.__call__ = call_at_once

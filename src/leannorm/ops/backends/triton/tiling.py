@@ -105,11 +105,13 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         line = _LINE // itemsize
         if whole_set and not geometry.grouped and geometry.segments == 1:
             line = _LOAD // itemsize  # narrow blocks: more programs
-        channels = _least_padding(together, [b for b in (line, line // 2, line // 4) if b])
+        channels = _least_padding(together, [b for b in (line, line // 2) if b])
         channels = min(channels, power_of_two(together))
         elements = values // channels
+        if geometry.samples == 1:  # of several, their number must not decide what is compiled
+            elements = min(elements, power_of_two(geometry.inner))
         wide = elements * geometry.channels > 2**31 - 1
-        contiguous = together  # and so every block's first channel is a multiple of V
+        contiguous = gcd(together, channels)  # every block begins at a multiple of V
     else:
         longest = min(values, power_of_two(geometry.inner))
         elements = _least_padding(
@@ -122,6 +124,8 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         if whole_set and not geometry.grouped and geometry.segments == 1:
             channels = min(channels, max(512 // elements, 1))
         wide = channels * geometry.inner > 2**31 - 1
+    threads = channels * elements * itemsize // _IN_FLIGHT
+    warps = max(min(warps, threads // 32), 1)
     return Tiling(columns, gcd(contiguous, 16), wide, channels, elements, warps)
 
 
@@ -199,7 +203,8 @@ def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int
     seen = geometry(shape, groups, contiguous)
     tiles = tiling(seen, itemsize)
     moments, sums, mapping = (
-        parts(seen, tiles, programs * processors) for programs in (_MOMENTS, _SUMS, _MAPPING)
+        parts(seen, tiles, programs * processors * _WARPS // tiles.warps)
+        for programs in (_MOMENTS, _SUMS, _MAPPING)
     )
     sets = tiling(seen, itemsize, whole_set=True)
     fits = one_launch(seen, sets, itemsize, processors)

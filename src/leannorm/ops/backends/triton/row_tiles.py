@@ -1,0 +1,136 @@
+"""Rows to launches: how the per-row kernels cut a tensor into tiles and programs. Pure integers.
+
+Nothing here depends on the number of rows, so that no batch size compiles a kernel anew. The numbers are
+the register files': 32 values of 4 bytes a thread leave room for what is computed from them, 64 with their
+sums are as many as a thread holds. `tests/test_triton_compiles.py` keeps them honest.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+_SECTORS = 64  # bytes of neighbouring rows that are read at once, where rows lie side by side
+_LONG = 4096  # values of a tile that goes along rows which are longer than any tile
+
+
+class Tile(NamedTuple):
+    """`rows` rows by `block` of their values; `whole` where that is all of them."""
+
+    rows: int
+    block: int
+    warps: int
+    whole: bool = True
+
+    def needed(self, outer: int, inner: int) -> int:
+        """How many tiles the rows make."""
+        if inner == 1:
+            return -(-outer // self.rows)
+        return outer * -(-inner // self.rows)
+
+
+class Backward(NamedTuple):
+    """How the backward pass goes: a tile, programs a multiprocessor, and the kernel's constants."""
+
+    tile: Tile
+    programs: int
+    fold: bool
+    halves: bool = False
+    stages: int = 2
+
+    def shared(self, itemsize: int, tensors: int) -> int:
+        """Bytes of shared memory, about: the tiles that are on their way, and what sums pass through."""
+        values = self.tile.rows * self.tile.block
+        loads = tensors * itemsize + (2 * itemsize + 4 if self.halves else 0)
+        return (self.stages - 1) * values * loads + 1024
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _beside(inner: int, itemsize: int) -> int:
+    return min(power_of_two(inner), _SECTORS // itemsize)
+
+
+def vector(kept: int, inner: int) -> int:
+    """What divides the extent along which memory is contiguous, as far as the compiler makes use of it."""
+    return gcd(kept if inner == 1 else inner, 16)
+
+
+def _scattered(kept: int, inner: int, itemsize: int) -> bool:
+    """Are values read by less than 16 bytes, with more addresses and conditions?"""
+    return vector(kept, inner) * itemsize < 16
+
+
+def along(inner: int, itemsize: int) -> Tile:
+    """For rows longer than a tile."""
+    rows = 1 if inner == 1 else _beside(inner, itemsize)
+    return Tile(rows, _LONG // (2 if itemsize == 8 else 1) // rows, 8, whole=False)
+
+
+def forward(kept: int, inner: int, itemsize: int) -> Tile:
+    """A thread holds 32 values (16 where they are wide or scattered), a program has up to 32 warps."""
+    a_warp = 512 if itemsize == 8 or _scattered(kept, inner, itemsize) or inner > 1 else 1024
+    block = power_of_two(kept)
+    if inner == 1:
+        rows, most = max(a_warp // block, 1), {2: 32, 4: 16, 8: 16}[itemsize] * a_warp
+    else:
+        rows, most = _beside(inner, itemsize), 16 * a_warp
+        rows = max(rows, min(power_of_two(inner), a_warp // block))
+    if rows * block > most:
+        return along(inner, itemsize)
+    return Tile(rows, block, max(rows * block // a_warp, 1))
+
+
+def registers(tile: Tile, *itemsizes: int) -> int | None:
+    """A limit for the compiler, where keeping to it lets two programs share a multiprocessor.
+
+    `itemsizes`: of all that is read beside each other of a row.
+    """
+    return 64 if tile.block == 16384 and tile.warps == 16 and max(itemsizes) == 2 else None
+
+
+def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
+    """None for rows longer than a tile; `tensors` are read, `shared` bytes of memory are there for them.
+
+    A thread holds 16 values of each tensor and 16 sums of each of two kinds, or 32 where rows are long; of
+    rows that lie side by side, 16 values and next to no sums.
+    """
+    block = power_of_two(kept)
+    a_tile = 1024 if itemsize == 8 else 2048
+    if inner == 1:
+        if block <= a_tile:
+            found = Backward(Tile(a_tile // block, block, 4), 4, fold=block * itemsize >= 2048)
+        elif block == 2 * a_tile:
+            found = Backward(Tile(1, block, 8), 2, fold=True)
+        elif itemsize < 8 and block == 4 * a_tile:
+            found = Backward(Tile(1, block, 8), 1, fold=True)
+        elif itemsize < 8 and block == 8 * a_tile:
+            found = Backward(Tile(1, block // 2, 8), 1, fold=True, halves=True)
+        else:
+            return None
+        if itemsize == 2 and block <= 2 * a_tile:
+            found = found._replace(stages=3)
+        if itemsize == 8:
+            found = found._replace(programs=max(found.programs // 2, 1))
+    else:
+        rows = _beside(inner, itemsize)
+        fold = rows * block >= a_tile or power_of_two(inner) <= rows
+        if not fold:
+            rows = min(power_of_two(inner), a_tile // block)
+        if rows * block > 65536 // itemsize // 4:
+            return None
+        warps = min(max(rows * block // 512, 4), 16)
+        found = Backward(Tile(rows, block, warps), 16 // warps if fold else 2, fold)
+    if _scattered(kept, inner, itemsize):
+        tile = found.tile._replace(warps=min(2 * found.tile.warps, 16))
+        found = found._replace(tile=tile, programs=max(found.programs // 2, 1))
+    return found if found.shared(itemsize, tensors) <= shared else None
+
+
+def shares(inner: int, itemsize: int) -> Tile:
+    """For the sums over rows that are longer than a tile."""
+    rows = 4 if inner == 1 else _beside(inner, itemsize)
+    return Tile(rows, 2048 // rows, 4, whole=False)

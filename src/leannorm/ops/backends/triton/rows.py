@@ -1,0 +1,245 @@
+"""The per-row operators of `schema.py` on a GPU: how the tensors lie, then launches.
+
+Launches of each call, and the bytes that memory must move, in sizes S of the input:
+
+    forward      one launch, 2 S (4 S with a residual)
+    backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up what each program
+                 found of dweight and dbias; of rows longer than a tile three, 5 S (6 S)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.backends.triton import row_kernels as kernels
+from leannorm.ops.backends.triton import row_tiles as tiles
+from leannorm.ops.backends.triton.launch import launch, processors
+from leannorm.ops.layout import dense_rows
+from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
+from leannorm.ops.precision import compute_dtype
+
+_SHARES = 256  # that `sum_shares` reads at a time, of 64 bytes' worth of columns
+
+
+@cache
+def _shared(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 1 << 20
+    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
+    return found
+
+
+def _seen(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
+    """x, or a contiguous copy, and its rows as they lie in memory."""
+    plan = dense_rows(x, start, stop)
+    return (x, plan) if plan is not None else (x.contiguous(), row_plan(x.shape, start, stop))
+
+
+@overload
+def _like(x: Tensor, other: Tensor) -> Tensor: ...
+@overload
+def _like(x: Tensor, other: None) -> None: ...
+def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
+    """`other` in the dtype and layout of x."""
+    if other is None or (other.dtype == x.dtype and other.stride() == x.stride()):
+        return other
+    return torch.empty_like(x).copy_(other)
+
+
+def _given_back(result: Tensor, given: Tensor, seen: Tensor) -> Tensor:
+    """In the layout of what was given, where the kernel saw a copy."""
+    return result if given is seen else torch.empty_like(given).copy_(result)
+
+
+def _flat(v: Tensor | None) -> Tensor | None:
+    return None if v is None else v.contiguous()
+
+
+def _constants(plan: Plan) -> dict[str, bool | int]:
+    """How the rows lie: as lines or side by side, how aligned, and whether one passes 32-bit offsets."""
+    _, kept, inner = plan
+    return {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
+
+
+def row_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    start: int,
+    stop: int,
+    eps: float,
+    rms: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = row_statistics_shape(x.shape, start, stop)
+    mean, rstd = (torch.empty(shape, dtype=compute_dtype(x), device=x.device) for _ in range(2))
+    none = x.new_empty(0)
+    if x.numel() == 0:
+        total = none if residual is None else torch.empty_like(x)
+        return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
+    seen, plan = _seen(x, start, stop)
+    outer, kept, inner = plan
+    y = torch.empty_like(seen)
+    total = none if residual is None else torch.empty_like(seen)
+    tile = tiles.forward(kept, inner, x.element_size())
+    together = 4 if residual is not None else x.element_size()
+    parameters = (p.element_size() for p in (weight, bias) if p is not None)
+    most = tiles.registers(tile, together, *parameters)
+    launch(
+        kernels.forward_tile if tile.whole else kernels.forward_long,
+        tile.needed(outer, inner),
+        x.device,
+        *(seen, _like(seen, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
+        *(mean, rstd, outer, kept, inner),
+        EPS=eps,
+        RMS=rms,
+        CHECKED=x.dtype in (torch.float32, torch.bfloat16),
+        **_constants(plan),
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        warps=tile.warps,
+        **({} if most is None else {"maxnreg": most}),
+    )
+    total = none if residual is None else _given_back(total, x, seen)
+    return _given_back(y, x, seen), total, mean, rstd
+
+
+def row_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    start: int,
+    stop: int,
+    rms: bool,
+    want_affine: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    def affine(wanted: bool) -> Tensor:
+        shape = x.shape[start:stop] if wanted else (0,)
+        return torch.empty(shape, dtype=compute_dtype(x), device=x.device)
+
+    dweight, dbias = affine(want_affine), affine(want_affine and not rms)
+    if x.numel() == 0:
+        return torch.empty_like(x), dweight.zero_(), dbias.zero_()
+    seen, plan = _seen(x, start, stop)
+    dx = torch.empty_like(seen)
+    given = (_like(seen, dy), _like(seen, dtotal), seen, mean.contiguous(), rstd.contiguous(), _flat(weight))
+    wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
+    tensors = 2 if dtotal is None else 3
+    how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _shared(x.device))
+    if how is None:
+        _backward_long(*given, dx, *wanted, plan, rms)
+    else:
+        _backward_tile(*given, dx, *wanted, plan, rms, how)
+    return _given_back(dx, x, seen), dweight, dbias
+
+
+class _Shares:
+    """What each of `count` programs found of dweight and dbias, until it is added up: they, if it is one."""
+
+    def __init__(self, dweight: Tensor | None, dbias: Tensor | None, count: int, kept: int) -> None:
+        self.wanted, self.count, self.kept = (dweight, dbias), count, kept
+        self.dweight, self.dbias = dweight, dbias
+        if count == 1 or dweight is None:
+            return
+        vectors = 1 if dbias is None else 2
+        self.all = torch.empty((vectors, count, kept), dtype=dweight.dtype, device=dweight.device)
+        self.dweight, self.dbias = self.all[0], None if dbias is None else self.all[1]
+
+    def add_up(self) -> None:
+        dweight = self.wanted[0]
+        if self.count == 1 or dweight is None:
+            return
+        block = 64 // dweight.element_size()
+        programs = len(self.all) * -(-self.kept // block)
+        constants = {"COUNT": _SHARES, "BLOCK": block, "warps": 8}
+        arguments = (self.all, *self.wanted, self.count, self.kept)
+        launch(kernels.sum_shares, programs, dweight.device, *arguments, **constants)
+
+
+def _backward_tile(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    plan: Plan,
+    rms: bool,
+    how: tiles.Backward,
+) -> None:
+    outer, kept, inner = plan
+    count = how.tile.needed(outer, inner)
+    parts = 2 if how.halves else 1
+    programs = min(count, max(processors(x.device) * how.programs // parts, 1))
+    shares = _Shares(dweight, dbias, programs, kept)
+    launch(
+        kernels.backward_tile,
+        programs * parts,
+        x.device,
+        *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, outer, kept, inner, count),
+        RMS=rms,
+        **_constants(plan),
+        FOLD=how.fold,
+        HALVES=how.halves,
+        ROWS=how.tile.rows,
+        BLOCK=how.tile.block,
+        STAGES=how.stages,
+        warps=how.tile.warps,
+    )
+    shares.add_up()
+
+
+def _backward_long(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    plan: Plan,
+    rms: bool,
+) -> None:
+    outer, kept, inner = plan
+    tile = tiles.along(inner, x.element_size())
+    launch(
+        kernels.backward_long,
+        tile.needed(outer, inner),
+        x.device,
+        *(dy, dtotal, x, mean, rstd, weight, dx, outer, kept, inner),
+        RMS=rms,
+        **_constants(plan),
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        warps=tile.warps,
+    )
+    if dweight is None:
+        return
+    tile = tiles.shares(inner, x.element_size())
+    count, blocks = tile.needed(outer, inner), -(-kept // tile.block)
+    programs = min(count, max(4 * processors(x.device) // blocks, 1))
+    shares = _Shares(dweight, dbias, programs, kept)
+    launch(
+        kernels.backward_shares,
+        programs * blocks,
+        x.device,
+        *(dy, x, mean, rstd, shares.dweight, shares.dbias, outer, kept, inner, count, programs),
+        **_constants(plan),
+        ROWS=tile.rows,
+        BLOCK=tile.block,
+        warps=tile.warps,
+    )
+    shares.add_up()

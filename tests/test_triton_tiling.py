@@ -1,0 +1,135 @@
+"""How the per-channel Triton kernels are launched: every element once, 64-bit offsets, few variants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CASES
+
+from leannorm import functional, use_backend
+from leannorm._errors import BackendUnavailableError
+from leannorm.ops.backends import triton
+from leannorm.ops.select import explain, pick
+
+needs_triton = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
+H200 = 132
+
+RESNET = [(128, 64, 56), (128, 256, 56), (128, 512, 28), (128, 1024, 14), (128, 2048, 7)]
+SHAPES = [
+    *((n, c, s, s) for n, c, s in RESNET),
+    *(case.shape for case in CASES),
+    (2, 64, 28, 28), (1, 3, 1 << 32), (1 << 31, 3), (8192, 1024), (100000, 8, 4), (1, 128, 512, 512),
+]  # fmt: skip
+
+
+def plans(shape, contiguous, itemsize=2):
+    from leannorm.ops.backends.triton import tiling
+
+    more = (1, shape[1] // 4, shape[1]) if shape[0] < 1 << 20 else ()  # a program for each sample at least
+    groups = [0, *filter(None, more)]
+    return [tiling.planned(shape, g, contiguous, itemsize, H200) for g in groups if shape[1] % max(g, 1) == 0]
+
+
+@needs_triton
+@pytest.mark.parametrize("itemsize", [2, 4, 8])
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts_cover_all_tiles(shape, contiguous, itemsize):
+    for plan in plans(shape, contiguous, itemsize):
+        tiles = plan.tiling.tiles(plan.geometry)
+        for parts in (plan.moments, plan.sums, plan.mapping):
+            assert (parts.parts - 1) * parts.tiles < tiles <= parts.parts * parts.tiles
+            assert plan.programs(parts) < 2**31
+        for tiling in filter(None, (plan.tiling, plan.sets)):
+            block = tiling.block_channels * tiling.block_elements
+            assert block & (block - 1) == 0
+            assert block * itemsize <= 32 * 32 * tiling.warps or tiling.warps == 1
+            stride = plan.geometry.channels if tiling.columns else plan.geometry.inner
+            reach = (tiling.block_elements if tiling.columns else tiling.block_channels) * stride
+            assert tiling.wide == (reach > 2**31 - 1)
+            if tiling.columns:
+                assert tiling.block_channels % tiling.vector == 0 or tiling.vector < tiling.block_channels
+
+
+@needs_triton
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_batch_decides_nothing_that_is_compiled(contiguous):
+    for _, c, s in RESNET:
+        seen = {plans((n, c, s, s), contiguous)[0].tiling for n in (2, 3, 128, 1000)}
+        assert len(seen) == 1
+
+
+@needs_triton
+def test_large_inputs_fill_the_processors_and_small_ones_take_one_launch():
+    for n, c, s in RESNET:
+        for contiguous in (True, False):
+            plan = plans((n, c, s, s), contiguous)[0]
+            if plan.sets is None:
+                assert plan.programs(plan.moments) >= 3 * H200
+                assert plan.programs(plan.mapping) >= 3 * H200
+    for contiguous in (True, False):
+        batch, *_, instance = plans((2, 64, 28, 28), contiguous)
+        assert batch.sets is not None
+        assert instance.sets is not None
+    # a group's values fit the cache: no second reading from memory
+    from leannorm.ops.backends.triton import tiling
+
+    for contiguous in (True, False):
+        assert tiling.planned((32, 256, 32, 32), 32, contiguous, 2, H200).sets is not None
+
+
+@needs_triton
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("columns", [True, False])
+def test_a_tile_far_behind_2_to_the_31(columns):
+    import tile_probe
+
+    c, inner, samples = 48, 1 << 20, 4096
+    found = torch.zeros(2, dtype=torch.int64)
+    t = (samples * inner - 32) // 32 if columns else (samples - 1) * (inner // 32) + 7
+    tile_probe.probe[(1,)](found, t, c, inner, samples, COLUMNS=columns, BC=16, BE=32)
+    start = t * 32 * c + 16 if columns else ((samples - 1) * c + 16) * inner + 7 * 32
+    assert start > 2**31
+    assert found.tolist() == [start, t * 32 if columns else (samples - 1) * inner + 7 * 32]
+
+
+@needs_triton
+def test_only_by_name_does_an_interpreter_serve():
+    x = torch.randn(4, 6, 3, 3)
+    assert pick(x) is not triton
+    assert explain(x)["triton"] == ["the kernels run on CUDA, a tensor is on cpu"]
+    with use_backend("triton"):
+        assert pick(x) is triton
+        with pytest.raises(BackendUnavailableError, match="the kernels take float32"):
+            pick(x.to(torch.float8_e4m3fn))
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without one")
+def test_the_reason_without_a_device():
+    assert explain()["triton"] == ["the kernels run on CUDA, torch finds no such device"]
+
+
+@needs_triton
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_layers_train_by_name(layout):
+    """Autograd, running statistics and all: what a layer gives is what it gives without."""
+
+    def run():
+        torch.manual_seed(0)
+        x = torch.randn(4, 6, 5, 5).to(memory_format=layout).requires_grad_()
+        other = torch.randn(4, 6, 5, 5).to(memory_format=layout).requires_grad_()
+        weight, bias = torch.ones(6, requires_grad=True), torch.zeros(6, requires_grad=True)
+        mean, var = torch.zeros(6), torch.ones(6)
+        y = functional.batch_norm_act(x, mean, var, weight, bias, residual=other, training=True, act="relu")
+        y = functional.group_norm(y, 3, weight, bias)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, other.grad, weight.grad, bias.grad, mean, var]
+
+    with use_backend("reference"):
+        plain = run()
+    with use_backend("triton"):
+        ours = run()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
