@@ -31,9 +31,10 @@ def test_sums_are_the_plain_ones(channels, scale):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("count", [0.0, 24.0])
-def test_means_are_the_plain_ones(dtype, count):
-    total = torch.randn(1 + 2 * 9, dtype=F64)
-    weight = None if dtype is None else torch.randn(9).to(dtype)
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_means_are_the_plain_ones(dtype, count, channels):
+    total = torch.randn(1 + 2 * channels, dtype=F64)
+    weight = None if dtype is None else torch.randn(channels).to(dtype)
     given = total, weight, torch.tensor(count, dtype=F64)
     for got, want in zip(cpu.means_of(*given), reference.means_of(*given), strict=True):
         assert torch.equal(got, want)

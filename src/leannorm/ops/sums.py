@@ -55,6 +55,6 @@ def means_of(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tenso
 
     `total` is one value that is not read and the two sums, each added up.
     """
-    sums = total[1:].unflatten(0, (2, -1))
+    sums = total[1:].unflatten(0, (2, total.numel() // 2))
     p, q = (sums if weight is None else sums * weight.to(sums.dtype)) / count.clamp_min(1)
     return p, q
