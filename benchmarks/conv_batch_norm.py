@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from leannorm.demo.digits import load
 from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.memory import measure_step, time_step
+from leannorm.report.memory import measure_step
 from leannorm.report.numerics import largest_difference
+from leannorm.report.timing import time_step
 
 REACH = {"held": 0.60, "peak": 0.88, "time": 1.40}
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from leannorm.demo.network import DigitNetwork, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.memory import measure_step, time_step
+from leannorm.report.memory import measure_step
+from leannorm.report.timing import time_step
 from leannorm.saving import lean
 
 

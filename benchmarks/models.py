@@ -18,7 +18,8 @@ from typing import Any
 
 from benchmarks.lean import Side, network
 from leannorm import convert, keep_freed_memory, lean
-from leannorm.report.memory import measure_step, time_step
+from leannorm.report.memory import measure_step
+from leannorm.report.timing import time_step
 
 SETTINGS = {
     "stock": (contextlib.nullcontext, None),

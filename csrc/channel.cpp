@@ -159,7 +159,7 @@ struct Call {
 Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Optional& weight,
                          const Optional& bias, const Optional& residual, const std::string& act) {
   Call call(x, groups_of(mean), weight, bias, residual, act);
-  const Tensor y = torch::stable::empty_like(x);
+  const Tensor y = new_like(x);
   call.results(y, no_tensor(x));
   call.given_statistics(values(mean), values(rstd));
   in_one_pass(call.cut, [&](int64_t set, int64_t i) { call.normalize(set, i); });
@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, cons
                                                            const Optional& bias, const Optional& residual, double eps,
                                                            const std::string& act, int64_t groups) {
   Call call(x, groups, weight, bias, residual, act);
-  const Tensor y = torch::stable::empty_like(x);
+  const Tensor y = new_like(x);
   call.results(y, no_tensor(x));
   const auto sizes = statistics_sizes(call.s, groups);
   const Tensor mean = new_doubles(x, sizes), m2 = new_doubles(x, sizes), rstd = new_doubles(x, sizes);
@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
                                               const std::string& act, bool want_dz) {
   Call call(x, groups_of(mean), weight, bias, residual, act);
   call.backward(dy, x, out);
-  const Tensor dx = torch::stable::empty_like(x), dz = want_dz ? torch::stable::empty_like(x) : no_tensor(x);
+  const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
   const auto rstds = values(rstd), ps = values(p), qs = values(q);
   call.given_statistics(values(mean), rstds);
@@ -230,7 +230,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
                                                  const std::string& act, int64_t groups, bool want_dz) {
   Call call(x, groups, weight, bias, residual, act);
   call.backward(dy, x, out);
-  const Tensor dz = want_dz ? torch::stable::empty_like(x) : no_tensor(x);
+  const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
   const auto rstds = values(rstd);
   call.given_statistics(values(mean), rstds);
@@ -272,7 +272,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_backward(const Tensor& dy, co
                                                             const Optional& bias, const Optional& residual,
                                                             const Optional& out, const std::string& act,
                                                             int64_t groups, bool want_dz) {
-  const Tensor dx = torch::stable::empty_like(x);
+  const Tensor dx = new_like(x);
   auto [dweight, dbias, dz] =
       backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz);
   return {dx, dweight, dbias, dz};

@@ -77,7 +77,7 @@ struct Rows {
            reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
   }
 
-  Tensor like() const { return torch::stable::empty_like(x); }
+  Tensor like() const { return new_like(x); }
 
   // `other`, of x's shape, in x's dtype and layout.
   Tensor match(const Tensor& other) const {
@@ -99,7 +99,7 @@ struct Rows {
   // A result of the layout of `x`, in the layout that a tensor like `given` has.
   Tensor unmatch(Tensor result, const Tensor& given) const {
     if (!copied) return result;
-    Tensor out = torch::stable::empty_like(given);
+    Tensor out = new_like(given);
     torch::stable::copy_(out, result);
     return out;
   }
@@ -132,12 +132,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
                                                        int64_t start, int64_t stop, double eps, bool rms) {
   const ScalarType type = compute_type(given);
   Tensor mean = new_tensor(given, statistics_size(given, start, stop), type);
-  Tensor rstd = torch::stable::empty_like(mean);
+  Tensor rstd = new_like(mean);
   if (given.numel() == 0) {
     torch::stable::fill_(mean, 0);
     torch::stable::fill_(rstd, 1 / std::sqrt(eps));
-    Tensor total = residual ? torch::stable::empty_like(given) : no_tensor(given);
-    return {torch::stable::empty_like(given), total, mean, rstd};
+    Tensor total = residual ? new_like(given) : no_tensor(given);
+    return {new_like(given), total, mean, rstd};
   }
   const Rows rows(given, start, stop);
   const Tensor y = rows.like(), total = residual ? rows.like() : no_tensor(given);
@@ -174,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   if (given.numel() == 0) {
     torch::stable::zero_(dweight);
     torch::stable::zero_(dbias);
-    return {torch::stable::empty_like(given), dweight, dbias};
+    return {new_like(given), dweight, dbias};
   }
   const Rows rows(given, start, stop);
   const RowShape& shape = rows.shape;

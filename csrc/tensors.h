@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -32,8 +33,24 @@ inline ScalarType compute_type(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+// By the unboxed call of torch's shim: the boxed ones, by name, are a good part of a small call's time.
+inline Tensor new_tensor(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type) {
+  auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      aoti_torch_aten_new_empty(like.get(), sizes, dims, &code, nullptr, nullptr, 0, nullptr, &handle));
+  return Tensor(handle);
+}
 inline Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes), type);
+  return new_tensor(like, sizes.data(), sizes.size(), type);
+}
+// As x, in its layout where that is dense.
+inline Tensor new_like(const Tensor& x) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  int64_t expected = 1;
+  for (int64_t d = sizes.size(); d-- > 0; expected *= std::max<int64_t>(sizes[d], 1))
+    if (strides[d] != expected) return torch::stable::empty_like(x);
+  return new_tensor(x, sizes.data(), sizes.size(), x.scalar_type());
 }
 inline Tensor no_tensor(const Tensor& like) { return new_tensor(like, {0}, like.scalar_type()); }
 

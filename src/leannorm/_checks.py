@@ -131,8 +131,11 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 
 def parameters(input: Tensor, **tensors: Tensor | None) -> None:
     """Every one given is floating point, on the input's device, with one entry per channel."""
+    shape, device = input.shape[1:2], input.device
     for name, tensor in tensors.items():
-        if tensor is not None:
+        if tensor is None:
+            continue
+        if not (tensor.is_floating_point() and tensor.device == device and tensor.shape == shape):
             floating(name, tensor)
             same_device(name, tensor, input)
             channels(name, tensor, input)

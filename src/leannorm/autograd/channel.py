@@ -8,6 +8,7 @@ keeps anyway) where that tells the derivative, else the residual. Statistics are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import reference
 from leannorm.ops.layout import memory_format
-from leannorm.ops.plan import channel_plan
+from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
 
@@ -25,16 +26,11 @@ def twice_differentiable() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def recorded(*tensors: Tensor | None) -> bool:
-    """Does autograd record this call? Without it a Function only costs time."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
     """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
     return [
-        gradient.to(dtype) if need and gradient is not None else None
-        for gradient, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
+        (g if g.dtype == dtype else g.to(dtype)) if need and g is not None else None
+        for g, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
     ]
 
 
@@ -186,5 +182,4 @@ def channel_affine(
 
 def values_per_channel(x: Tensor) -> int:
     """How many values stand behind each channel's statistics."""
-    plan = channel_plan(x.shape)
-    return plan.outer * plan.inner
+    return x.shape[0] * prod(x.shape[2:])

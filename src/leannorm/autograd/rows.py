@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leannorm.autograd.channel import twice_differentiable
 from leannorm.ops.backends import reference
+from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
 
@@ -60,13 +61,11 @@ def _grads(
 ) -> tuple[Tensor | None, ...]:
     """One gradient for each argument of `forward`, in that argument's dtype, where it is wanted."""
     found = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, ctx.dtypes, strict=False)
-    grads = (g.to(dtype) if wanted and g is not None else None for g, wanted, dtype in found)
+    grads = [
+        (g if g.dtype == dtype else g.to(dtype)) if wanted and g is not None else None
+        for g, wanted, dtype in found
+    ]
     return (*grads, None, None, None, None)
-
-
-def _recorded(*tensors: Tensor | None) -> bool:
-    """Will anybody ask for a gradient? An autograd function costs more than the norm of a small tensor."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def row_norm(
@@ -82,7 +81,7 @@ def row_norm(
     """y and x + residual (x where there is none), differentiable in every way torch knows."""
     tensors = (x, residual, weight, bias)
     looked_into = transformed(*tensors)
-    if looked_into or not _recorded(*tensors):
+    if looked_into or not recorded(*tensors):
         backend = reference if looked_into else pick(*tensors)
         y, total, _, _ = backend.row_forward(*tensors, start, stop, eps, rms)
         return y, total

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
-from leannorm._types import Moments
 from leannorm.autograd.channel import (
     gradients_in_dtype,
     keep_for_backward,
@@ -26,7 +25,6 @@ from leannorm.distributed.collective import add_up
 from leannorm.ops.backends import reference
 from leannorm.ops.modes import rebuilding
 from leannorm.ops.select import pick, transformed
-from leannorm.ops.sums import moments_of, sums_of
 
 
 class Shared(NamedTuple):
@@ -34,7 +32,6 @@ class Shared(NamedTuple):
 
     sums: Tensor
     total: Tensor
-    total_count: Tensor
 
 
 class Sharing(NamedTuple):
@@ -63,19 +60,17 @@ class AddUp(torch.autograd.Function):
     """`add_up`, differentiable any number of times: its gradient adds up over the ranks as well."""
 
     @staticmethod
-    def forward(sums: Tensor, count: int, group: str, call: Call) -> tuple[Tensor, Tensor]:
-        total, total_count = add_up(sums, count, group, call)
-        return total.clone(), total_count.clone()
+    def forward(sums: Tensor, count: int, group: str, call: Call) -> Tensor:
+        return add_up((sums,), count, group, call).clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, _, ctx.group, ctx.call = inputs
-        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call._replace(what=f"gradient of {ctx.call.what}")
-        return AddUp.apply(gradient.contiguous(), 0, ctx.group, call)[0], None, None, None
+        return AddUp.apply(gradient[1:].contiguous(), 0, ctx.group, call)[1:], None, None, None
 
 
 class SyncNorm(torch.autograd.Function):
@@ -94,10 +89,8 @@ class SyncNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.backend = pick(x, weight, bias, residual)
         local = ctx.backend.channel_moments(x)
-        total, count = _shared(sums_of(local), local.count, sharing, x)
-        moments = moments_of(total, count)
-        mean, m2 = moments.mean, moments.m2
-        rstd = reference.rstd_of(moments, eps)
+        total = _shared(ctx.backend.sums_of(local), local.count, sharing, x)
+        mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
         y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, count)
         ctx.eps, ctx.sharing = eps, sharing
@@ -108,37 +101,38 @@ class SyncNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias, residual, out, count = ctx.saved_tensors
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
-        backend, total = ctx.backend, add_up
-        if twice_differentiable():
-            backend, total = reference, AddUp.apply
-            moments, _ = _moments(x, sharing, sharing.call("moments to differentiate twice", x))
-            mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
+        backend, twice = ctx.backend, twice_differentiable()
+        if twice:
+            backend, call = reference, sharing.call("moments to differentiate twice", x)
+            mean, _, rstd, _ = _moments(x, ctx.eps, sharing, call)
         statistics = (x, mean, rstd, weight, bias, residual, out)
         dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
         dx = dz = None
         if needed[0]:
             call = sharing.call("backward", x)
-            sums, _ = total(torch.cat((dbias, dweight)), 0, sharing.group, call)
-            sum_dz, sum_dz_xhat = sums.chunk(2)
-            p, q = reference.channel_means(sum_dz, sum_dz_xhat, weight, 0, count)
+            if twice:
+                total = AddUp.apply(torch.cat((dbias, dweight)), 0, sharing.group, call)
+            else:
+                total = add_up((dbias, dweight), 0, sharing.group, call)
+            p, q = backend.means_of(total, weight, count)
             dx, dz = backend.channel_input_grad(dy, *statistics, p, q, ctx.act, want_dz=needed[3])
         elif needed[3]:
             _, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=True)
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
 
 
-def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> tuple[Tensor, Tensor]:
+def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; when a backward pass repeats a forward pass, those that it had."""
-    if sharing.seen is None or not (rebuilding() or _may_be_repeated()):
-        return add_up(sums, count, sharing.group, sharing.forward_call(x))
+    if sharing.seen is None:
+        return add_up((sums,), count, sharing.group, sharing.forward_call(x))
     with _disable_current_modes():  # selective checkpointing expects both passes' operations to be equal
         if not rebuilding():
-            total, total_count = add_up(sums, count, sharing.group, sharing.forward_call(x))
-            sharing.seen.append(Shared(sums, total.clone(), total_count))
-            return total, total_count
+            total = add_up((sums,), count, sharing.group, sharing.forward_call(x))
+            sharing.seen.append(Shared(sums, total.clone()))
+            return total
         for seen in reversed(sharing.seen):
             if torch.equal(seen.sums, sums):
-                return seen.total, seen.total_count
+                return seen.total
     raise SyncError(
         f"{sharing.forward_call(x)}: a backward pass repeats a forward pass that is not among the last "
         f"{len(sharing.seen)} of this layer, or not with the same input; make what is checkpointed "
@@ -147,18 +141,21 @@ def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> tuple[Tens
 
 
 def _may_be_repeated() -> bool:
-    """Is a checkpoint around this pass? One kind runs it without gradients, the other under its hooks."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return not torch.is_grad_enabled() or (
-        hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    """Can a checkpoint be around this pass? One kind runs it without gradients, the other under hooks.
+
+    Others' hooks may hide a checkpoint's. Asked before autograd's Function, which runs without gradients.
+    """
+    return (
+        not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     )
 
 
-def _moments(x: Tensor, sharing: Sharing, call: Call) -> tuple[Moments, Tensor]:
-    """The moments and count of all ranks' inputs, in plain torch operations that can be differentiated."""
+def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, M2, rstd and count of all ranks' inputs, in plain torch operations that can be differentiated."""
     local = reference.channel_moments(x)
-    total, count = AddUp.apply(sums_of(local), local.count, sharing.group, call)
-    return moments_of(total, count), count
+    total = AddUp.apply(reference.sums_of(local), local.count, sharing.group, call)
+    mean, m2, rstd, count = reference.moments_of(total, eps)
+    return mean, m2, rstd, count.detach()
 
 
 def sync_norm(
@@ -172,10 +169,11 @@ def sync_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, weight, bias, residual):
-        moments, count = _moments(x, sharing, sharing.forward_call(x))
-        rstd = reference.rstd_of(moments, eps)
-        y = reference.channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
-        return y, moments.mean, moments.m2, count
+        mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
+        y = reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        return y, mean, m2, count
+    if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
+        sharing = sharing._replace(seen=None)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(
         x, weight, bias, residual, eps, act, sharing
     )

@@ -17,8 +17,9 @@ from leannorm._errors import InputError
 from leannorm.demo.digits import Digits, load
 from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.memory import check_device, measure_step, time_step
+from leannorm.report.memory import check_device, measure_step
 from leannorm.report.numerics import largest_difference
+from leannorm.report.timing import time_step
 from leannorm.saving import lean
 
 # Relative, in float64: rounding through this network stays under 1e-12, a missing term shows at 1e-3.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +13,20 @@ from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
 
 
-def add_up(sums: Tensor, count: int, group: str, call: Call) -> tuple[Tensor, Tensor]:
-    """(C,) float64 sums and the count, added up over the ranks of the process group named `group`."""
+def add_up(sums: Sequence[Tensor], count: int, group: str, call: Call) -> Tensor:
+    """The count, and behind it the float64 sums, added up over the ranks of the process group named `group`.
+
+    A view of the whole message: whoever keeps it for long, copies it.
+    """
     if torch.compiler.is_compiling():
         total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, count, group, *call)
-    else:
-        total = statistics_group(group, call).all_reduce(sums, count, call)
-    return total[1:], total[0].clone()  # what is kept for long shall not keep the whole message
+        return total
+    return statistics_group(group, call).all_reduce(sums, count, call)
 
 
 @torch.library.custom_op("leannorm::add_up_over_ranks", mutates_args=())
 def _add_up_over_ranks(
-    sums: Tensor,
+    sums: Sequence[Tensor],
     count: int,
     group: str,
     layer: str,
@@ -39,7 +42,7 @@ def _add_up_over_ranks(
 
 @_add_up_over_ranks.register_fake
 def _(
-    sums: Tensor,
+    sums: Sequence[Tensor],
     count: int,
     group: str,
     layer: str,
@@ -48,7 +51,7 @@ def _(
     timeout: float,
     debug: bool,
 ) -> Tensor:
-    return sums.new_empty(len(sums) + 1)
+    return sums[0].new_empty(sum(len(s) for s in sums) + 1)
 
 
 # Without data between them (an empty batch) the compiler may put the layers' sums in another order than on

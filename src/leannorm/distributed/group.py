@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.distributed.distributed_c10d import GroupName
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import meeting
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
+from leannorm.ops.modes import capturing
+
+_Key = tuple[Call, int, int, torch.device]  # the call, its count, the size asked for
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
@@ -69,30 +73,34 @@ class StatisticsGroup:
         self.unfinished: list[Any] = []  # work that may still write to its buffer
         self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
         self._first: int | None = None
-        self._headers: dict[tuple[Call, int, int, torch.device], Tensor] = {}
+        self._zeros: dict[torch.device, Tensor] = {}
+        self._headers: dict[_Key, tuple[Call, Tensor]] = {}
         meeting.gather(self, call, self._seconds(call))
         self.communicator = dist.new_group(
             dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
         )
 
-    def all_reduce(self, sums: Tensor, count: int, call: Call) -> Tensor:
-        """(1 + len(sums),): the count and the sums, added up over the ranks; raises where ranks disagree."""
+    def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
+        """The count and behind it the sums, added up over the ranks; raises where ranks disagree."""
+        device = sums[0].device
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
-        if sums.device.type not in self.devices:
+        if device.type not in self.devices:
             raise InputError(
                 f"the process group's backend ({self.backend}) must have collectives for the input's device "
-                f"{sums.device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
+                f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
             )
         self.own_calls += 1
-        call = self._identified(call)
-        self._read_headers(wait=False)
-        room = HEADER + len(sums)
+        room = HEADER + sum(s.numel() for s in sums)
+        if capturing(sums[0]):
+            self._check_capture((call, count, 0, device), room)
+        else:
+            self._read_headers(wait=False)
         if room > self.size:
             size = message_size(call.channels)
-            self._exchange(sums.new_zeros(0), 0, call, size)
+            self._exchange((), HEADER, 0, call, device, size)
             self.size = size
-        return self._exchange(sums, count, call)[HEADER - 1 : room]
+        return self._exchange(sums, room, count, call, device)[HEADER - 1 : room]
 
     def shadow(self, device: torch.device) -> None:
         """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
@@ -124,20 +132,39 @@ class StatisticsGroup:
             return here
         return torch.device(there.type, torch.accelerator.current_device_index())
 
-    def _exchange(self, sums: Tensor, count: int, call: Call, size: int = 0) -> Tensor:
-        padding = sums.new_zeros(self.size - HEADER - len(sums))
-        total = torch.cat((self._header(call, count, size, sums.device), sums, padding))
+    def _exchange(
+        self, sums: Sequence[Tensor], room: int, count: int, call: Call, device: torch.device, size: int = 0
+    ) -> Tensor:
+        call, header = self._header(call, count, size, device)
+        total = torch.cat((header, *sums, self._zeros_on(device)[room:]))
         self._sum(total, call)
+        if capturing(total):  # the host does not see the steps that will be replayed, nor their headers
+            return total
         if total.device.type == "cpu":
             self._inspect(total[:HEADER].tolist(), call, self.number)
         else:
-            header = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
-            header.copy_(total[:HEADER], non_blocking=True)
+            arrived = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
+            arrived.copy_(total[:HEADER], non_blocking=True)
             event = torch.Event(device=total.device)
             event.record()
-            self.unread.append((self.number, call, header, event))
+            self.unread.append((self.number, call, arrived, event))
             self._read_headers(wait=call.debug or size > 0)
         return total
+
+    def _check_capture(self, key: _Key, room: int) -> None:
+        """Nothing may be waited for, sent from the host or made anew while a CUDA graph is captured."""
+        call, count, *_ = key
+        call = self._identified(call)
+        if call.debug:
+            raise InputError(
+                f"debug_consistency waits for every sum, which cannot be captured in a CUDA graph ({call}): "
+                "turn it off for the capture"
+            )
+        if room > self.size or key not in self._headers:
+            raise InputError(
+                f"{call} with {count} values a channel was not called before this CUDA graph's capture, "
+                "which cannot make room or send what is new: run a training step of these shapes before it"
+            )
 
     def _sum(self, total: Tensor, call: Call) -> None:
         self.number += 1
@@ -201,11 +228,23 @@ class StatisticsGroup:
         self._first = number if self._first is None else self._first
         return call._replace(layer=f"#{number - self._first + 1}")
 
-    def _header(self, call: Call, count: int, size: int, device: torch.device) -> Tensor:
-        """Kept on the device: sending it there anew would make the host wait for the device."""
+    def _header(self, call: Call, count: int, size: int, device: torch.device) -> tuple[Call, Tensor]:
+        """The call as the ranks know it, and what it says in front of its sums.
+
+        Kept on the device: sending it there anew would make the host wait for the device.
+        """
         key = call, count, size, device
         if key not in self._headers:
             if len(self._headers) > 4096:
                 self._headers.clear()
-            self._headers[key] = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
+            call = self._identified(call)
+            header = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
+            self._headers[key] = call, header
         return self._headers[key]
+
+    def _zeros_on(self, device: torch.device) -> Tensor:
+        """What fills a message up, behind its sums."""
+        zeros = self._zeros.get(device)
+        if zeros is None or zeros.numel() != self.size:
+            zeros = self._zeros[device] = torch.zeros(self.size, dtype=torch.float64, device=device)
+        return zeros

@@ -206,7 +206,7 @@ def _batch_norm_act(
     sharing: Sharing | None = None,
 ) -> Tensor:
     if not training and running_mean is not None and running_var is not None:
-        mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
+        mean, rstd = running_mean_and_rstd(running_mean, running_var, eps)
         return channel_affine(input, mean, rstd, weight, bias, residual, act)
     count: int | Tensor
     if sharing is None:

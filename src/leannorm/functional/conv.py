@@ -102,7 +102,7 @@ def conv_batch_norm(
     if training:
         _checks.more_than_one_value(input, count)
     elif running_mean is not None and running_var is not None:
-        mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
+        mean, rstd = running_mean_and_rstd(running_mean, running_var, eps)
         if outside:
             rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
     device = input.device.type

@@ -106,7 +106,7 @@ def instance_norm(
     _checks.non_negative_eps(eps)
     _checks.momentum(momentum)
     if not use_input_stats and running_mean is not None and running_var is not None:
-        mean, rstd = running_mean_and_rstd(input, running_mean, running_var, eps)
+        mean, rstd = running_mean_and_rstd(running_mean, running_var, eps)
         return channel_affine(input, mean, rstd, weight, bias, None, "identity")
     _checks.more_than_one_spatial_element(input)
     return _by_own_statistics(input, running_mean, running_var, weight, bias, momentum, eps)

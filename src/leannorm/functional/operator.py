@@ -140,7 +140,7 @@ def _batch_norm_op(
 def _by_estimates(
     x: Tensor, mean: Tensor, var: Tensor, scale: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> Tensor:
-    mean, rstd = running_mean_and_rstd(x, mean, var, epsilon)
+    mean, rstd = running_mean_and_rstd(mean, var, epsilon)
     return channel_affine(x, mean, rstd, scale, bias, None, "identity")
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from leannorm.ops.backends import reference
 from leannorm.ops.modes import rebuilding, transformed
-from leannorm.ops.precision import statistics_dtype
+from leannorm.ops.select import pick
 
 
-def running_mean_and_rstd(
-    input: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """The constants of evaluation, copied, so that later training may change the buffers."""
-    dtype = statistics_dtype(input)
-    mean = running_mean.detach().to(dtype, copy=True)
-    return mean, torch.rsqrt(running_var.detach().to(dtype) + eps)
+def running_mean_and_rstd(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The constants of evaluation; no gradient goes to them."""
+    mean, var = (v.detach() if v.requires_grad else v for v in (running_mean, running_var))
+    constants: tuple[Tensor, Tensor] = _serving(mean, var).constants_of(mean, var, eps)
+    return constants
+
+
+def _serving(*tensors: Tensor | None) -> ModuleType:
+    """Plain torch where somebody looks inside: a transform, or a compiler, which fuses it with more."""
+    if torch.compiler.is_compiling() or transformed(*tensors):
+        return reference
+    return pick(*tensors)
 
 
 def update_running_statistics(
@@ -29,53 +35,11 @@ def update_running_statistics(
     m2: Tensor,
     count: int | Tensor,
 ) -> None:
-    """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
+    """Move the running statistics towards a batch's, in place, and for what is not None.
 
-    In place, and for what is not None. `momentum=None` weighs the batch by 1 / the number of batches,
-    computed on the device. An empty batch is counted and moves nothing. A forward pass that a backward
-    pass repeats, to rebuild what was not kept, does nothing a second time.
+    A forward pass that a backward pass repeats, to rebuild what was not kept, does nothing a second time.
     """
-    if rebuilding():
+    if rebuilding() or (running_mean is None and num_batches_tracked is None):
         return
-    if running_mean is not None and running_var is not None and not (isinstance(count, int) and count == 0):
-        factor: float | Tensor = 0.0 if momentum is None else momentum
-        if momentum is None and num_batches_tracked is not None:
-            factor = (num_batches_tracked.to(mean.dtype) + 1).reciprocal()
-        degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-        if isinstance(count, Tensor):  # on the device: empty on all ranks
-            factor = (count > 0).to(count.dtype) * factor
-        for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
-            _move(running, value.detach() if value.requires_grad else value, factor)
-    if num_batches_tracked is not None:
-        with _outside_of_transforms(num_batches_tracked):
-            num_batches_tracked.add_(1)
-
-
-def _move(running: Tensor, value: Tensor, factor: float | Tensor) -> None:
-    value = _unwrapped(value, running)
-    dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
-    weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
-    with _outside_of_transforms(running, value):
-        if running.dtype == dtype and not transformed(running, value):  # lerp_ has no batching rule
-            running.lerp_(value.to(dtype), weight)
-        else:
-            running.copy_(torch.lerp(running.to(dtype), value.to(dtype), weight))
-
-
-def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
-    """The plain tensor inside torch.func.grad's wrapper, where the buffer is outside of the transform."""
-    functorch = torch._C._functorch
-    if torch.compiler.is_compiling() or functorch.is_functorch_wrapped_tensor(buffer):
-        return value
-    while functorch.is_gradtrackingtensor(value):
-        value = functorch.get_unwrapped(value)
-    return value
-
-
-def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
-    """Lets torch.func.grad write a buffer, where neither it nor the value belongs to a transform."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
-        return nullcontext()
-    return torch._C._DisableFuncTorch()
+    backend = _serving(running_mean, running_var, mean)
+    backend.move_running(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)

@@ -11,9 +11,22 @@ def transformed(*tensors: Tensor | None) -> bool:
     """Is a functorch transform or forward-mode AD at work? Then only plain torch operations will do."""
     if torch.compiler.is_compiling():
         return False
-    return forward_ad._current_level >= 0 or any(
-        t is not None and torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors
-    )
+    if forward_ad._current_level >= 0:
+        return True
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    for t in tensors:  # noqa: SIM110 (a generator would cost as much again)
+        if t is not None and wrapped(t):
+            return True
+    return False
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Does autograd record this call? Without it a Function only costs time."""
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def differentiable(*tensors: Tensor | None) -> bool:
@@ -24,3 +37,8 @@ def differentiable(*tensors: Tensor | None) -> bool:
 def rebuilding() -> bool:
     """Does a backward pass run this forward pass again (checkpointing), for what it did not keep?"""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def capturing(x: Tensor) -> bool:
+    """Is a CUDA graph being captured, in which nobody may wait for the device or send it anything new?"""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()

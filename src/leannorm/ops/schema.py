@@ -46,6 +46,18 @@ _SCHEMAS = (
 
 OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 
+# what happens to statistics between two kernels (ops/sums.py, ops/running.py) as one call each; on the CPU
+_BETWEEN = (
+    "move_running_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum,"
+    " Tensor mean, Tensor m2, int count, Tensor? total_count) -> ()",
+    "constants_of(Tensor running_mean, Tensor running_var, float eps) -> (Tensor mean, Tensor rstd)",
+    "sums_of(Tensor mean, Tensor m2, int count) -> Tensor",
+    "moments_of(Tensor total, float eps) -> (Tensor mean, Tensor m2, Tensor rstd, Tensor count)",
+    "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
+)
+for _schema in _BETWEEN:
+    LIBRARY.define(_schema)
+
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.new_empty(shape, dtype=statistics_dtype(x))
@@ -202,3 +214,40 @@ def _(
         return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
 
     return torch.empty_like(x), affine(want_affine), affine(want_affine and not rms)
+
+
+@_fake("move_running_")
+def _(
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches: Tensor | None,
+    momentum: float | None,
+    mean: Tensor,
+    m2: Tensor,
+    count: int,
+    total_count: Tensor | None,
+) -> None:
+    return None
+
+
+@_fake("constants_of")
+def _(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mean, rstd = (_statistics(running_mean, tuple(running_mean.shape)) for _ in range(2))
+    return mean, rstd
+
+
+@_fake("sums_of")
+def _(mean: Tensor, m2: Tensor, count: int) -> Tensor:
+    return mean.new_empty(4 * mean.numel())
+
+
+@_fake("moments_of")
+def _(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, m2, rstd = (total.new_empty(total.numel() // 4) for _ in range(3))
+    return mean, m2, rstd, total.new_empty(())
+
+
+@_fake("means_of")
+def _(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
+    p, q = (total.new_empty(total.numel() // 2) for _ in range(2))
+    return p, q

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
@@ -14,6 +15,7 @@ from leannorm.ops.backends import BACKENDS
 from leannorm.ops.modes import transformed as transformed
 
 AUTO = "auto"
+_PICKED: dict[Hashable, ModuleType] = {}
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
 
 
@@ -48,8 +50,19 @@ def pick(*tensors: Tensor | None) -> ModuleType:
         if reasons:
             raise BackendUnavailableError(_chosen, reasons)
         return backend
+    if torch.compiler.is_compiling():
+        return _first(tensors)
+    # asked at every call, and answered by nothing else of the tensors
+    kinds = tuple(None if t is None else (t.device, t.dtype, t.layout) for t in tensors)
+    found = _PICKED.get(kinds)
+    if found is None:
+        found = _PICKED[kinds] = _first(tensors)
+    return found
+
+
+def _first(tensors: tuple[Tensor | None, ...]) -> ModuleType:
     for backend in BACKENDS.values():
-        if not backend.why_not(*tensors):
+        if backend.serves(*tensors):
             return backend
     raise AssertionError("the reference serves every call")
 

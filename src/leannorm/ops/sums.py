@@ -31,8 +31,12 @@ def sums_of(moments: Moments) -> Tensor:
     return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
 
 
-def moments_of(sums: Tensor, count: Tensor) -> Moments:
-    """The moments of the union of all sets whose `sums_of` and counts were added up; zeros of none."""
+def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean, M2, rstd and count of the union of all sets; zeros of none.
+
+    `total` is the count and the `sums_of` of the sets, each added up.
+    """
+    count, sums = total[0].detach().clone(), total[1:]  # a copy, which keeps no message beyond this call
     n_lead, n_rest, square_lead, square_rest = sums.chunk(4)
     n = count.clamp_min(1)
     lead = _leading_bits((n_lead + n_rest) / n)
@@ -42,4 +46,15 @@ def moments_of(sums: Tensor, count: Tensor) -> Moments:
     left = n_left / n
     between = torch.addcmul(square_lead, n_merged, lead, value=-1)
     between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
-    return Moments(lead + left, (square_rest + between).clamp_min(0), count)
+    m2 = (square_rest + between).clamp_min(0)
+    return lead + left, m2, torch.rsqrt(m2 / n + eps), count
+
+
+def means_of(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
+    """p and q of the input gradient: the sums of dz and of dz*xhat, weighted, over the count of all sets.
+
+    `total` is one value that is not read and the two sums, each added up.
+    """
+    sums = total[1:].unflatten(0, (2, total.numel() // 2))
+    p, q = (sums if weight is None else sums * weight.to(sums.dtype)) / count.clamp_min(1)
+    return p, q

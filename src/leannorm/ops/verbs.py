@@ -32,6 +32,14 @@ def why_not_these(*tensors: Tensor | None) -> list[str]:
     return reasons
 
 
+def all_are(where: str, *tensors: Tensor | None) -> bool:
+    """Are these tensors such as compiled kernels take, and "is_cpu", or "is_cuda"? Asked in every call."""
+    for t in tensors:
+        if t is not None and not (getattr(t, where) and t.dtype in DTYPES and t.layout == torch.strided):
+            return False
+    return True
+
+
 def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
@@ -48,7 +56,8 @@ def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
         return None
-    other = other.to(x.dtype)
+    if other.dtype != x.dtype:
+        other = other.to(x.dtype)
     if x.is_contiguous():
         return other.contiguous()
     return other if _channels_last(other) else other.movedim(1, -1).contiguous().movedim(-1, 1)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from leannorm import functional
 from leannorm.ops.select import explain, use_backend
+from leannorm.report.answers import poisoned_memory, within_budget
 from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.memory import time_step
+from leannorm.report.timing import device_seconds, sets_past_the_cache
 
 _TENSORS_MOVED = 5  # at least: x read and y written, then x and dy read and dx written
 
@@ -80,7 +81,9 @@ def bench(
 ) -> Iterator[Timing]:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
-    A backend whose answer is wrong is not timed (its seconds are None). Freed memory is kept from then on.
+    A backend whose answer is wrong is not timed (its seconds are None); answers are checked on memory full
+    of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on the device, on
+    tensors that its cache does not hold. Freed memory is kept from then on.
 
     >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
     >>> [timing.correct for timing in bench(turns=1, cases=[small])][0]
@@ -101,20 +104,23 @@ def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> 
     stock = _answers(case.torchs, leaves, dy)
     correct = {"torch": True}
     for name in serving:
-        with use_backend(name):
-            correct[name] = _within_budget(_answers(case.ours, leaves, dy), stock, exact)
-    runs = {"torch": partial(_answers, case.torchs, leaves, dy)}
-    runs |= {name: partial(_answers, case.ours, leaves, dy) for name in serving if correct[name]}
+        with use_backend(name), poisoned_memory():
+            correct[name] = within_budget(_answers(case.ours, leaves, dy), stock, exact)
+    sets = [(leaves, dy)]
+    for _ in range(sets_past_the_cache(4 * x.nbytes, device) - 1):
+        sets.append(([x.detach().clone().requires_grad_(), *leaves[1:]], dy.clone()))
+    sides = {"torch": case.torchs} | {name: case.ours for name in serving if correct[name]}
+    runs = {name: [partial(_answers, side, *each) for each in sets] for name, side in sides.items()}
+    targets = [torch.empty_like(dy) for _ in sets]
+    copy_calls = [partial(target.copy_, each[1]) for target, each in zip(targets, sets, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    copies = []
-    target = torch.empty_like(dy)
-    for turn in range(turns + 2):  # the first two warm up
-        for name, run in runs.items():
+    copies: list[float] = []
+    for turn in range(turns + 2):  # the first two warm up; the sides take turns
+        for name, calls in runs.items():
             with use_backend(name) if name != "torch" else nullcontext():
-                taken = time_step(run, device)
-            if turn >= 2:
-                seconds[name].append(taken)
-        copies.append(time_step(lambda: target.copy_(dy), device))
+                taken = device_seconds(calls, device, len(calls))
+            seconds[name] += taken if turn >= 2 else []
+        copies += device_seconds(copy_calls, device, len(copy_calls))
     floor = median(copies) * _TENSORS_MOVED / 2  # a copy moves two tensors
     for name, right in correct.items():
         took = median(seconds[name]) if right else None
@@ -133,13 +139,3 @@ def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> 
 def _answers(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
     y = run(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
-
-
-def _within_budget(ours: Sequence[Tensor], torchs: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
-    def off(a: Tensor, b: Tensor) -> float:
-        return float((a.double() - b).abs().max())
-
-    return all(
-        off(a, e) <= 2 * off(b, e) + torch.finfo(a.dtype).eps / 2 * float(e.abs().max())
-        for a, b, e in zip(ours, torchs, exact, strict=True)
-    )

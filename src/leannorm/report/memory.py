@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -77,7 +76,10 @@ def _measure_cuda(
 def _measure_cpu(forward: Callable[[], Tensor], backward: Callable[[Tensor], object]) -> StepMemory:
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    with _quiet_profiler(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with (
+        _quiet_profiler(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded,
+    ):
         with record_function(_MARK):
             loss = forward()
         backward(loss)
@@ -125,17 +127,17 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        usable = "cpu or cuda" if torch.cuda.is_available() else "cpu"
-        raise InputError(f"torch cannot use device {device!r} here: choose {usable}") from None
+        raise InputError(f"torch cannot use device {device!r} here{_why(device)}") from None
 
 
-def time_step(step: Callable[[], object], device: torch.device | str = "cpu") -> float:
-    """Seconds that one call of `step` takes, the device's queue waited for on both sides."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+def _why(device: str) -> str:
+    if torch.cuda.is_available():
+        there = torch.cuda.device_count()
+        return f": choose cpu or cuda ({there} of them, from cuda:0 on)"
+    if not device.startswith("cuda"):
+        return ": choose cpu"
+    if torch.version.cuda is None and torch.version.hip is None:
+        reason = f"torch {torch.__version__} is built without CUDA; install a build with it, or"
+    else:
+        reason = "torch finds no GPU or no driver, as `nvidia-smi` would; mend that, or"
+    return f" ({reason} choose cpu)"

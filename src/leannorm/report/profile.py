@@ -18,10 +18,11 @@ from leannorm._errors import InputError
 from leannorm.report.files import write_text
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.layers import Layer, Operation, StockCount, by_layer, by_operation
-from leannorm.report.memory import measure_step, time_step
+from leannorm.report.memory import measure_step
 from leannorm.report.models import mean_square
 from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
+from leannorm.report.timing import time_step
 
 
 @dataclass

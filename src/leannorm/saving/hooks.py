@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import own, views  # noqa: F401  (own registers its recipes)
+from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.policy import Policy, Record
-from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT
+from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
 from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
 SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
@@ -47,12 +48,18 @@ class Packing:
         if tensor.dtype == torch.int64 and type(tensor) in _PLAIN:
             # a narrow copy beside the caller's own tensor would be memory added
             alone = sys.getrefcount(tensor) <= views.references_when_alone()
-            return self._hold_narrowed(tensor).used() if alone else self._hold(tensor)
+            if alone and not asynchronous(tensor):
+                return self._hold_narrowed(tensor).used()
+            value = self._hold(tensor)
+            value.alone = alone
+            return value.used()
         node = tensor.grad_fn
         if node is None and tensor.requires_grad:  # a parameter, most often: nothing to rebuild or count
             return held(tensor)
         if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
-            return self._hold(tensor)
+            value = self._hold(tensor)
+            value.eps = eps_of_call(sys._getframe(1))
+            return value
         seen_as = layout(tensor)
         call = (node.name(), *seen_as)
         self.calls.append(call)
@@ -63,7 +70,7 @@ class Packing:
         may = self.choose is None or self.choose(len(self.calls) - 1, call)
         self._missing.clear()
         value = (self._rebuilt(tensor, node, known, seen_as) if may else None) or self._hold(tensor)
-        value.layout, value.place = seen_as, len(self.records)
+        value.layout, value.place, value.eps = seen_as, len(self.records), eps_of_call(sys._getframe(1))
         self._record(value, tensor)
         register(node, tensor.output_nr, weakref.ref(value))
         if value.step is None:
@@ -96,6 +103,23 @@ class Packing:
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
         return value
+
+    def _narrow_positions(self, node: Any) -> None:
+        """Where windows had their maxima, in as few bytes as positions in the input need.
+
+        For devices, where a look at the numbers themselves would stall the step.
+        """
+        value = saved(node, "result1")
+        if value is None or not value.alone or value.tensor is None or value.tensor.numel() < SMALLEST:
+            return
+        tensor = value.tensor
+        step = views.narrowed_positions(tensor, node)
+        if step is not None:
+            narrow = step.inputs[0]
+            assert narrow.tensor is not None
+            value.becomes(step)
+            self.ledger.holds(narrow, narrow.tensor)
+            self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
 
     def _offer(self, value: Value, tensor: Tensor, node: Any, may: bool) -> None:
         """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
@@ -150,6 +174,8 @@ class Packing:
 
     def _step(self, node: Node, output: int, like: Tensor | None, depth: int) -> Step | None:
         recipe = RECIPES.get(node.name())
+        if node.name() in views.POOLS:
+            self._narrow_positions(node)
         if recipe is None or depth > _DEEPEST or not self.policy.considers(node.name()):
             return None
 

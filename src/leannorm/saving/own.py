@@ -17,13 +17,15 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     if output or values is None:  # not all there yet: the node is saving its own output
         return None
     x, mean, rstd, weight, bias, residual = values[:6]
-    inputs_before_bias = 4 if node.name() == "ChannelAffineBackward" else 2
     if x is None or mean is None or rstd is None:
         return None
     act, backend = node.act, node.backend
-    known, b = _affine(bias, node, inputs_before_bias, given, node.dtypes[2] is not None)
-    if node.dtypes[3] is not None and residual is None:
-        residual = given(node, inputs_before_bias + 1)
+    statistics = 2 if node.name() == "ChannelAffineBackward" else 0
+    has_x, has_weight, has_bias, has_residual = (dtype is not None for dtype in node.dtypes)
+    before_bias = has_x + statistics + has_weight
+    known, b = _affine(bias, node, before_bias, given, has_bias)
+    if has_residual and residual is None:
+        residual = given(node, before_bias + has_bias)
         if residual is None:
             return None
     if not known:
@@ -39,7 +41,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
 
 
 def _affine(saved: Value | None, node: Any, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
-    """Is the bias known, and a copy of it: saved by the node, or its input i."""
+    """Is the bias known, and a copy of it: saved by the node, or its input i (an absent one is no input)."""
     value = saved if saved is not None or not there else given(node, i)
     return value is not None or not there, _copy(value)
 
@@ -50,7 +52,8 @@ def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
     if output or values is None:
         return None
     x, _, _, weight = values
-    known, b = _affine(None, node, 3, given, node.dtypes[3] is not None)
+    *before_bias, has_bias = (dtype is not None for dtype in node.dtypes)
+    known, b = _affine(None, node, sum(before_bias), given, has_bias)
     if x is None or not known:
         return None
     w, (start, stop), eps, rms, backend = _copy(weight), node.span, node.eps, node.rms, node.backend
@@ -70,7 +73,8 @@ def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step
     x, kernel, conv_bias, weight, mean, rstd = values
     if x is None or kernel is None or mean is None or rstd is None or x.rests_on_convolution:
         return None
-    known, b = _affine(None, node, 4, given, node.dtypes[1] is not None)
+    has_weight, has_bias = (dtype is not None for dtype in node.dtypes)
+    known, b = _affine(None, node, 2 + (conv_bias is not None) + has_weight, given, has_bias)
     if not known:
         return None
     w, m, r, convolution, backend = _copy(weight), mean.look(), rstd.look(), node.convolution, node.backend

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from math import prod
+from types import FrameType
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def _bias(node: Any, i: int, given: Given) -> tuple[bool, Tensor | None]:
     return value is not None, None if value is None else value.look()
 
 
-_TRAIN_AGAIN: dict[str, Callable[..., Any]] = {
+_AGAIN: dict[str, Callable[..., Any]] = {
     "NativeBatchNormBackward0": torch.native_batch_norm,
     "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
     "MiopenBatchNormBackward0": torch.miopen_batch_norm,
@@ -60,24 +61,29 @@ def _copy(value: Value | None) -> Tensor | None:
     return None if value is None else value.look().detach().clone()
 
 
-@recipe(*_TRAIN_AGAIN)
+@recipe(*_AGAIN)
 def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
     known, bias = _bias(node, 2, given)
     if output or x is None or not known:
         return None
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+    again = _AGAIN[node.name()]
     if not node._saved_training:
         mean, var = _copy(saved(node, "running_mean")), _copy(saved(node, "running_var"))
         w, b = _copy(weight), None if bias is None else bias.clone()
-        return Step(lambda x: torch.native_batch_norm(x, w, b, mean, var, False, 0.0, eps)[0], (x,), "eval")
+        key = "eval", node.name()
+        return Step(lambda x: again(x, w, b, mean, var, False, 0.0, eps)[0], (x,), key)
     w = None if weight is None else weight.look()
     mean_value, rstd_value = saved(node, "result1"), saved(node, "result2")
     if node.name() == "NativeBatchNormBackward0" and mean_value is not None and rstd_value is not None:
         mean, rstd = mean_value.look(), rstd_value.look()
         if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
             return Step(_scale_and_shift(mean, rstd, w, bias), (x,), "scale and shift")
-    again = _TRAIN_AGAIN[node.name()]
+        if mean.is_cuda and not isinstance(mean, FakeTensor):  # fakes have no such kernel
+            w, b = (None if v is None else v.detach().clone() for v in (w, bias))
+            # the second half of native_batch_norm: one pass, by the statistics that it kept
+            return Step(lambda x: torch.batch_norm_elemt(x, w, b, mean, rstd, eps), (x,), "elementwise")
     w, b = (None if v is None else v.detach().clone() for v in (w, bias))
     return Step(lambda x: again(x, w, b, None, None, True, 0.0, eps)[0], (x,), (node.name(), eps))
 
@@ -115,48 +121,33 @@ def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     return Step(lambda x: torch.native_group_norm(x, w, b, *sizes)[0], (x,), sizes)
 
 
-_LAYER_NORM_EPS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-7, 1e-4, 1e-10)
-
-
 @recipe("NativeLayerNormBackward0")
 def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, mean, rstd = saved(node, "input"), saved(node, "result1"), saved(node, "result2")
-    if output or x is None or mean is None or rstd is None or x.rests_on_convolution:
+    """The node does not keep eps; the call that made it said it (`eps_of_call`)."""
+    x, rstd = saved(node, "input"), saved(node, "result2")
+    if output or x is None or rstd is None or rstd.eps is None or x.rests_on_convolution:
         return None
-    shape = tuple(node._saved_normalized_shape)
+    shape, (eps,) = tuple(node._saved_normalized_shape), rstd.eps
     w, b = _copy(saved(node, "weight")), _copy(saved(node, "bias"))
-    eps = _eps(x.look(), rstd.look(), shape)
-    return Step(lambda x, mean, rstd: _layer_norm(x, mean, rstd, shape, w, b), (x, mean, rstd), (shape, eps))
+    return Step(lambda x: torch.native_layer_norm(x, shape, w, b, eps or 0.0)[0], (x,), ("layer", shape, eps))
 
 
-def _eps(x: Tensor, rstd: Tensor, shape: tuple[int, ...]) -> float | None:
-    """The node does not keep eps: of the usual ones, that which gives the first row's rstd."""
-    if isinstance(x, FakeTensor):  # no data to compare: any eps has the shape that is asked for
-        return _LAYER_NORM_EPS[0]
-    first = x[(slice(0, 1),) * (x.dim() - len(shape))]
-    for eps in _LAYER_NORM_EPS:
-        if torch.equal(
-            torch.native_layer_norm(first, shape, None, None, eps)[2].flatten(), rstd.flatten()[:1]
-        ):
-            return eps
-    return None
+@recipe("FusedRmsNormBackward0")
+def rms_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, rstd = saved(node, "input"), saved(node, "result1")
+    if output or x is None or rstd is None or rstd.eps is None or x.rests_on_convolution:
+        return None
+    shape, (eps,), w = tuple(node._saved_normalized_shape), rstd.eps, _copy(saved(node, "weight"))
+    fused = torch.ops.aten._fused_rms_norm
+    return Step(lambda x: fused(x, shape, w, eps)[0], (x,), ("rms", shape, eps))
 
 
-def _layer_norm(
-    x: Tensor, mean: Tensor, rstd: Tensor, shape: tuple[int, ...], w: Tensor | None, b: Tensor | None
-) -> Tensor:
-    """The kernel again, if that gives the kept rstd in every row; else its formula with what was kept."""
-    found = _eps(x, rstd, shape)
-    for eps in () if found is None else (found, *_LAYER_NORM_EPS):
-        y, _, again = torch.native_layer_norm(x, shape, w, b, eps)
-        if isinstance(x, FakeTensor) or torch.equal(again, rstd):
-            return y
-    y = (x.to(rstd.dtype) - mean) * rstd
-    if w is not None and b is not None:
-        y = torch.addcmul(b, y, w)
-    elif w is not None:
-        y = y * w
-    return y.to(x.dtype)
+_CALLS_WITH_EPS = {F.layer_norm.__code__, F.rms_norm.__code__}
+
+
+def eps_of_call(frame: FrameType) -> tuple[float | None] | None:
+    """The eps that torch's function was called with, where `frame`, which saves tensors, is its frame."""
+    return (frame.f_locals["eps"],) if frame.f_code in _CALLS_WITH_EPS else None
 
 
 # ---------------------------------------------------------------- activations

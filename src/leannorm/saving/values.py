@@ -45,6 +45,8 @@ class Value:
         "__weakref__",
         "_left",
         "_rebuilt",
+        "alone",
+        "eps",
         "layout",
         "name",
         "origin",
@@ -68,6 +70,8 @@ class Value:
         self.place = -1
         self.whole: Value | None = None
         self.origin: tuple[Node, int] | None = None
+        self.eps: tuple[float | None] | None = None  # what a norm that saved this was called with
+        self.alone = False  # does nobody else hold the tensor?
         self.users = self._left = 0
         self._rebuilt: Tensor | None = None
         for value in step.inputs if step else ():

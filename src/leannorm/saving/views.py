@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -184,11 +185,28 @@ def narrowed(tensor: Tensor) -> Value | None:
         return None
     fake = isinstance(tensor, FakeTensor)  # of a window's positions, by far the most fit in two bytes
     low, high = (0, 0) if fake else (int(v) for v in tensor.aminmax())
+    step = _in_fewer_bytes(tensor, low, high)
+    return None if step is None else Value(None, 0, step)
+
+
+POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their windows' axes
+
+
+def narrowed_positions(tensor: Tensor, node: Any) -> Step | None:
+    """The same of a pooling node's own positions, which say by the input's size what they need."""
+    producer, number = node.next_functions[0]
+    if producer is None:
+        return None
+    sizes = producer._input_metadata[number].shape[-POOLS[node.name()] :]
+    return _in_fewer_bytes(tensor, 0, prod(sizes) - 1)
+
+
+def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
     for dtype in (torch.int16, torch.int32):
         span = torch.iinfo(dtype)
         if span.min <= low and high <= span.max:
             source = Value(tensor.to(dtype), 0, name="whole numbers")
-            return Value(None, 0, Step(lambda x: x.to(torch.int64), (source,), "whole numbers"))
+            return Step(lambda x: x.to(torch.int64), (source,), "whole numbers")
     return None
 
 

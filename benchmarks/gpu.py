@@ -1,0 +1,161 @@
+"""The norms and whole training steps on a GPU: answers first, then times, in one command and a set time.
+
+    python -m benchmarks.gpu [--only SECTION] [--minutes 8.5] [--out FOLDER] [--device cuda] [--smoke]
+
+Needs torch, Triton and numpy, and a copy of this tree; nothing else, and no installation. Every answer is
+held against float64's first (twice torch's own error and one rounding; memory is poisoned); what is wrong
+is named, not timed, and the exit status is 1. Times are the device's own, between events, medians, on
+inputs that its cache does not hold; shares are of the bandwidth of a copy in the same run. What was found
+is on disk after every number (benchmarks/results/gpu-NAME.json); what the time does not suffice for is left
+out, with a note. Sections: channels, rows, small, resnet50, vit, and compiled (torch.compile's of all).
+`--smoke`: the same path on the CPU, at tiny sizes, with the kernels interpreted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from contextlib import suppress
+from functools import partial
+from math import exp, log
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if "--smoke" in sys.argv:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's deterministic mode
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+import torch
+
+from benchmarks import gpu_shapes, gpu_steps
+from benchmarks.gpu_report import OutOfTimeError, Report
+from leannorm.report.memory import check_device
+from leannorm.report.timing import device_seconds
+
+SECTIONS = ("channels", "rows", "small", "resnet50", "vit", "compiled")
+
+
+def copy_bandwidth(report: Report, smoke: bool) -> float:
+    """TB/s of a copy from device memory to device memory, read and written bytes together."""
+    source = torch.empty(1 << (12 if smoke else 30), dtype=torch.uint8, device=report.device).random_()
+    calls = [partial(torch.empty_like(source).copy_, source)]
+    device_seconds(calls, report.device, 3)
+    rate = 2 * source.nbytes / median(device_seconds(calls, report.device, 16)) / 1e12
+    print(f"a copy moves {rate:.3f} TB/s", flush=True)
+    return rate
+
+
+def run(report: Report, only: str, smoke: bool) -> None:
+    report.data["copy_tb_s"] = copy_bandwidth(report, smoke)
+    cases = gpu_shapes.cases(smoke)
+    wanted = [name for name in SECTIONS if only in ("", name)]
+    for section in wanted:
+        for case in cases.get(section, ()):
+            if report.has(5, str(case)):
+                if section == "small":
+                    what = partial(gpu_shapes.run_small, case, report, smoke)
+                else:
+                    what = partial(gpu_shapes.run_case, case, report, False, smoke)
+                report.attempt(str(case), what)
+        if section in ("resnet50", "vit") and report.has(40, section):
+            eager = tuple(s for s in gpu_steps.SETTINGS if s != "compile")
+            report.attempt(section, partial(gpu_steps.run_network, section, report, eager, smoke))
+    if "compiled" in wanted:  # last, as it takes longest: what compares, after what is compared
+        compiled(report, smoke)
+    report.data["copy_tb_s_after"] = copy_bandwidth(report, smoke)
+
+
+def compiled(report: Report, smoke: bool) -> None:
+    from torch._functorch import config
+
+    if report.has(180, "resnet50, compile") or smoke:
+        step = partial(gpu_steps.run_network, "resnet50", report, ("compile",), smoke)
+        report.attempt("resnet50, compile", step)
+    with config.patch(donated_buffer=False):  # a graph is gone through backward again and again here
+        for case in (case for name in ("channels", "rows") for case in gpu_shapes.cases(smoke)[name]):
+            if report.has(25, f"{case}, compile"):
+                report.attempt(f"{case}, compile", partial(gpu_shapes.run_case, case, report, True, smoke))
+    if report.has(150, "vit, compile") or smoke:
+        step = partial(gpu_steps.run_network, "vit", report, ("compile",), smoke)
+        report.attempt("vit, compile", step)
+
+
+def summary(report: Report) -> None:
+    """The short table that stands last."""
+    data = report.data
+    print(f"\n{data['device']}, {data['date']}, torch {data['torch']}, triton {data['triton']}")
+    rows = {(r["case"], r["direction"], r["side"], tuple(r["shape"])): r for r in data["rows"]}
+    for name, direction in dict.fromkeys(key[:2] for key in rows if key[1] != "both"):
+        ours = {key[3]: row for key, row in rows.items() if key[:3] == (name, direction, "ours")}
+        if not ours:
+            continue
+        shares, asked = [row["share"] for row in ours.values()], next(iter(ours.values()))["reach"]
+        line = f"{name:24} {direction:8} share {min(shares):.2f} to {max(shares):.2f} (asked {asked:.2f})"
+        for side in ("torch", "compile"):
+            theirs = {shape: rows.get((name, direction, side, shape)) for shape in ours}
+            ratios = [r["microseconds"] / ours[k]["microseconds"] for k, r in theirs.items() if r]
+            line += f", {_mean(ratios):.2f}x {side} (least {min(ratios):.2f})" if ratios else ""
+        print(line)
+    small = {(r["case"], r["side"]): r for r in data["small"]}
+    for (name, side), row in small.items():
+        if side == "ours" and (theirs := small.get((name, "torch"))):
+            ratio = row["microseconds"] / theirs["microseconds"]
+            print(
+                f"{name:35} time {ratio:.2f} of torch's, launches {row['launches']} to {theirs['launches']}"
+            )
+    for row in data["steps"]:
+        time, peak = row["milliseconds_of_stock"], row["max_memory_allocated_of_stock"]
+        asked = f" (asked {row['reach'][0]}, {row['reach'][1]})" if row["reach"] else ""
+        if time is not None:
+            print(
+                f"{row['network']:9} {row['setting']:16} time {time:.3f}, peak {peak:.3f} of stock's{asked}"
+            )
+    print(f"{len(data['wrong'])} wrong, {len(data['notes'])} notes, {data['seconds']:.0f} s; {report.path}")
+
+
+def _mean(ratios: Any) -> float:
+    logarithms = [log(ratio) for ratio in ratios]
+    return exp(sum(logarithms) / len(logarithms))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", choices=("", *SECTIONS), metavar="SECTION")
+    parser.add_argument("--minutes", type=float, default=8.5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    device = "cpu" if options.smoke else options.device
+    check_device(device)
+    if options.smoke:
+        torch.set_num_threads(1)
+    report = Report(torch.device(device), options.out, options.minutes, options.only)
+    print(", ".join(f"{k} {v}" for k, v in report.data.items() if isinstance(v, (str, int, float))))
+
+    def stop(*_: Any) -> None:
+        raise OutOfTimeError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
+    try:
+        torch.manual_seed(0)
+        run(report, options.only, options.smoke)
+    except (OutOfTimeError, KeyboardInterrupt) as stopped:
+        report.note(f"stopped by {type(stopped).__name__} with this under way; what stands here was complete")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with suppress(BrokenPipeError):
+            report.flush()
+            summary(report)
+    return 1 if report.data["wrong"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

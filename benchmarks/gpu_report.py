@@ -1,0 +1,105 @@
+"""What a run on a GPU has found so far: on disk after every number, within a time that it keeps to."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class OutOfTimeError(BaseException):
+    """The time is up; not an Exception, so that nothing on the way takes it for a failure of its own."""
+
+
+class Report:
+    """Rows by section, notes on what was left out, and what was wrong; `flush` after every change."""
+
+    def __init__(self, device: torch.device, folder: Path, minutes: float, only: str) -> None:
+        self.device, self.started, self.seconds = device, time.monotonic(), 60 * minutes
+        self.data: dict[str, Any] = {**environment(device), "rows": [], "steps": [], "small": []}
+        self.data |= {"notes": [], "wrong": []}
+        name = re.sub(r"[^a-z0-9]+", "-", self.data["device"].lower()).strip("-")
+        self.path = folder / f"gpu-{name}{'-' + only if only else ''}.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.flush()
+
+    @property
+    def left(self) -> float:
+        return self.seconds - (time.monotonic() - self.started)
+
+    def has(self, seconds: float, what: str) -> bool:
+        """Is there time for `what`, which may take so long? Else a note says that it was left out."""
+        if self.left >= seconds:
+            return True
+        self.note(f"left out, {self.left:.0f} s remain: {what}")
+        return False
+
+    def add(self, section: str, row: dict[str, Any]) -> None:
+        self.data[section].append(row)
+        self.flush()
+
+    def note(self, text: str) -> None:
+        self.data["notes"].append(text)
+        print(f"  note: {text}", flush=True)
+        self.flush()
+
+    def wrong(self, text: str) -> None:
+        self.data["wrong"].append(text)
+        print(f"  WRONG: {text}", flush=True)
+        self.flush()
+
+    def attempt(self, what: str, run: Callable[[], None]) -> None:
+        """Run it; what it raises is written down as wrong, and the rest goes on."""
+        try:
+            run()
+        except Exception as error:
+            traceback.print_exc()
+            self.wrong(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
+
+    def flush(self) -> None:
+        """Beside the file first, then in its place: a run that is killed leaves what it had."""
+        self.data["seconds"] = time.monotonic() - self.started
+        beside = self.path.with_suffix(".part")
+        beside.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(beside, self.path)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "device": "smoke" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
+    }
+    for package in ("triton", "torchvision", "timm", "liger_kernel", "quack"):
+        try:
+            found[package] = getattr(importlib.import_module(package), "__version__", "there")
+        except Exception as error:  # absent, or built for another torch
+            found[package] = f"none ({type(error).__name__})"
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
+        found |= {"multiprocessors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size}
+        found |= {"memory_bytes": properties.total_memory}
+    return found
+
+
+def _driver() -> str | None:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None

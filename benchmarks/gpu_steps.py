@@ -1,0 +1,196 @@
+"""Whole training steps in bfloat16, channels_last: stock, convert, lean and the others; time and memory."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.gpu_networks import builder
+from benchmarks.gpu_report import Report
+from leannorm import convert, lean
+from leannorm.ops.backends import BACKENDS
+from leannorm.ops.select import use_backend
+from leannorm.report.memory import measure_step
+from leannorm.report.settings import settings_for
+from leannorm.report.timing import device_seconds
+
+SETTINGS = ("stock", "convert", "norm", "conv", "convert + norm", "convert + conv", "checkpoint", "compile")
+REACH = {("resnet50", "convert + norm"): (0.92, 0.75)}  # time and peak, of stock's
+WARM_UP, STEPS = 3, 10
+
+
+class Batch(NamedTuple):
+    images: Tensor
+    labels: Tensor
+
+
+class Side:
+    """One setting's own network, optimizer, and training step."""
+
+    def __init__(self, setting: str, model: nn.Module, smoke: bool) -> None:
+        self.model = convert(model) if "convert" in setting else model
+        self.run: Callable[[Tensor], Any] = self.model
+        if setting == "checkpoint":
+            self.run = settings_for(self.model, (), (), ("checkpoint",))[1].run
+        if setting == "compile":
+            torch._dynamo.reset()
+            self.run = torch.compile(self.model, backend="aot_eager" if smoke else "inductor")
+        recompute = setting.split()[-1]
+        self.around: Callable[[], AbstractContextManager[Any]] = (
+            partial(lean, recompute) if recompute in ("norm", "conv") else nullcontext
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
+
+    def forward(self, batch: Batch) -> Tensor:
+        kind = batch.images.device.type
+        with self.around(), torch.autocast(kind, torch.bfloat16):
+            return F.cross_entropy(self.run(batch.images), batch.labels)
+
+    def step(self, batch: Batch) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.forward(batch).backward()
+        self.optimizer.step()
+
+
+def batch_of(count: int, size: int, classes: int, device: torch.device) -> Batch:
+    images = torch.randn(count, 3, size, size, device=device, dtype=torch.bfloat16)
+    images = images.contiguous(memory_format=torch.channels_last)
+    return Batch(images, torch.randint(classes, (count,), device=device))
+
+
+@contextmanager
+def interpreted(report: Report) -> Iterator[None]:
+    """On the CPU, where there is no GPU to serve: the same kernels, interpreted."""
+    x = torch.zeros(2, 8, 2, 2, dtype=torch.bfloat16)
+    there = report.device.type == "cpu" and not BACKENDS["triton"].why_not(x, named=True)
+    with use_backend("triton") if there else nullcontext():
+        yield
+
+
+def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: bool) -> None:
+    """Check gradients at a small batch, then time every setting at the full one."""
+    source, make = builder(name, smoke)
+    count, size, classes = (2, 32, 10) if smoke else (256, 224, 1000)
+    torch.manual_seed(0)
+    model = make().to(report.device, memory_format=torch.channels_last).train()
+    print(f"{name}: {source}, batch {count}, {size} pixels")
+    with interpreted(report):
+        if settings != ("compile",):
+            check_gradients(name, model, batch_of(2 if smoke else 8, size, classes, report.device), report)
+        batch = batch_of(count, size, classes, report.device)
+        found: dict[str, dict[str, Any]] = {}
+        for row in report.data["steps"]:
+            if row["network"] == name:
+                found.setdefault(row["setting"], row)
+        if settings == ("compile",):
+            settings = settings if "stock" in found else ("stock", *settings)
+        else:  # stock's once more: its two times' difference is what the others' are to be held against
+            settings = (*settings, "stock, again")
+        for setting in settings:
+            if not report.has(150 if setting == "compile" and not smoke else 10, f"{name}, {setting}"):
+                continue
+            what = partial(time_setting, name, source, setting, model, batch, found, report, smoke)
+            report.attempt(f"{name}, {setting}", what)
+
+
+def time_setting(
+    name: str,
+    source: str,
+    setting: str,
+    model: nn.Module,
+    batch: Batch,
+    found: dict[str, dict[str, Any]],
+    report: Report,
+    smoke: bool,
+) -> None:
+    device = report.device
+    side = Side(setting.removesuffix(", again"), copy.deepcopy(model), smoke)
+    warm_up, steps = (1, 1) if smoke else (WARM_UP, STEPS)
+    for _ in range(warm_up):
+        side.step(batch)
+    seconds = median(device_seconds([partial(side.step, batch)], device, steps, head_start=False))
+    side.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    memory = measure_step(partial(side.forward, batch), device=device)
+    row: dict[str, Any] = {"network": name, "source": source, "setting": setting, "batch": len(batch.images)}
+    row |= {"milliseconds": seconds * 1e3, "held_bytes": memory.held, "peak_bytes": memory.peak}
+    row["max_memory_allocated"] = there + memory.peak
+    found[setting] = row
+    stock = found.get("stock")
+    for key in ("milliseconds", "held_bytes", "peak_bytes", "max_memory_allocated"):
+        row[f"{key}_of_stock"] = None if stock is None else row[key] / max(stock[key], 1e-9)
+    row["reach"] = REACH.get((name, setting))
+    report.add("steps", row)
+    of = [row[f"{key}_of_stock"] for key in ("milliseconds", "max_memory_allocated", "held_bytes")]
+    ratios = "" if stock is None else "  of stock: time {:.3f}, peak {:.3f}, held {:.3f}".format(*of)
+    most = row["max_memory_allocated"] / 1e9
+    print(f"  {setting:16} {row['milliseconds']:9.2f} ms, {most:7.3f} GB at most;{ratios}", flush=True)
+    del side
+    gc.collect()
+
+
+# ---------------------------------------------------------------- answers
+
+
+def gradients(side: Side, batch: Batch, double: bool = False) -> dict[str, Tensor]:
+    """Gradients and buffers after one step, by name."""
+    side.optimizer.zero_grad(set_to_none=True)
+    if double:
+        F.cross_entropy(side.run(batch.images.double()), batch.labels).backward()
+    else:
+        side.forward(batch).backward()
+    found = {k: p.grad.detach().clone() for k, p in side.model.named_parameters() if p.grad is not None}
+    return found | {k: b.detach().clone() for k, b in side.model.named_buffers()}
+
+
+def check_gradients(name: str, model: nn.Module, batch: Batch, report: Report) -> None:
+    """`convert` within twice stock's own error against float64; `lean` equal to the bit without it.
+
+    Only where the same step twice gives the same bits can equality be asked for: some of the vendor's
+    backward kernels add up in any order.
+    """
+
+    def of(setting: str, double: bool = False) -> dict[str, Tensor]:
+        own = copy.deepcopy(model).double() if double else copy.deepcopy(model)
+        return gradients(Side(setting, own, True), batch, double)
+
+    exact = of("stock", double=True)
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    try:
+        errors = {}
+        for plain in ("stock", "convert"):
+            first, second = of(plain), of(plain)
+            errors[plain] = distance(first, exact)
+            repeats = {k for k, v in first.items() if torch.equal(v, second[k])}
+            print(f"  {plain}: {errors[plain]:.2e} from float64's, {len(repeats)} of {len(first)} repeat")
+            for recompute in ("norm", "conv"):
+                setting = recompute if plain == "stock" else f"convert + {recompute}"
+                lean_ones = of(setting)
+                differ = sorted(k for k in repeats if not torch.equal(lean_ones[k], first[k]))
+                if differ:
+                    where = f"{name}, lean({recompute!r}) on {plain}"
+                    off = distance({k: lean_ones[k] for k in differ}, {k: first[k].double() for k in differ})
+                    report.wrong(f"{where}: {len(differ)} gradients differ, by {off:.1e}: {differ[:4]}")
+        allowed = 2 * errors["stock"] + torch.finfo(torch.bfloat16).eps / 2
+        if not errors["convert"] <= allowed:
+            report.wrong(f"{name}, convert: gradients {errors['convert']:.3e} off, allowed {allowed:.3e}")
+    finally:
+        torch.backends.cudnn.deterministic = before
+
+
+def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """Of all of them as one vector: the length of the difference over the length."""
+    pairs = [(v.double(), exact[k].double()) for k, v in ours.items() if v.is_floating_point()]
+    off = sum(float((a - b).square().sum()) for a, b in pairs)
+    return (off / max(sum(float(b.square().sum()) for _, b in pairs), 1e-300)) ** 0.5

@@ -1,0 +1,69 @@
+"""Is an answer right: within a budget of roundings of the float64 one, and written everywhere?"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import log2, sqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Within, `torch.empty` hands out NaN on every device, so that an output that nobody wrote shows."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations that are not deterministic, which is not asked here
+        torch.use_deterministic_algorithms(True, warn_only=True)  # torch fills only then
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+class Error(NamedTuple):
+    """The largest error of one output against float64, and the largest that is allowed."""
+
+    found: float
+    allowed: float
+
+    @property
+    def within(self) -> bool:
+        """False for a NaN, which is what memory that nobody wrote leaves."""
+        return self.found <= self.allowed
+
+
+def largest_error(answer: Tensor, exact: Tensor) -> float:
+    """The largest difference from the float64 answer; NaN where the answer has one."""
+    return float((answer.double() - exact).abs().max()) if exact.numel() else 0.0
+
+
+def error_of(ours: Tensor, exact: Tensor, torchs_error: float, summands: int = 0) -> Error:
+    """At most twice torch's own error in the same dtype, plus one rounding of the output.
+
+    For a sum of `summands` values of about one, which may come out near 0 while its parts do not, also
+    the roundings of its parts: one at each of the log2(n) levels of the sum, of parts of size sqrt(n).
+
+    >>> error_of(torch.ones(2), torch.ones(2).double(), 0.0).within
+    True
+    >>> error_of(torch.full((2,), float("nan")), torch.ones(2).double(), 0.0).within
+    False
+    """
+    largest = float(exact.abs().max()) if exact.numel() else 0.0
+    allowed = 2 * torchs_error + torch.finfo(ours.dtype).eps / 2 * largest
+    if summands > 1:
+        allowed += torch.finfo(torch.float32).eps / 2 * log2(summands) * sqrt(summands)
+    return Error(largest_error(ours, exact), allowed)
+
+
+def within_budget(ours: Sequence[Tensor], torchs: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
+    """Is every one of our outputs as exact as `error_of` allows?"""
+    outputs = zip(ours, torchs, exact, strict=True)
+    return all(error_of(a, e, largest_error(b, e)).within for a, b, e in outputs)

@@ -1,0 +1,87 @@
+"""The one way in which leannorm measures time: a step by the clock, a call by the device's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch._C._autograd import DeviceType
+
+_HEAD_START = 10_000_000  # cycles, about 6 ms: longer than the host takes to launch what is timed at once
+_AT_ONCE = 8
+
+
+def time_step(step: Callable[[], object], device: torch.device | str = "cpu") -> float:
+    """Seconds that one call of `step` takes, the device's queue waited for on both sides."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def device_seconds(
+    calls: Sequence[Callable[[], object]],
+    device: torch.device | str,
+    turns: int,
+    head_start: bool = True,
+) -> list[float]:
+    """Seconds of each of `turns` calls, which go round `calls`: the same work on tensors of their own each.
+
+    On CUDA between two events on the stream. The device is kept busy until the host has launched several
+    calls (`head_start`), so that what is counted is the device's work and not its wait for the host;
+    without it a call that the host launches too slowly counts as slow, as it would in training. On the
+    CPU by the clock.
+
+    >>> [seconds > 0 for seconds in device_seconds([lambda: sum(range(1000))], "cpu", 2)]
+    [True, True]
+    """
+    device = torch.device(device)
+    order = [calls[turn % len(calls)] for turn in range(turns)]
+    if device.type != "cuda":
+        return [time_step(call, device) for call in order]
+    seconds = []
+    with torch.cuda.device(device):
+        for first in range(0, turns, _AT_ONCE):
+            part = order[first : first + _AT_ONCE]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(len(part) + 1)]
+            torch.cuda.synchronize()
+            if head_start:
+                torch.cuda._sleep(_HEAD_START)
+            events[0].record()
+            for call, event in zip(part, events[1:], strict=True):
+                call()
+                event.record()
+            torch.cuda.synchronize()
+            seconds += [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+    return seconds
+
+
+def sets_past_the_cache(nbytes: int, device: torch.device | str) -> int:
+    """How many sets of `nbytes` to go round, so that the device's last cache holds none of the next one."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(max(2, -(-4 * cache // max(nbytes, 1))), 64)
+
+
+def launches(call: Callable[[], object], device: torch.device | str) -> int | None:
+    """How many kernels, copies and fills a call starts on the device, as the profiler counts; CPU: None."""
+    from torch.profiler import ProfilerActivity, profile
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        return None
+    call()
+    for _ in range(2):  # the first profile of a process may miss what starts before its library is ready
+        torch.cuda.synchronize(device)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
+            call()
+            torch.cuda.synchronize(device)
+    return sum(bool(event.device_type == DeviceType.CUDA) for event in recorded.events() or ())

@@ -1,0 +1,128 @@
+"""What only a GPU can show: lean() bit for bit on CUDA's kernels, in a captured graph, and no stall."""
+
+from __future__ import annotations
+
+import copy
+
+import lean_cases
+import pytest
+import torch
+from test_lean import Stock, assert_same
+from torch import nn
+
+from leannorm import convert
+from leannorm.report.bench import CASES, bench
+from leannorm.saving import lean
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+# torch's own batch norm looks at the number of batches where momentum is None
+IMAGES = [name for name in lean_cases.IMAGES if "momentum" not in name]
+
+
+@pytest.fixture(autouse=True)
+def repeatable():
+    """Whatever torch has no repeatable kernel for only warns; the vendor's choose repeatable ones."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+def step(model, x, context, autocast):
+    model.zero_grad()
+    torch.manual_seed(1)
+    with context, torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
+
+
+def same_twice(model, x, context, autocast):
+    """What of a step repeats bit for bit without lean(): of the rest, equality cannot be asked."""
+    once, again = step(model, x, Stock(), autocast), step(model, x, Stock(), autocast)
+    return {name: v for name, v in once.items() if torch.equal(v, again[name])}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", [*IMAGES, *lean_cases.SEQUENCES])
+def test_gradients(name, autocast, converted):
+    images = name in IMAGES
+    model = (lean_cases.IMAGES if images else lean_cases.SEQUENCES)[name]().cuda()
+    x = torch.randn(lean_cases.IMAGE if images else lean_cases.TOKENS, device="cuda")
+    if images:
+        model = model.to(memory_format=torch.channels_last)
+        x = x.contiguous(memory_format=torch.channels_last)
+    if converted:
+        model = convert(model)
+    stock = same_twice(copy.deepcopy(model), x, Stock(), autocast)
+    for setting in ("norm", "conv"):
+        own = copy.deepcopy(model)
+        for _ in range(2):
+            ours = step(own, x, lean(setting), autocast)
+        if not any("running" in key for key in stock):
+            assert_same({key: ours[key] for key in stock}, stock)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [lambda m: m, convert], ids=["stock", "converted"])
+def test_a_captured_step(make):
+    model = make(lean_cases.around(nn.ReLU(), nn.MaxPool2d(2), nn.SiLU())).cuda()
+    plain = copy.deepcopy(model)
+    x = torch.randn(lean_cases.IMAGE, device="cuda")
+
+    def run(m, context):
+        m.zero_grad(set_to_none=False)
+        with context:
+            loss = m(x).square().mean()
+        loss.backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(model, lean())
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(model, lean())
+    x.normal_()
+    graph.replay()
+    run(plain, Stock())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_later_passes_do_not_wait_for_the_device():
+    model = lean_cases.around(nn.ReLU(), nn.MaxPool2d(2), nn.SiLU()).cuda()
+    tokens = lean_cases.on_tokens(nn.LayerNorm(32), nn.GELU()).cuda()
+    x, t = torch.randn(lean_cases.IMAGE, device="cuda"), torch.randn(lean_cases.TOKENS, device="cuda")
+    for mode in ("default", "default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for m, v in ((model, x), (tokens, t)):
+                with lean():
+                    loss = m(v).square().mean()
+                loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attention():
+    model = lean_cases.on_tokens(lean_cases.Attention(False)).cuda().bfloat16()
+    x = torch.randn(lean_cases.TOKENS, device="cuda", dtype=torch.bfloat16)
+    stock = same_twice(copy.deepcopy(model), x, Stock(), False)
+    for _ in range(2):
+        ours = step(model, x, lean(), False)
+    assert_same({key: ours[key] for key in stock}, stock)
+
+
+def test_bench():
+    timings = list(bench("cuda", torch.bfloat16, turns=1, cases=[CASES[0]]))
+    assert all(timing.correct for timing in timings)
