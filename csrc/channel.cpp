@@ -59,9 +59,9 @@ struct Statistics {
   double eps, *mean, *m2, *rstd;
 
   void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t channels = cut.channels(set), per_group = groups == 0 ? 1 : s.c / groups;
+    const int64_t channels = cut.channels(), per_group = groups == 0 ? 1 : s.c / groups;
     const int64_t per_set = !cut.columns ? 1 : channels / per_group;
-    const int64_t base = set * (!cut.columns ? 1 : cut.channels(0) / per_group);
+    const int64_t base = set * (!cut.columns ? 1 : cut.channels() / per_group);
     const int64_t count = std::max<int64_t>(count_of(s, groups), 1);
     std::fill_n(mean + base, per_set, 0.0);
     std::fill_n(m2 + base, per_set, 0.0);
@@ -145,7 +145,7 @@ struct Call {
   }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const double* rstd, double* sum_dz, double* sum_dz_xhat) const {
-    const int64_t first = coefficients.first(set), n = cut.channels(set);
+    const int64_t first = coefficients.first(set), n = cut.channels();
     std::fill_n(sum_dz + first, n, 0.0);
     std::fill_n(sum_dz_xhat + first, n, 0.0);
     partials.merge(set, [&](int64_t channel, double dz, double dz_centred) {
@@ -247,7 +247,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
       [&](int64_t set) {
         call.merge(partials, set, rstds.data(), sum_dz, sum_dz_xhat);
         const int64_t first = coefficients.first(set);
-        for (int64_t i = first; i < first + call.cut.channels(set); ++i) {
+        for (int64_t i = first; i < first + call.cut.channels(); ++i) {
           const int64_t statistic = coefficients.statistic(set, i % s.c);
           const double scaled = coefficients.weight(i % s.c) / count;
           p[statistic] += scaled * sum_dz[i];

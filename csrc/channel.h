@@ -17,10 +17,11 @@ struct Block { int64_t count, stride, length, ahead; };
 // Values of each column, or of each plane (`step` is 0 where all planes of a block share one), in the
 // compute type: float64 for float64 elements, else float32. The mean is in two parts, so that a large one
 // loses nothing. z = (x - mean) * scale + bias; dx = scale * dz + (x - mean) * rstd * slope + shift, or
-// scale * dz where the statistics are constants (slope is null).
+// scale * dz where the statistics are constants.
 struct Coefficients {
   const void *mean, *mean_rest, *scale, *bias, *rstd, *slope, *shift;
   int64_t step;
+  bool constant;
 };
 
 // The first element of each tensor; null where there is none.
@@ -30,18 +31,19 @@ struct Operands {
   bool past;  // the result is so large that it is written past the caches, where it is aligned
 };
 
+// Operands and coefficients are given by value: behind a reference they would be read again after every store.
 struct ChannelKernels {
   // Adds the sums of (x - shift) and of its square, of the whole block (planes) or of each column;
   // `wide_moments` does without float32, whatever the values and the shift.
   using Moments = void (*)(const void* x, Block, const double* shift, double* sums, double* squares);
   // result = act(z + residual)
-  using Normalize = void (*)(const Operands&, Block, const Coefficients&, int act);
+  using Normalize = void (*)(Operands, Block, Coefficients, int act);
   // Adds the sums of dz and of dz * (x - mean), of the whole block (planes, step 0), each plane (step 1)
   // or each column.
-  using GradSums = void (*)(const Operands&, Block, const Coefficients&, int act, double* sum_dz,
+  using GradSums = void (*)(Operands, Block, Coefficients, int act, double* sum_dz,
                             double* sum_dz_centred);
   // result = dx; dz where it is asked for.
-  using InputGrad = void (*)(const Operands&, Block, const Coefficients&, int act);
+  using InputGrad = void (*)(Operands, Block, Coefficients, int act);
 
   // [planes, columns][ElementType]
   Moments moments[2][4], wide_moments[2][4];

@@ -23,7 +23,7 @@ class ChannelCoefficients {
     return groups_ == 0 ? c : cut_.columns ? set * groups_ + c / (s_.c / groups_) : set;
   }
   // The first channel of a set, in the numbering of all samples.
-  int64_t first(int64_t set) const { return set * cut_.channels(0); }
+  int64_t first(int64_t set) const { return set * cut_.channels(); }
 
   void set_forward(int64_t set, const double* mean, const double* rstd) {
     each(set, [&](int64_t at, int64_t c) {
@@ -46,7 +46,7 @@ class ChannelCoefficients {
   }
   Coefficients at(int64_t index) const {
     const auto row = [&](int64_t k) -> const void* { return values_.data() + (k * size_ + index) * (double_ ? 2 : 1); };
-    return {row(0), row(1), row(2), row(3), row(4), constant_ ? nullptr : row(5), row(6), cut_.step};
+    return {row(0), row(1), row(2), row(3), row(4), row(5), row(6), cut_.step, constant_};
   }
 
  private:
@@ -57,7 +57,7 @@ class ChannelCoefficients {
   }
 
   template <class Visit> void each(int64_t set, Visit visit) {
-    const int64_t n = cut_.channels(set), first = this->first(set);
+    const int64_t n = cut_.channels(), first = this->first(set);
     for (int64_t f = 0; f < cut_.fold; ++f)
       for (int64_t j = 0; j < n; ++j) visit(first * cut_.fold + f * n + j, (first + j) % s_.c);
   }

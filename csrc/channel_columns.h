@@ -1,42 +1,57 @@
-// Columns: rows of channels side by side, each lane with its own statistic. Columns are taken in strips
-// that fit the registers, rows in groups that fit the nearest cache.
+// Columns: rows of channels side by side, each lane with its own statistic. Rows are read in the order in
+// which they lie in memory.
 #pragma once
+
+#include <type_traits>
 
 #include "channel_elements.h"
 
 namespace leannorm::LEANNORM_ISA {
 
-// run(first row, rows, first column, columns, strip) for every strip of every group of rows, where strip
-// is the number of vectors as a compile-time constant. A group is a whole number of
-// runs; while one is worked on the next is fetched, since the strips hide from the processor that all of it
-// lies in one piece.
-template <int N> struct Vectors { static constexpr int count = N; };
-constexpr int kStrip = kBytes == 64 ? 4 : 2;
+constexpr int64_t kPage = 4096, kBehind = 8192;  // bytes
 
-LEANNORM_INLINE int64_t row_group(int64_t columns) { return columns >= 64 ? kRun : kRun * (128 / (columns + 1)); }
-template <int W, class Run> LEANNORM_INLINE void each_strip(Block block, Run run) {
-  const int64_t group = row_group(block.length);
-  for (int64_t r = 0; r < block.count; r += group) {
-    const int64_t rows = block.count - r < group ? block.count - r : group;
+// visit(rows, element, column, lanes, whole) for every vector of every row, where `rows` rows are taken at
+// once. The machine fetches ahead within a page: of rows as long as that many are read abreast, and their
+// coefficients are loaded once for all; shorter rows are best read few at a time.
+template <int N> using Rows = std::integral_constant<int, N>;
+template <class T, int Many, class Visit> LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
+  constexpr int W = Element<T>::W;
+  const auto visit_rows = [&](auto rows, int64_t at) LEANNORM_BODY {
     int64_t c = 0;
-    for (; c + kStrip * W <= block.length; c += kStrip * W) run(r, rows, c, kStrip * W, Vectors<kStrip>());
-    for (; c < block.length; c += W) run(r, rows, c, block.length - c < W ? block.length - c : W, Vectors<1>());
-  }
+    for (; c + W <= block.length; c += W) visit(rows, at + c, c, W, std::true_type());
+    if (c < block.length) visit(rows, at + c, c, block.length - c, std::false_type());
+  };
+  constexpr int kFew = 2;
+  int64_t i = 0;
+  if (block.stride * int64_t(sizeof(T)) >= kPage)
+    for (; i + Many <= block.count; i += Many) visit_rows(Rows<Many>(), i * block.stride);
+  for (; i + kFew <= block.count; i += kFew) visit_rows(Rows<kFew>(), i * block.stride);
+  for (; i < block.count; ++i) visit_rows(Rows<1>(), i * block.stride);
 }
 
-template <class V> LEANNORM_INLINE V some_lanes(const void* p, int64_t at, int64_t n) {
+// How far ahead to fetch what is read besides coefficients, which keep the machine from seeing that it lies in
+// one piece; the shortest rows it sees through.
+template <class T> LEANNORM_INLINE int64_t fetch_ahead(Block block) {
+  const int64_t bytes = block.stride * int64_t(sizeof(T));
+  return bytes > 256 && bytes < kPage ? kBehind / int64_t(sizeof(T)) : 0;
+}
+
+template <class V, bool Whole> LEANNORM_INLINE V some_lanes(const void* p, int64_t at, int64_t n) {
   using S = typename Scalar<V>::type;
   const S* from = static_cast<const S*>(p) + at;
-  return n < lanes<V> ? Element<S>::load(from, n, V{}) : Element<S>::load(from);
+  if constexpr (Whole) return Element<S>::load(from);
+  else return Element<S>::load(from, n, V{});
 }
-template <class V> LEANNORM_INLINE Affine<V> column_affine(const Coefficients& c, int64_t at, int64_t n) {
-  return {some_lanes<V>(c.mean, at, n), some_lanes<V>(c.mean_rest, at, n), some_lanes<V>(c.scale, at, n),
-          some_lanes<V>(c.bias, at, n)};
+template <class V, bool Whole> LEANNORM_INLINE Affine<V> column_affine(const Coefficients& c, int64_t at, int64_t n) {
+  return {some_lanes<V, Whole>(c.mean, at, n), some_lanes<V, Whole>(c.mean_rest, at, n),
+          some_lanes<V, Whole>(c.scale, at, n), some_lanes<V, Whole>(c.bias, at, n)};
 }
-template <class V> LEANNORM_INLINE Backward<V> column_backward(const Coefficients& c, int64_t at, int64_t n) {
-  const Affine<V> affine = column_affine<V>(c, at, n);
-  if (c.slope == nullptr) return {affine, V{}, V{}, V{}, true};
-  return {affine, some_lanes<V>(c.rstd, at, n), some_lanes<V>(c.slope, at, n), some_lanes<V>(c.shift, at, n), false};
+template <class V, bool Whole>
+LEANNORM_INLINE Backward<V> column_backward(const Coefficients& c, int64_t at, int64_t n) {
+  return {{some_lanes<V, Whole>(c.mean, at, n), some_lanes<V, Whole>(c.mean_rest, at, n),
+           some_lanes<V, Whole>(c.scale, at, n), some_lanes<V, Whole>(c.bias, at, n)},
+          some_lanes<V, Whole>(c.rstd, at, n), some_lanes<V, Whole>(c.slope, at, n),
+          some_lanes<V, Whole>(c.shift, at, n), c.constant};
 }
 
 template <class V> LEANNORM_INLINE void add_columns(double* first, double* second, int64_t columns, Sums<V> sum) {
@@ -44,19 +59,37 @@ template <class V> LEANNORM_INLINE void add_columns(double* first, double* secon
   store_wide(second, load_wide<V>(second, columns) + sum.second, columns);
 }
 
-template <class V, int N> LEANNORM_INLINE void take_runs(Run<V> (&run)[N], Sums<V> (&sum)[N]) {
-  for (int j = 0; j < N; ++j) {
-    sum[j].add(run[j]);
-    run[j] = {};
-  }
-}
-
-// take(row) for every row of a run, done() after each run of kRun rows at most.
-template <class Take, class Done> LEANNORM_INLINE void each_row_run(int64_t rows, Take take, Done done) {
-  for (int64_t i = 0; i < rows; i += kRun) {
-    const int64_t end = i + kRun < rows ? i + kRun : rows;
-    for (int64_t row = i; row < end; ++row) take(row);
-    done();
+// Adds two sums of every column, in the compute type for kTileRows rows and in float64 from there on;
+// begin(column, columns) comes before the columns of a tile, add(run, rows, element, column, lanes, whole) adds
+// a vector of `rows` rows. A tile's sums and coefficients stay in the nearest cache.
+constexpr int64_t kTile = 1024, kTileRows = 32;
+template <class T, class Begin, class Add>
+LEANNORM_INLINE void column_sums(Block block, double* first, double* second, Begin begin, Add add) {
+  using V = typename Element<T>::V;
+  using S = typename Scalar<V>::type;
+  constexpr int W = Element<T>::W;
+  alignas(kBytes) S part_first[kTile], part_second[kTile];
+  for (int64_t r = 0; r < block.count; r += kTileRows) {
+    for (int64_t c = 0; c < block.length; c += kTile) {
+      const Block tile{block.count - r < kTileRows ? block.count - r : kTileRows, block.stride,
+                       block.length - c < kTile ? block.length - c : kTile, 0};
+      begin(c, tile.length);
+      for (int64_t j = 0; j < tile.length; j += W) {
+        Element<S>::store(part_first + j, V{});
+        Element<S>::store(part_second + j, V{});
+      }
+      each_column_vector<T, kRun>(tile, [&](auto rows, int64_t at, int64_t j, int64_t n, auto whole) LEANNORM_BODY {
+        Run<V> run{read<V>(part_first + j), read<V>(part_second + j)};
+        add(run, rows, r * block.stride + c + at, c + j, n, whole);
+        Element<S>::store(part_first + j, run.first);
+        Element<S>::store(part_second + j, run.second);
+      });
+      for (int64_t j = 0; j < tile.length; j += W) {
+        Sums<V> sum;
+        sum.add({read<V>(part_first + j), read<V>(part_second + j)});
+        add_columns(first + c + j, second + c + j, tile.length - j, sum);
+      }
+    }
   }
 }
 
@@ -64,26 +97,26 @@ template <class T>
 void column_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = Element<T>;
   using V = typename E::V;
+  using S = typename Scalar<V>::type;
   constexpr int W = E::W;
-  const int64_t fetch = row_group(block.length) * block.stride;
-  each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t c, int64_t columns, auto strip) LEANNORM_BODY {
-    constexpr int N = strip.count;
-    const T* x = static_cast<const T*>(base) + r * block.stride + c;
-    V k[N];
-    Run<V> run[N];
-    Sums<V> sum[N];
-    for (int j = 0; j < N; ++j) k[j] = narrow(load_wide<V>(shift + c + j * W, columns - j * W));
-    each_row_run(
-        rows,
-        [&](int64_t i) LEANNORM_BODY {
-          const T* row = x + i * block.stride;
-          for (int j = 0; j < N; ++j) __builtin_prefetch(row + fetch + j * W, 0, 2);
-          if (columns < W) run[0].add_moments(E::load(row, columns, V{}), k[0]);
-          else for (int j = 0; j < N; ++j) run[j].add_moments(E::load(row + j * W), k[j]);
-        },
-        [&]() LEANNORM_BODY { take_runs(run, sum); });
-    for (int j = 0; j < N; ++j) add_columns(sums + c + j * W, squares + c + j * W, columns - j * W, sum[j]);
-  });
+  alignas(kBytes) S centre[kTile];
+  const int64_t ahead = fetch_ahead<T>(block);
+  const T* x = static_cast<const T*>(base);
+  column_sums<T>(
+      block, sums, squares,
+      [&](int64_t c, int64_t columns) LEANNORM_BODY {
+        for (int64_t j = 0; j < columns; j += W)
+          Element<S>::store(centre + j, narrow(load_wide<V>(shift + c + j, columns - j)));
+      },
+      [&](Run<V>& run, auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
+        const V k = read<V>(centre + c % kTile);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; ++i, at += block.stride) {
+          __builtin_prefetch(x + at + ahead, 0, 2);
+          if constexpr (whole) run.add_moments(E::load(x + at), k);
+          else run.add_moments(E::load(x + at, n, k), k);
+        }
+      });
 }
 
 // The same in float64 throughout: see plane_wide_moments.
@@ -91,80 +124,76 @@ template <class T>
 void column_wide_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = Element<T>;
   using V = typename E::V;
-  constexpr int W = E::W;
-  each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t c, int64_t columns, auto strip) LEANNORM_BODY {
-    for (int j = 0; j < strip.count; ++j) {
-      const T* x = static_cast<const T*>(base) + r * block.stride + c + j * W;
-      const int64_t n = columns - j * W < W ? columns - j * W : W;
-      const Wide<V> k = load_wide<V>(shift + c + j * W, n);
-      Sums<V> sum;
-      for (int64_t i = 0; i < rows; ++i, x += block.stride)
-        sum.add_moments(n < W ? E::load(x, n, V{}) : E::load(x), k);
-      add_columns(sums + c + j * W, squares + c + j * W, n, sum);
+  const T* x = static_cast<const T*>(base);
+  each_column_vector<T, kRun>(block, [&](auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
+    const Wide<V> k = load_wide<V>(shift + c, n);
+    Sums<V> sum;
+    for (int i = 0; i < rows; ++i, at += block.stride) {
+      if constexpr (whole) sum.add_moments(E::load(x + at), k);
+      else sum.add_moments(E::load(x + at, n, V{}), k);
     }
+    add_columns(sums + c, squares + c, n, sum);
   });
 }
 
-template <class T, Form form>
-void column_normalize(const Operands& o, Block block, const Coefficients& c, int act) {
+// May the results of a block be written past the caches?
+template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, Block block) {
+  return writes_past<T>(o, 0) && block.stride * sizeof(T) % 64 == 0;
+}
+
+template <class T, Form form, bool Past>
+LEANNORM_INLINE void column_normalize_as(Operands o, Block block, Coefficients c, int act) {
   using V = typename Element<T>::V;
-  constexpr int W = Element<T>::W;
-  const int64_t ahead = block.ahead != 0 ? block.ahead : row_group(block.length) * block.stride;
-  each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t at, int64_t columns, auto strip) LEANNORM_BODY {
-    constexpr int N = strip.count;
-    Affine<V> affine[N];
-    for (int j = 0; j < N; ++j) affine[j] = column_affine<V>(c, at + j * W, columns - j * W);
-    for (int64_t i = 0, x = r * block.stride + at; i < rows; ++i, x += block.stride) {
-      if (columns < W) normalize_vector<T, form, false>({o, x}, columns, ahead, affine[0], act);
-      else for (int j = 0; j < N; ++j) normalize_vector<T, form, true>({o, x + j * W}, W, ahead, affine[j], act);
-    }
+  const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
+  each_column_vector<T, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+    const Affine<V> affine = column_affine<V, whole>(c, at, n);
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i, x += block.stride)
+      normalize_vector<T, form, whole, Past>({o, x}, n, ahead, affine, act);
   });
+}
+template <class T, Form form>
+void column_normalize(Operands o, Block block, Coefficients c, int act) {
+  if (!writes_past<T>(o, block)) return column_normalize_as<T, form, false>(o, block, c, act);
+  column_normalize_as<T, form, true>(o, block, c, act);
+  settle();
 }
 
 template <class T, Form form>
-void column_grad_sums(const Operands& o, Block block, const Coefficients& c, int act, double* sum_dz,
+void column_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
                       double* sum_dz_centred) {
   using V = typename Element<T>::V;
-  constexpr int W = Element<T>::W;
-  const int64_t fetch = row_group(block.length) * block.stride;
-  each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t at, int64_t columns, auto strip) LEANNORM_BODY {
-    constexpr int N = strip.count;
-    Affine<V> affine[N];
-    Run<V> run[N];
-    Sums<V> sum[N];
-    for (int j = 0; j < N; ++j) affine[j] = column_affine<V>(c, at + j * W, columns - j * W);
-    const int64_t x = r * block.stride + at;
-    each_row_run(
-        rows,
-        [&](int64_t i) LEANNORM_BODY {
-          const int64_t row = x + i * block.stride;
-          for (int j = 0; j < N; ++j) {
-            Place<T>{o, row + j * W}.fetch(o.x, fetch);
-            Place<T>{o, row + j * W}.fetch(o.dy, fetch);
-          }
-          if (columns < W) run[0].add(gradient<T, form, false>({o, row}, columns, affine[0], act));
-          else for (int j = 0; j < N; ++j) run[j].add(gradient<T, form, true>({o, row + j * W}, W, affine[j], act));
-        },
-        [&]() LEANNORM_BODY { take_runs(run, sum); });
-    for (int j = 0; j < N; ++j)
-      add_columns(sum_dz + at + j * W, sum_dz_centred + at + j * W, columns - j * W, sum[j]);
-  });
+  const int64_t ahead = fetch_ahead<T>(block);
+  column_sums<T>(
+      block, sum_dz, sum_dz_centred, [](int64_t, int64_t) LEANNORM_BODY {},
+      [&](Run<V>& run, auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+        const Affine<V> affine = column_affine<V, whole>(c, at, n);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; ++i, x += block.stride) {
+          const Place<T> place{o, x};
+          place.fetch(o.x, ahead);
+          place.fetch(o.dy, ahead);
+          run.add(gradient<T, form, whole>(place, n, affine, act));
+        }
+      });
 }
 
-template <class T, Form form>
-void column_input_grad(const Operands& o, Block block, const Coefficients& c, int act) {
+template <class T, Form form, bool Past>
+LEANNORM_INLINE void column_input_grad_as(Operands o, Block block, Coefficients c, int act) {
   using V = typename Element<T>::V;
-  constexpr int W = Element<T>::W;
-  const int64_t ahead = block.ahead != 0 ? block.ahead : row_group(block.length) * block.stride;
-  each_strip<W>(block, [&](int64_t r, int64_t rows, int64_t at, int64_t columns, auto strip) LEANNORM_BODY {
-    constexpr int N = strip.count;
-    Backward<V> backward[N];
-    for (int j = 0; j < N; ++j) backward[j] = column_backward<V>(c, at + j * W, columns - j * W);
-    for (int64_t i = 0, x = r * block.stride + at; i < rows; ++i, x += block.stride) {
-      if (columns < W) input_grad_vector<T, form, false>({o, x}, columns, ahead, backward[0], act);
-      else for (int j = 0; j < N; ++j) input_grad_vector<T, form, true>({o, x + j * W}, W, ahead, backward[j], act);
-    }
+  const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
+  each_column_vector<T, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+    const Backward<V> backward = column_backward<V, whole>(c, at, n);
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i, x += block.stride)
+      input_grad_vector<T, form, whole, Past>({o, x}, n, ahead, backward, act);
   });
+}
+template <class T, Form form>
+void column_input_grad(Operands o, Block block, Coefficients c, int act) {
+  if (!writes_past<T>(o, block)) return column_input_grad_as<T, form, false>(o, block, c, act);
+  column_input_grad_as<T, form, true>(o, block, c, act);
+  settle();
 }
 
 }  // namespace leannorm::LEANNORM_ISA

@@ -5,7 +5,7 @@
 namespace leannorm::LEANNORM_ISA {
 
 #define BY_FORWARD_FORM(name)                                                              \
-  template <class T> void name(const Operands& o, Block b, const Coefficients& c, int act) { \
+  template <class T> void name(Operands o, Block b, Coefficients c, int act) { \
     switch (forward_form(act)) {                                                           \
       case kPlain: return name<T, kPlain>(o, b, c, act);                                   \
       case kReluFromInput: return name<T, kReluFromInput>(o, b, c, act);                   \
@@ -21,8 +21,8 @@ namespace leannorm::LEANNORM_ISA {
       default: return name<T, kAny>(__VA_ARGS__);                            \
     }                                                                        \
   }
-#define SUMS_PARAMETERS (const Operands& o, Block b, const Coefficients& c, int act, double* s, double* t)
-#define GRAD_PARAMETERS (const Operands& o, Block b, const Coefficients& c, int act)
+#define SUMS_PARAMETERS (Operands o, Block b, Coefficients c, int act, double* s, double* t)
+#define GRAD_PARAMETERS (Operands o, Block b, Coefficients c, int act)
 
 BY_FORWARD_FORM(plane_normalize)
 BY_FORWARD_FORM(column_normalize)

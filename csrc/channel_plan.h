@@ -52,9 +52,10 @@ struct Chunk { int64_t offset; Block block; int64_t index; };
 // At most this many elements are summed before the sums are merged.
 constexpr int64_t kChunk = 16384;
 // Sets larger than this are not fetched ahead: they would push each other out of the cache.
-// Columns a thread takes at a time, where all rows of so many stay in its cache.
-constexpr int64_t kStrip = 64, kCached = 1 << 17;
 constexpr int64_t kAhead = 1 << 16;
+// Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
+// a chunk costs as much as some rows, by fours, so that few threads get equal shares.
+constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
 
 struct Cut {
   int64_t sets = 0, chunks = 0;  // chunks of each set
@@ -65,8 +66,8 @@ struct Cut {
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
   int64_t planes = 0, stride = 0, length = 0, set_stride = 0, per_chunk = 1, segments = 1;
-  // Columns: `width` of them a set (the last set may have fewer), rows `stride` elements apart.
-  int64_t rows = 0, width = 0, last_width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
+  // Columns: `rows` rows of `width` columns, and the rest of a last row.
+  int64_t rows = 0, width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
 
   Chunk chunk(int64_t set, int64_t i) const { return columns ? column_chunk(set, i) : plane_chunk(set, i); }
 
@@ -84,12 +85,12 @@ struct Cut {
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t ahead = set_elements() <= kAhead ? set_stride : 0, start = set * set_stride, first = i * rows_per_chunk;
     if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, set * width};
-    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, set_width(set), ahead}, set * width};
+    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, width, ahead}, set * width};
   }
-  int64_t set_width(int64_t set) const { return set + 1 == sets ? last_width : width; }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
-  // The channels of a set (all but the last have as many as the first).
-  int64_t channels(int64_t set) const { return !columns ? (step == 0 ? 1 : planes) : set_width(set) / fold; }
+  int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
+  // The channels of a set.
+  int64_t channels() const { return !columns ? (step == 0 ? 1 : planes) : width / fold; }
 
   static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
                        int64_t step) {
@@ -104,21 +105,18 @@ struct Cut {
     return cut;
   }
   // `samples` matrices of rows x channels.
-  static Cut of_columns(int64_t samples, int64_t rows, int64_t channels, bool split) {
+  static Cut of_columns(int64_t samples, int64_t rows, int64_t channels) {
     Cut cut;
     cut.columns = true;
     cut.sets = samples;
-    cut.fold = std::max<int64_t>(1, std::min(rows, kStrip / channels));
+    cut.fold = std::max<int64_t>(1, std::min(rows, kNarrow / channels));
     cut.width = cut.stride = channels * cut.fold;
     cut.rows = rows / cut.fold;
     cut.tail = rows % cut.fold * channels;
     cut.set_stride = rows * channels;
-    if (split && channels > kStrip && rows * kStrip <= kCached) {
-      cut.width = cut.set_stride = kStrip;
-      cut.sets = (channels + kStrip - 1) / kStrip;
-    }
-    cut.last_width = split ? (cut.stride - 1) % cut.width + 1 : cut.width;
-    cut.rows_per_chunk = std::max<int64_t>(128, 2 * kChunk / cut.width);
+    const int64_t fewest = std::max<int64_t>(kFewestRows, 2 * kChunk / cut.width);
+    const int64_t chunks = std::clamp<int64_t>((cut.rows / fewest + 3) / 4 * 4, 1, kMostChunks);
+    cut.rows_per_chunk = std::max<int64_t>(1, (cut.rows + chunks - 1) / chunks);
     cut.whole_chunks = (cut.rows + cut.rows_per_chunk - 1) / cut.rows_per_chunk;
     cut.chunks = cut.whole_chunks + (cut.tail > 0);
     cut.slots = cut.width;
@@ -129,7 +127,7 @@ struct Cut {
 // The cut into channels: what normalizing and the gradient sums walk over.
 inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (s.columns)
-    return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, true) : Cut::of_columns(s.n, s.inner, s.c, false);
+    return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c) : Cut::of_columns(s.n, s.inner, s.c);
   if (groups == 0) return Cut::of_planes(s.c, s.n, s.c * s.inner, s.inner, s.inner, 0);
   return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
 }
@@ -146,8 +144,7 @@ inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / st
 
 // work(set, chunk) for every chunk.
 template <class Work> void in_one_pass(const Cut& cut, Work work) {
-  const int64_t chunks = cut.sets * cut.chunks, elements = chunks == 0 ? 0 : cut.set_elements() / cut.chunks;
-  torch::stable::parallel_for(0, chunks, grain(elements), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, cut.sets * cut.chunks, grain(cut.chunk_elements()), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) work(i / cut.chunks, i % cut.chunks);
   });
 }
@@ -169,11 +166,13 @@ void in_two_passes(const Cut& first_cut, const Cut& second_cut, First first, Bet
     });
     return;
   }
-  torch::stable::parallel_for(0, sets * first_cut.chunks, grain(kChunk), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, sets * first_cut.chunks, grain(first_cut.chunk_elements()),
+                              [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) first(i / first_cut.chunks, i % first_cut.chunks);
   });
   for (int64_t set = 0; set < sets; ++set) between(set);
-  torch::stable::parallel_for(0, sets * second_cut.chunks, grain(kChunk), [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, sets * second_cut.chunks, grain(second_cut.chunk_elements()),
+                              [&](int64_t begin, int64_t end) {
     for (int64_t i = end; i-- > begin;) second(i / second_cut.chunks, i % second_cut.chunks);
   });
 }

@@ -15,8 +15,7 @@ template <class V> LEANNORM_INLINE Affine<V> plane_affine(const Coefficients& c,
 }
 template <class V> LEANNORM_INLINE Backward<V> plane_backward(const Coefficients& c, int64_t i) {
   const Affine<V> affine = plane_affine<V>(c, i);
-  if (c.slope == nullptr) return {affine, V{}, V{}, V{}, true};
-  return {affine, all_lanes<V>(c.rstd, i), all_lanes<V>(c.slope, i), all_lanes<V>(c.shift, i), false};
+  return {affine, all_lanes<V>(c.rstd, i), all_lanes<V>(c.slope, i), all_lanes<V>(c.shift, i), c.constant};
 }
 
 // take(i, n, whole) for every vector of a block's planes, n of its lanes; done() after every kRun of them
@@ -91,7 +90,7 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
 }
 
 template <class T, Form form>
-void plane_normalize(const Operands& o, Block block, const Coefficients& c, int act) {
+void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   using V = typename Element<T>::V;
   constexpr int W = Element<T>::W;
   Affine<V> affine = plane_affine<V>(c, 0);
@@ -108,7 +107,7 @@ void plane_normalize(const Operands& o, Block block, const Coefficients& c, int 
 }
 
 template <class T, Form form>
-void plane_grad_sums(const Operands& o, Block block, const Coefficients& c, int act, double* sum_dz,
+void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
                      double* sum_dz_centred) {
   using V = typename Element<T>::V;
   Affine<V> affine = plane_affine<V>(c, 0);
@@ -140,7 +139,7 @@ void plane_grad_sums(const Operands& o, Block block, const Coefficients& c, int 
 }
 
 template <class T, Form form>
-void plane_input_grad(const Operands& o, Block block, const Coefficients& c, int act) {
+void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   using V = typename Element<T>::V;
   constexpr int W = Element<T>::W;
   Backward<V> backward = plane_backward<V>(c, 0);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "channel_plan.h"
@@ -13,7 +14,7 @@ class MomentPartials {
  public:
   MomentPartials(const Cut& cut, const Tensor& x)
       : cut_(cut), type_(element_type(x)), x_(data(x)), size_(cut.sets * cut.chunks * cut.slots),
-        values_(3 * size_) {}
+        values_(new double[3 * size_]) {}
 
   void add(const ChannelKernels& kernels, int64_t set, int64_t i) {
     const Chunk chunk = cut_.chunk(set, i);
@@ -65,40 +66,43 @@ class MomentPartials {
             double* sum) const {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     const auto moments = kernels.moments[cut_.columns][type_];
+    std::fill_n(mean, slots, 0.0);
+    std::fill_n(sum, slots, 0.0);
+    std::fill_n(m2, slots, 0.0);
     if (cut_.columns) {
       Block few = chunk.block;
       few.count = std::min<int64_t>(few.count, 8);
-      std::fill_n(mean, slots, 0.0);
-      std::fill_n(sum, slots, 0.0);
       moments(x, few, mean, sum, m2);
-      for (int64_t j = 0; j < slots; ++j) mean[j] = float(sum[j] / few.count);
+      const double each = 1.0 / few.count;
+      for (int64_t j = 0; j < slots; ++j) mean[j] = float(sum[j] * each);
+      std::fill_n(sum, slots, 0.0);
+      std::fill_n(m2, slots, 0.0);
     } else {
       mean[0] = value_at(type_, x, 0);
     }
-    std::fill_n(sum, slots, 0.0);
-    std::fill_n(m2, slots, 0.0);
     moments(x, chunk.block, mean, sum, m2);
-    bool good = true;
+    const double each = 1.0 / count, least = 1e-20 * count;
+    int64_t good = 0;
     for (int64_t j = 0; j < slots; ++j) {
-      const double square = m2[j], rest = sum[j] / count;
+      const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
       mean[j] += rest;
-      m2[j] = square - rest * sum[j];
-      good &= square < 1e30 && square > 1e-20 * count && rest * sum[j] < 16 * m2[j];
+      m2[j] = square - between;
+      good += int64_t(square < 1e30) & int64_t(square > least) & int64_t(between < 16 * (square - between));
     }
-    return good;
+    return good == slots;
   }
 
   int64_t slots_of(const Chunk& chunk) const { return cut_.columns ? chunk.block.length : 1; }
   int64_t count_of(const Chunk& chunk) const {
     return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
   }
-  double* mean_at(int64_t set, int64_t i) { return values_.data() + (set * cut_.chunks + i) * cut_.slots; }
+  double* mean_at(int64_t set, int64_t i) { return values_.get() + (set * cut_.chunks + i) * cut_.slots; }
 
   const Cut cut_;
   const ElementType type_;
   const char* const x_;
   const int64_t size_;
-  std::vector<double> values_;
+  const std::unique_ptr<double[]> values_;  // written before they are read
 };
 
 // Sums of dz and of dz * (x - mean) of every chunk.
@@ -120,7 +124,7 @@ class GradPartials {
       if (cut_.fold == 1) {
         for (int64_t j = 0; j < n; ++j) summed(chunk.index + j, a[j], b[j]);
       } else {
-        const int64_t channels = cut_.channels(set);
+        const int64_t channels = cut_.channels();
         for (int64_t j = 0; j < n; ++j) summed(set * channels + j % channels, a[j], b[j]);
       }
     }
