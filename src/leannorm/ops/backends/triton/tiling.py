@@ -103,7 +103,7 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
     if columns:
         line = _LINE // itemsize
-        if whole_set and not geometry.grouped and geometry.segments == 1:
+        if whole_set and not geometry.grouped:
             line = _LOAD // itemsize  # narrow blocks: more programs
         channels = _least_padding(together, [b for b in (line, line // 2) if b])
         channels = min(channels, power_of_two(together))
@@ -121,7 +121,7 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         # a thread holds every constant of each plane that it has values of
         planes = 32 * warps * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
         channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
-        if whole_set and not geometry.grouped and geometry.segments == 1:
+        if whole_set and not geometry.grouped:
             channels = min(channels, max(512 // elements, 1))
         wide = channels * geometry.inner > 2**31 - 1
     threads = channels * elements * itemsize // _IN_FLIGHT
