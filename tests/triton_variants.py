@@ -137,7 +137,7 @@ CALLS = [
         for dtype in (BF16, F32)
         for last in (False, True)
         for r in (False, True)
-    ),  # fmt: skip
+    ),
     *(channel_call((1, 128, 512, 512), groups=32, act="silu", last=last) for last in (False, True)),
     *(channel_call((8, 64, 64, 64), groups=64, act="identity", last=last) for last in (False, True)),
     channel_call((8, 32, 16, 32, 32), last=True),
