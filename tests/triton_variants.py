@@ -93,6 +93,7 @@ def channel_call(
         y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
         out = y if residual else None
         channel.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
+        channel.channel_moments(x, groups)
         channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
         sums = channel.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
         p, q = (meta(tuple(mean.shape), F64) for _ in sums)
