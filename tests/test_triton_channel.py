@@ -37,18 +37,13 @@ def launches(request, monkeypatch):
         monkeypatch.setattr(tiling, "one_launch", lambda *_: False)
         monkeypatch.setattr(tiling, "_IN_FLIGHT", 16)
         monkeypatch.setattr(tiling, "_WARPS", 1)
-    yield
+    yield request.param
     tiling.planned.cache_clear()
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.shape[0] < LARGE], ids=str)
 def test_the_verbs_are_the_references(case):
-    for dtype, groups in (
-        (torch.float32, 0),
-        (torch.bfloat16, 0),
-        (torch.float32, 1),
-        (torch.float32, case.shape[1]),
-    ):
+    for dtype, groups in ((torch.float32, 0), (torch.bfloat16, 1), (torch.float32, case.shape[1])):
         if groups == 0 or torch.Size(case.shape[2:]).numel() * case.shape[1] // groups > 1:
             assert_close_to_reference(on(case, dtype, groups=groups), triton)
 
@@ -57,20 +52,21 @@ def test_the_verbs_are_the_references(case):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_many_values_a_channel(layout, dtype):
     """Several tiles for a program, and several programs for a channel, as they are without being forced."""
-    assert_close_to_reference(on(ChannelCase((9, 8, 24, 24), layout), dtype), triton)
+    assert_close_to_reference(on(ChannelCase((9, 3, 24, 24), layout), dtype), triton)
 
 
 @pytest.mark.parametrize("act", ACTS)
 def test_every_activation(act, launches):
-    for dtype, layout, residual in (
-        (torch.float32, "contiguous", False),
-        (torch.float64, "channels_last", True),
-    ):
-        case = ChannelCase((3, 5, 4, 5), layout)
-        assert_close_to_reference(on(case, dtype, act, residual=residual), triton)
+    dtype, layout, residual = (
+        (torch.float32, "contiguous", False)
+        if launches == "one launch"
+        else (torch.float64, "channels_last", True)
+    )
+    assert_close_to_reference(on(ChannelCase((3, 5, 4, 5), layout), dtype, act, residual=residual), triton)
 
 
 @pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].grad_from_output is not None])
+@pytest.mark.parametrize("launches", ["several"], indirect=True)
 def test_a_derivative_read_from_the_output(act, launches):
     case = ChannelCase((3, 5, 4, 5), "channels_last")
     assert_close_to_reference(on(case, torch.bfloat16, act, residual=True, out_given=True), triton)
@@ -78,9 +74,8 @@ def test_a_derivative_read_from_the_output(act, launches):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_in_every_place(size, launches):
-    for shape in ((size, 2), (2, size), (2, 3, size), (2, size, 3)):
+    for shape in ((size, 2), (2, size, 3), (2, 3, size)):
         assert_close_to_reference(on(ChannelCase(shape), torch.float32), triton)
-    assert_close_to_reference(on(ChannelCase((1, size, 2, 2), "channels_last"), torch.bfloat16), triton)
 
 
 @pytest.mark.parametrize("groups", [1, 3, 6])
@@ -93,10 +88,9 @@ def test_groups(groups, layout, launches):
 @pytest.mark.parametrize(("mean", "std"), [(1.0, 0.0), (1e4, 1.0), (0.0, 1e-6)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_a_mean_far_from_zero(mean, std, layout, launches):
-    for groups in (0, 2):
-        call = on(ChannelCase((4, 6, 5, 7), layout), torch.float32, groups=groups)
-        call = call._replace(x=(call.x - 0.5) / 2 * std + mean)
-        assert_close_to_reference(call, triton)
+    call = on(ChannelCase((4, 6, 5, 7), layout), torch.float32, groups=0 if std else 2)
+    call = call._replace(x=(call.x - 0.5) / 2 * std + mean)
+    assert_close_to_reference(call, triton)
 
 
 def test_the_first_values_may_lie_far_from_the_mean(launches):
@@ -104,6 +98,17 @@ def test_the_first_values_may_lie_far_from_the_mean(launches):
     call.x[0, :, 0] = 0
     call.x[:, :, 1:] += 1e4
     assert_close_to_reference(call, triton)
+
+
+def test_what_is_not_a_number_stays_so(launches):
+    call = on(ChannelCase((4, 6, 5, 7)), torch.float32)
+    call.x[1, 2, 3, 4] = float("nan")
+    call.x[1, 3, 3, 4] = float("inf")
+    y, mean, m2, _ = triton.channel_forward(call.x, None, None, None, 1e-5, "relu")
+    wrong = torch.tensor([False, False, True, True, False, False], device=DEVICE)
+    assert torch.equal(m2.isfinite(), ~wrong)
+    assert torch.equal(mean.isfinite(), ~wrong)
+    assert torch.equal(y.isfinite().flatten(2).all(2).all(0), ~wrong)
 
 
 @pytest.mark.parametrize("shape", [*EMPTY, (3, 0, 4), (3, 0)], ids=str)

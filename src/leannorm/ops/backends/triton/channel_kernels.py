@@ -29,6 +29,12 @@ def summed(values):
     return tl.sum(values, 1).to(tl.float64)
 
 
+@triton.jit
+def not_negative(square):
+    """What rounding has made negative is 0; NaN stays."""
+    return tl.where(square < 0, 0.0, square)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def moments_kernel(
     x, mean, m2, C, inner, samples, tiles, parts,
@@ -67,7 +73,7 @@ def moments_kernel(
     c = c0 + tl.arange(0, BC)
     place = (segment * parts + part) * C + c
     tl.store(mean + place, shift.to(tl.float64) + rest, mask=c < C)
-    tl.store(m2 + place, tl.maximum(summed(square) - rest * rest * values, 0.0), mask=c < C)
+    tl.store(m2 + place, not_negative(summed(square) - rest * rest * values), mask=c < C)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -117,16 +123,15 @@ def merge_moments_kernel(
     n = (samples.to(tl.int64) * inner * group_size).to(tl.float64)
     if GROUPED:
         rest = tl.sum(tl.sum(total, 1), 0) / n
-        set_m2 = tl.sum(tl.sum(square, 1), 0) - rest * rest * n
+        set_m2 = not_negative(tl.sum(tl.sum(square, 1), 0) - rest * rest * n)
         place = segment * G + pid % G
-        set_m2 = tl.maximum(set_m2, 0.0)
         tl.store(mean + place, shift + rest)
         tl.store(m2 + place, set_m2)
         if rstd is not None:
             tl.store(rstd + place, 1 / tl.sqrt(set_m2 / n + EPS))
     else:
         rest = tl.sum(total, 0)[None, :] / n
-        set_m2 = tl.maximum(tl.sum(square, 0)[None, :] - rest * rest * n, 0.0)
+        set_m2 = not_negative(tl.sum(square, 0)[None, :] - rest * rest * n)
         place = segment * C + c_first + k[None, :]
         inside = c_first + k[None, :] < c_last
         tl.store(mean + place, shift + rest, mask=inside)

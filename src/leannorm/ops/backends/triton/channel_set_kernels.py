@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.channel_kernels import summed
+from leannorm.ops.backends.triton.channel_kernels import not_negative, summed
 from leannorm.ops.backends.triton.tiles import (
     gradient_before_activation,
     in_two,
@@ -80,7 +80,7 @@ def set_forward_kernel(
         exists = place < segment * G + last
     rest = rest / values
     set_mean = shift.to(tl.float64) + rest
-    set_m2 = tl.maximum(set_m2 - rest * rest * values, 0.0)
+    set_m2 = not_negative(set_m2 - rest * rest * values)
     set_rstd = 1 / tl.sqrt(set_m2 / values + EPS)
     tl.store(mean + place, set_mean, mask=exists)
     tl.store(m2 + place, set_m2, mask=exists)

@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs: with the numpy of today, and to be quick."""
+"""What Triton's interpreter needs: to go with the numpy of today, to be quick, and not to warn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mend() -> None:
-    """Let a scalar of the interpreter be the bound of a loop, and functions be called at little cost.
+    """Let a scalar be the bound of a loop, call functions at little cost, and overflow as a GPU does.
 
     A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
     so). And every call of a function would patch Triton's language anew; for ours the kernel's patch does.
@@ -43,5 +43,12 @@ def mend() -> None:
             return call(self, *arguments, **constants)
         return self.rewrite()(*arguments, **constants)
 
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_quietly(self: Any, *arguments: Any, **constants: Any) -> None:
+        with np.errstate(all="ignore"):
+            launch(self, *arguments, **constants)
+
+    interpreter.GridExecutor.__call__ = launch_quietly
     interpreter._patch_lang_tensor = patch_and_mend
     interpreter.InterpretedFunction.__call__ = call_at_once
