@@ -138,8 +138,7 @@ def forward_tile(
         centred = tl.where(inside, centred - centre[:, None], 0.0)
         # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
         rest = tl.sum(centred, 1) / kept
-    square = tl.sum(centred * centred, 1) - rest * rest * kept
-    square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
+    square = tl.sum(centred * centred, 1)
     tl.store(mean + row, centre + rest, exists)
     if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
@@ -150,6 +149,8 @@ def forward_tile(
         tl.store(rstd + row, factor, exists)
         _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
     else:
+        square -= rest * rest * kept
+        square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
         factor = tl.rsqrt(square / kept + EPS)
         tl.store(rstd + row, factor, exists)
         if not RMS:
