@@ -139,8 +139,11 @@ def forward_tile(
         # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
+    beyond = _beyond_float32(square, exists, CHECKED)
+    square -= rest * rest * kept
+    square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
+    if beyond:  # read again: ordinary rows then need no registers for this
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))
@@ -149,8 +152,6 @@ def forward_tile(
         tl.store(rstd + row, factor, exists)
         _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
     else:
-        square -= rest * rest * kept
-        square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
         factor = tl.rsqrt(square / kept + EPS)
         tl.store(rstd + row, factor, exists)
         if not RMS:
