@@ -1,9 +1,9 @@
 """Every Triton kernel as real calls launch it, compiled for GPUs that need not be there.
 
-`python triton_variants.py ARCHITECTURE [all]` (without TRITON_INTERPRET) prints a line of JSON for each variant: registers, bytes of
-stack (what does not fit in registers is spilled there), bytes of shared memory. A variant is what a call of
-`CALLS` launches on tensors without memory: its kernel is recorded in place of being run. So an entry there
-is all that a new kernel, or a new way of launching one, needs.
+`python triton_variants.py ARCHITECTURE [all]`, without TRITON_INTERPRET, prints a line of JSON for each
+variant: registers, bytes of stack (where what registers do not hold is spilled), bytes of shared memory. A
+variant is what a call of `CALLS` launches on tensors without memory: its kernel is recorded in place of
+being run. So an entry there is all that a new kernel, or a new way of launching one, needs.
 """
 
 from __future__ import annotations

@@ -117,6 +117,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
             return None
         if itemsize == 2 and block <= 2 * a_tile:
             found = found._replace(stages=3)
+        if itemsize == 4 and block == 2 * a_tile:
+            found = found._replace(stages=3, programs=1)
         if itemsize == 8:
             found = found._replace(programs=max(found.programs // 2, 1))
     else:
