@@ -32,14 +32,6 @@ def why_not_these(*tensors: Tensor | None) -> list[str]:
     return reasons
 
 
-def all_are(where: str, *tensors: Tensor | None) -> bool:
-    """Are these tensors such as compiled kernels take, and "is_cpu", or "is_cuda"? Asked in every call."""
-    for t in tensors:
-        if t is not None and not (getattr(t, where) and t.dtype in DTYPES and t.layout == torch.strided):
-            return False
-    return True
-
-
 def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 

@@ -1,4 +1,4 @@
-"""The implementations in order of preference: each has the verbs of `reference.py`, `serves`, `why_not`."""
+"""The implementations, in order of preference. Each offers the verbs of `reference.py` and `why_not`."""
 
 from types import ModuleType
 

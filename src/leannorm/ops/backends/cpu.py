@@ -13,7 +13,7 @@ from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no
     channel_means,
     rstd_of,
 )
-from leannorm.ops.verbs import Verbs, all_are, why_not_these
+from leannorm.ops.verbs import Verbs, why_not_these
 
 
 def _load() -> str | None:
@@ -43,11 +43,6 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
         if t is not None and t.device.type != "cpu"
     ]
     return list(dict.fromkeys(reasons + why_not_these(*tensors)))
-
-
-def serves(*tensors: Tensor | None) -> bool:
-    """Is there no reason why not?"""
-    return _UNAVAILABLE is None and all_are("is_cpu", *tensors)
 
 
 _ops = torch.ops.leannorm

@@ -278,7 +278,3 @@ def channel_backward(
 def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
     """The reference serves every call."""
     return []
-
-
-def serves(*tensors: Tensor | None) -> bool:
-    return True

@@ -28,7 +28,7 @@ from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no
     rstd_of,
     sums_of,
 )
-from leannorm.ops.verbs import Verbs, all_are, why_not_these
+from leannorm.ops.verbs import Verbs, why_not_these
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _OLDEST = 8  # compute capability; what Triton itself supports
@@ -67,11 +67,6 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
                 has = f"the device has {found.major}.{found.minor}"
                 reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
     return list(dict.fromkeys(reasons + why_not_these(*tensors)))
-
-
-def serves(*tensors: Tensor | None) -> bool:
-    """Is there no reason why not?"""
-    return all_are("is_cuda", *tensors) and not why_not(*tensors)
 
 
 class _Kernels:
