@@ -72,8 +72,77 @@ def row_call(
     return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
+def channel_call(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = BF16,
+    act: str = "relu",
+    last: bool = False,
+    groups: int = 0,
+    residual: bool = False,
+    sample: bool = False,
+) -> Call:
+    """Forward and backward pass of a per-channel norm, and single verbs; with a residual, from the output."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import channel
+
+        layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)] if last else None
+        x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
+        other = x if residual else None
+        weight, bias = meta((shape[1],), F32), meta((shape[1],), F32)
+        y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
+        out = y if residual else None
+        channel.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
+        channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
+        sums = channel.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
+        p, q = (meta(tuple(mean.shape), F64) for _ in sums)
+        channel.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)
+
+    words = ["channels", "x".join(map(str, shape)), str(dtype).removeprefix("torch."), act]
+    words += ["channels_last"] * last + [f"{groups} groups"] * bool(groups) + ["residual"] * residual
+    return Call(" ".join(words), run, sample)
+
+
 ROWS = 32768
+RESNET = [(128, 64, 56, 56), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)]
+ACTS = (
+    "identity",
+    "leaky_relu",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "hardswish",
+    "hardtanh",
+    "relu6",
+    "elu",
+    "mish",
+)
 CALLS = [
+    channel_call(RESNET[0], last=True, sample=True),
+    channel_call(RESNET[1], last=True, residual=True, sample=True),
+    channel_call((32, 256, 32, 32), last=True, groups=32, act="silu", sample=True),
+    channel_call((2, 64, 28, 28), residual=True, sample=True),
+    *(
+        channel_call(s, last=last, residual=r)
+        for s in RESNET
+        for last in (False, True)
+        for r in (False, True)
+    ),
+    *(channel_call(s, F32, last=last, residual=True) for s in RESNET for last in (False, True)),
+    *(channel_call(RESNET[0], act=act, last=True) for act in ACTS),
+    *(channel_call(RESNET[2], act=act, residual=True) for act in ACTS),
+    *(channel_call((2, 64, 28, 28), dtype, last=last) for dtype in (BF16, F32) for last in (False, True)),
+    *(
+        channel_call((32, 256, 32, 32), dtype, groups=32, last=last, act="silu", residual=r)
+        for dtype in (BF16, F32)
+        for last in (False, True)
+        for r in (False, True)
+    ),
+    *(channel_call((1, 128, 512, 512), groups=32, act="silu", last=last) for last in (False, True)),
+    *(channel_call((8, 64, 64, 64), groups=64, act="identity", last=last) for last in (False, True)),
+    channel_call((8, 32, 16, 32, 32), last=True),
+    *(channel_call((4096, c), dtype) for c in (3, 100, 512) for dtype in (F16, F32)),
+    *(channel_call(RESNET[2], F64, last=last, residual=True) for last in (False, True)),
     *(row_call((ROWS, n), rms=rms, sample=True) for n in (1024, 4096, 8192, 16384) for rms in (False, True)),
     *(row_call((ROWS, n), residual=True) for n in (1024, 4096, 8192, 16384)),
     *(row_call((ROWS, n), parameters=F32) for n in (4096, 16384)),

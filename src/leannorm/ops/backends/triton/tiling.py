@@ -101,27 +101,24 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
     values = _IN_FLIGHT // itemsize * 32 * warps
     columns = geometry.columns
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
+    narrow = whole_set and not geometry.grouped  # few channels for each program: more programs
     if columns:
-        line = _LINE // itemsize
-        if whole_set and not geometry.grouped and geometry.segments == 1:
-            line = _LOAD // itemsize  # narrow blocks: more programs
-        channels = _least_padding(together, [b for b in (line, line // 2) if b])
-        channels = min(channels, power_of_two(together))
+        width = (_LOAD if narrow else _LINE) // itemsize
+        channels = min(_least_padding(together, (width, max(width // 2, 1))), power_of_two(together))
         elements = values // channels
         if geometry.samples == 1:  # of several, their number must not decide what is compiled
             elements = min(elements, power_of_two(geometry.inner))
         wide = elements * geometry.channels > 2**31 - 1
         contiguous = gcd(together, channels)  # every block begins at a multiple of V
     else:
-        longest = min(values, power_of_two(geometry.inner))
-        elements = _least_padding(
-            geometry.inner, [longest >> i for i in range(4) if longest >> i >= 64] or [longest]
-        )
         contiguous = geometry.inner
+        longest = min(values, power_of_two(contiguous))
+        shorter = [longest >> i for i in range(4) if longest >> i >= 64]
+        elements = _least_padding(contiguous, shorter) if shorter and not narrow else longest
         # a thread holds every constant of each plane that it has values of
         planes = 32 * warps * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
         channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
-        if whole_set and not geometry.grouped and geometry.segments == 1:
+        if narrow:
             channels = min(channels, max(512 // elements, 1))
         wide = channels * geometry.inner > 2**31 - 1
     threads = channels * elements * itemsize // _IN_FLIGHT
