@@ -139,6 +139,8 @@ def time_setting(
     print(f"  {setting:16} {row['milliseconds']:9.2f} ms, {most:7.3f} GB at most;{ratios}", flush=True)
     del side
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # each setting begins with the allocator as the first found it
 
 
 # ---------------------------------------------------------------- answers
