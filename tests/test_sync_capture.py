@@ -1,4 +1,4 @@
-"""Ranks' statistics while a CUDA graph is captured: nothing is made, sent or waited for, or it is an error."""
+"""Ranks' statistics while a CUDA graph is captured: nothing is made, sent or waited for, else an error."""
 
 from __future__ import annotations
 
