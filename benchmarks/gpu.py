@@ -62,7 +62,8 @@ def run(report: Report, only: str, smoke: bool) -> None:
                     what = partial(gpu_shapes.run_case, case, report, False, smoke)
                 report.attempt(str(case), what)
         if section in ("resnet50", "vit") and report.has(40, section):
-            eager = tuple(s for s in gpu_steps.SETTINGS if s != "compile")
+            names = gpu_steps.SMOKE if smoke else gpu_steps.SETTINGS
+            eager = tuple(name for name in names if name != "compile")
             report.attempt(section, partial(gpu_steps.run_network, section, report, eager, smoke))
     if "compiled" in wanted:  # last, as it takes longest: what compares, after what is compared
         compiled(report, smoke)

@@ -90,7 +90,7 @@ _NAMES = {"resnet50": ("resnet50", "resnet50"), "vit": ("vit_b_16", "vit_base_pa
 def builder(name: str, smoke: bool) -> tuple[str, Callable[[], nn.Module]]:
     """Where the network comes from, and what makes a new one with random weights."""
     if smoke:
-        tiny = {"resnet50": lambda: resnet(8, (1, 1), 10), "vit": lambda: vit(32, 2, 2, 8, 10)}
+        tiny = {"resnet50": lambda: resnet(8, (1,), 10), "vit": lambda: vit(32, 1, 2, 8, 10)}
         return "plain, tiny", tiny[name]
     for library, entry in zip(("torchvision", "timm"), _NAMES[name], strict=True):
         try:

@@ -319,7 +319,7 @@ def run_small(case: Case, report: Report, smoke: bool) -> None:
     device = report.device
     s = make_set(case, torch.bfloat16, device)
     name = serving(s, smoke)
-    calls, turns = (2, 1) if smoke else (50, 9)
+    calls, turns = (1, 1) if smoke else (50, 9)
     with use_backend(name) if smoke else nullcontext():
         right = keep_right(case, {"torch": torchs(case.kind), "ours": ours(case.kind)}, s, report)
         runs = {who: partial(answers, side, s) for who, side in right.items()}

@@ -39,7 +39,7 @@ def test_smoke(tmp_path):
         assert {(case, side, "backward") for side in ("ours", "torch", "compile")} <= kinds
     steps = {(row["network"], row["setting"]) for row in found["steps"]}
     for network in ("resnet50", "vit"):
-        for setting in ("stock", "convert", "norm", "convert + norm", "checkpoint", "compile"):
+        for setting in ("stock", "convert", "norm", "convert + conv", "compile"):
             assert (network, setting) in steps
     assert found["torch"] == torch.__version__
     assert not list(tmp_path.glob("*.part"))

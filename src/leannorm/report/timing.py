@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch._C._autograd import DeviceType
 
-_HEAD_START = 10_000_000  # cycles, about 6 ms: longer than the host takes to launch what is timed at once
+_HEAD_START = 30_000_000  # cycles, about 15 ms: longer than the host takes to launch what is timed at once
 _AT_ONCE = 8
 
 
