@@ -59,6 +59,7 @@ LEANNORM_INLINE void normalize_vector(Place<T> place, int64_t n, int64_t ahead, 
   using V = typename Element<T>::V;
   const Operands& o = place.o;
   place.fetch(o.x, ahead);
+  if (o.residual != nullptr) place.fetch(o.residual, ahead);
   V z = affine.apply(affine.centre(place.template load<Whole>(o.x, n, V{})));
   if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
   if constexpr (form == kReluFromInput) z = activate(z, kRelu);
@@ -66,9 +67,10 @@ LEANNORM_INLINE void normalize_vector(Place<T> place, int64_t n, int64_t ahead, 
   place.template store<Whole, Past>(o.result, z, n);
 }
 
-// May a plane's result be written past the caches, from this element on?
+// May results be written past the caches, from this element on?
 template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at) {
-  return o.past && reinterpret_cast<uintptr_t>(static_cast<const T*>(o.result) + at) % 64 == 0;
+  const auto address = [at](void* p) { return reinterpret_cast<uintptr_t>(p) + at * sizeof(T); };
+  return o.past && address(o.result) % 64 == 0 && (o.dz == nullptr || address(o.dz) % 64 == 0);
 }
 
 // dz, and x - mean with it. Lanes past the end hold dz = 0.
@@ -97,9 +99,10 @@ template <class T, Form form, bool Whole, bool Past = false>
 LEANNORM_INLINE void input_grad_vector(Place<T> place, int64_t n, int64_t ahead, const Backward<typename Element<T>::V>& c, int act) {
   place.fetch(place.o.x, ahead);
   place.fetch(place.o.dy, ahead);
+  if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
   const auto g = gradient<T, form, Whole>(place, n, c, act);
   const auto dx = c.input_grad(g.dz, g.centred);
-  if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, g.dz, n);
+  if (place.o.dz != nullptr) place.template store<Whole, Past>(place.o.dz, g.dz, n);
   place.template store<Whole, Past>(place.o.result, dx, n);
 }
 

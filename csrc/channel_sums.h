@@ -61,7 +61,7 @@ class MomentPartials {
 
  private:
   // In float32, with differences from a first guess of the mean. False where the guess is far from the
-  // mean (by more than four standard deviations) or the squares leave the range of float32.
+  // mean (by more than two standard deviations) or the squares leave the range of float32.
   bool fast(const ChannelKernels& kernels, const Chunk& chunk, const char* x, double* mean, double* m2,
             double* sum) const {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
@@ -78,7 +78,7 @@ class MomentPartials {
       std::fill_n(sum, slots, 0.0);
       std::fill_n(m2, slots, 0.0);
     } else {
-      mean[0] = value_at(type_, x, 0);
+      mean[0] = float(spread_mean(chunk.block, x));
     }
     moments(x, chunk.block, mean, sum, m2);
     const double each = 1.0 / count, least = 1e-20 * count;
@@ -87,11 +87,19 @@ class MomentPartials {
       const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
       mean[j] += rest;
       m2[j] = square - between;
-      good += int64_t(square < 1e30) & int64_t(square > least) & int64_t(between < 16 * (square - between));
+      good += int64_t(square < 1e30) & int64_t(square > least) & int64_t(between < 4 * (square - between));
     }
     return good == slots;
   }
 
+  // The mean of a few values from all over the planes: one alone may be far from the mean of all.
+  double spread_mean(const Block& block, const char* x) const {
+    constexpr int kFew = 8;
+    double sum = 0;
+    for (int64_t i = 0; i < kFew; ++i)
+      sum += value_at(type_, x, i * block.count / kFew * block.stride + i * block.length / kFew);
+    return sum / kFew;
+  }
   int64_t slots_of(const Chunk& chunk) const { return cut_.columns ? chunk.block.length : 1; }
   int64_t count_of(const Chunk& chunk) const {
     return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
