@@ -1,9 +1,9 @@
 """Every Triton kernel as real calls launch it, compiled for GPUs that need not be there.
 
-`python triton_variants.py ARCHITECTURE [all]` prints a line of JSON for each variant: registers, bytes of
-stack (what does not fit in registers is spilled there), bytes of shared memory. A variant is what a call of
-`CALLS` launches on tensors without memory: its kernel is recorded in place of being run. So an entry there
-is all that a new kernel, or a new way of launching one, needs.
+`python triton_variants.py ARCHITECTURE [all]`, without TRITON_INTERPRET, prints a line of JSON for each
+variant: registers, bytes of stack (where what registers do not hold is spilled), bytes of shared memory. A
+variant is what a call of `CALLS` launches on tensors without memory: its kernel is recorded in place of
+being run. So an entry there is all that a new kernel, or a new way of launching one, needs.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
 
     for module in (channel, rows):
         module.launch, module.processors = record, lambda device: PROCESSORS
-    rows._shared = lambda device: SHARED[architecture]
+    rows._device = lambda device: (architecture // 10, SHARED[architecture])
     for call in calls:
         name = call.name
         call.run()
@@ -253,9 +253,10 @@ def compiled(variant: Variant, architecture: int, **options: Any) -> dict[str, i
 
 
 def main(architecture: str, which: str = "sample", limit: str = "") -> None:
-    """With a `limit` of registers every variant is compiled so that it spills."""
+    """`which`: sample, all or one. With a `limit` of registers what is compiled spills."""
     options = {"maxnreg": int(limit)} if limit else {}
-    for variant in variants(int(architecture), [c for c in CALLS if c.sample or which == "all"]):
+    calls = [call for call in CALLS if call.sample or which == "all"]
+    for variant in variants(int(architecture), calls[:1] if which == "one" else calls):
         used = compiled(variant, int(architecture), **options)
         about = {"name": variant.name, "kernel": variant.kernel.__name__, "programs": variant.programs}
         print(json.dumps(about | {"warps": variant.options["num_warps"]} | used), flush=True)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import numpy
+import numpy as np
+import torch
+from triton import language as tl
 from triton.runtime import interpreter
+
+
+def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """float32 to bfloat16 as devices do it: to the nearest, where the interpreter cuts off."""
+
+    def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source == tl.float32 and target == tl.bfloat16:
+            values = torch.from_numpy(np.array(data)).to(torch.bfloat16)
+            return values.view(torch.int16).numpy().view(np.uint16)
+        return convert(data, source, target, mode)
+
+    return converted
 
 
 def mend() -> None:
@@ -14,6 +29,7 @@ def mend() -> None:
     A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
     so). And every call of a function would patch Triton's language anew; for ours the kernel's patch does.
     """
+    interpreter._convert_float = _to_nearest(interpreter._convert_float)
     patch = interpreter._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
@@ -30,7 +46,7 @@ def mend() -> None:
     launch = interpreter.GridExecutor.__call__
 
     def launch_quietly(self: Any, *arguments: Any, **constants: Any) -> None:
-        with numpy.errstate(all="ignore"):
+        with np.errstate(all="ignore"):
             launch(self, *arguments, **constants)
 
     interpreter.GridExecutor.__call__ = launch_quietly

@@ -138,10 +138,12 @@ def forward_tile(
         centred = tl.where(inside, centred - centre[:, None], 0.0)
         # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
         rest = tl.sum(centred, 1) / kept
-    square = tl.sum(centred * centred, 1) - rest * rest * kept
+    square = tl.sum(centred * centred, 1)
+    beyond = _beyond_float32(square, exists, CHECKED)
+    square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
+    if beyond:  # read again: ordinary rows then need no registers for this
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))

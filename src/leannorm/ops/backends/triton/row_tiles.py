@@ -11,16 +11,21 @@ from math import gcd
 from typing import NamedTuple
 
 _SECTORS = 64  # bytes of neighbouring rows that are read at once, where rows lie side by side
+_REGISTERS = 65536  # of a multiprocessor: all programs of the backward pass must be there at a time
 _LONG = 4096  # values of a tile that goes along rows which are longer than any tile
 
 
 class Tile(NamedTuple):
-    """`rows` rows by `block` of their values; `whole` where that is all of them."""
+    """`rows` rows by `block` of their values; `whole` where that is all of them.
+
+    `registers` is the compiler's limit for a thread: told none, it looks for one, and may spill to keep it.
+    """
 
     rows: int
     block: int
     warps: int
     whole: bool = True
+    registers: int | None = None
 
     def needed(self, outer: int, inner: int) -> int:
         """How many tiles the rows make."""
@@ -67,11 +72,17 @@ def _scattered(kept: int, inner: int, itemsize: int) -> bool:
 def along(inner: int, itemsize: int) -> Tile:
     """For rows longer than a tile."""
     rows = 1 if inner == 1 else _beside(inner, itemsize)
-    return Tile(rows, _LONG // (2 if itemsize == 8 else 1) // rows, 8, whole=False)
+    if itemsize == 8:
+        return Tile(rows, _LONG // 2 // rows, 8, whole=False)
+    return Tile(rows, _LONG // rows, 8, whole=False, registers=128)
 
 
-def forward(kept: int, inner: int, itemsize: int) -> Tile:
-    """A thread holds 32 values (16 where they are wide or scattered), a program has up to 32 warps."""
+def forward(kept: int, inner: int, itemsize: int, pressed: bool) -> Tile:
+    """A thread holds 32 values (16 where they are wide or scattered), a program has up to 32 warps.
+
+    Not `pressed`: nothing beside the values is as wide or as much, so that two of the largest programs that
+    could share a multiprocessor may be made to.
+    """
     a_warp = 512 if itemsize == 8 or _scattered(kept, inner, itemsize) or inner > 1 else 1024
     block = power_of_two(kept)
     if inner == 1:
@@ -81,15 +92,8 @@ def forward(kept: int, inner: int, itemsize: int) -> Tile:
         rows = max(rows, min(power_of_two(inner), a_warp // block))
     if rows * block > most:
         return along(inner, itemsize)
-    return Tile(rows, block, max(rows * block // a_warp, 1))
-
-
-def registers(tile: Tile, *itemsizes: int) -> int | None:
-    """A limit for the compiler, where keeping to it lets two programs share a multiprocessor.
-
-    `itemsizes`: of all that is read beside each other of a row.
-    """
-    return 64 if tile.block == 16384 and tile.warps == 16 and max(itemsizes) == 2 else None
+    warps = max(rows * block // a_warp, 1)
+    return Tile(rows, block, warps, registers=64 if warps == 16 and inner == 1 and not pressed else None)
 
 
 def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
@@ -113,6 +117,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
             return None
         if itemsize == 2 and block <= 2 * a_tile:
             found = found._replace(stages=3)
+        if itemsize == 4 and block == 2 * a_tile:
+            found = found._replace(stages=3, programs=1)
         if itemsize == 8:
             found = found._replace(programs=max(found.programs // 2, 1))
     else:
@@ -127,7 +133,10 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
     if _scattered(kept, inner, itemsize):
         tile = found.tile._replace(warps=min(2 * found.tile.warps, 16))
         found = found._replace(tile=tile, programs=max(found.programs // 2, 1))
-    return found if found.shared(itemsize, tensors) <= shared else None
+    if found.shared(itemsize, tensors) > shared:
+        return None
+    limit = min(_REGISTERS // (32 * found.tile.warps * found.programs), 255)
+    return found._replace(tile=found.tile._replace(registers=limit))
 
 
 def shares(inner: int, itemsize: int) -> Tile:

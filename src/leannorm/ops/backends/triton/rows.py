@@ -10,7 +10,7 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
 from __future__ import annotations
 
 from functools import cache
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -22,16 +22,28 @@ from leannorm.ops.layout import dense_rows
 from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
 from leannorm.ops.precision import compute_dtype
 
-_SHARES = 256  # that `sum_shares` reads at a time, of 64 bytes' worth of columns
+# what a program of `sum_shares` reads at a time: so many shares, of so many columns
+_MANY_SHARES, _FEW_SHARES = {"COUNT": 256, "BLOCK": 16}, {"COUNT": 16, "BLOCK": 256}
 
 
 @cache
-def _shared(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+def _device(device: torch.device) -> tuple[int, int]:
+    """Major compute capability, and bytes of shared memory that a program may have."""
     if device.type != "cuda":
-        return 1 << 20
-    found: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
-    return found
+        return 9, 227 << 10
+    found = torch.cuda.get_device_properties(device)
+    return found.major, getattr(found, "shared_memory_per_block_optin", 99 << 10)
+
+
+def _launch(
+    kernel: object, programs: int, x: Tensor, tile: tiles.Tile, plan: Plan, *arguments: Any, **constants: Any
+) -> None:
+    """Launch with how the rows lie: as lines or side by side, how aligned, and whether one passes 32 bits."""
+    _, kept, inner = plan
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
+    lie = {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
+    shape = {"ROWS": tile.rows, "BLOCK": tile.block, "warps": tile.warps}
+    launch(kernel, programs, x.device, *arguments, **constants, **lie, **shape, **limit)
 
 
 def _seen(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
@@ -60,12 +72,6 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def _constants(plan: Plan) -> dict[str, bool | int]:
-    """How the rows lie: as lines or side by side, how aligned, and whether one passes 32-bit offsets."""
-    _, kept, inner = plan
-    return {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
-
-
 def row_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -86,24 +92,18 @@ def row_forward(
     outer, kept, inner = plan
     y = torch.empty_like(seen)
     total = none if residual is None else torch.empty_like(seen)
-    tile = tiles.forward(kept, inner, x.element_size())
-    together = 4 if residual is not None else x.element_size()
-    parameters = (p.element_size() for p in (weight, bias) if p is not None)
-    most = tiles.registers(tile, together, *parameters)
-    launch(
+    parameters = max((p.element_size() for p in (weight, bias) if p is not None), default=0)
+    pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
+    tile = tiles.forward(kept, inner, x.element_size(), pressed)
+    _launch(
         kernels.forward_tile if tile.whole else kernels.forward_long,
         tile.needed(outer, inner),
-        x.device,
+        *(x, tile, plan),
         *(seen, _like(seen, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
-        *(mean, rstd, outer, kept, inner),
+        *(mean, rstd, *plan),
         EPS=eps,
         RMS=rms,
         CHECKED=x.dtype in (torch.float32, torch.bfloat16),
-        **_constants(plan),
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        warps=tile.warps,
-        **({} if most is None else {"maxnreg": most}),
     )
     total = none if residual is None else _given_back(total, x, seen)
     return _given_back(y, x, seen), total, mean, rstd
@@ -133,7 +133,7 @@ def row_backward(
     given = (_like(seen, dy), _like(seen, dtotal), seen, mean.contiguous(), rstd.contiguous(), _flat(weight))
     wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
     tensors = 2 if dtotal is None else 3
-    how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _shared(x.device))
+    how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
     if how is None:
         _backward_long(*given, dx, *wanted, plan, rms)
     else:
@@ -157,11 +157,10 @@ class _Shares:
         dweight = self.wanted[0]
         if self.count == 1 or dweight is None:
             return
-        block = 64 // dweight.element_size()
-        programs = len(self.all) * -(-self.kept // block)
-        constants = {"COUNT": _SHARES, "BLOCK": block, "warps": 8}
+        tile = _FEW_SHARES if self.count <= _FEW_SHARES["COUNT"] else _MANY_SHARES
+        programs = len(self.all) * -(-self.kept // tile["BLOCK"])
         arguments = (self.all, *self.wanted, self.count, self.kept)
-        launch(kernels.sum_shares, programs, dweight.device, *arguments, **constants)
+        launch(kernels.sum_shares, programs, dweight.device, *arguments, warps=8, **tile)
 
 
 def _backward_tile(
@@ -183,19 +182,15 @@ def _backward_tile(
     parts = 2 if how.halves else 1
     programs = min(count, max(processors(x.device) * how.programs // parts, 1))
     shares = _Shares(dweight, dbias, programs, kept)
-    launch(
+    _launch(
         kernels.backward_tile,
         programs * parts,
-        x.device,
-        *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, outer, kept, inner, count),
+        *(x, how.tile, plan),
+        *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, *plan, count),
         RMS=rms,
-        **_constants(plan),
         FOLD=how.fold,
         HALVES=how.halves,
-        ROWS=how.tile.rows,
-        BLOCK=how.tile.block,
         STAGES=how.stages,
-        warps=how.tile.warps,
     )
     shares.add_up()
 
@@ -215,31 +210,14 @@ def _backward_long(
 ) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
-    launch(
-        kernels.backward_long,
-        tile.needed(outer, inner),
-        x.device,
-        *(dy, dtotal, x, mean, rstd, weight, dx, outer, kept, inner),
-        RMS=rms,
-        **_constants(plan),
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        warps=tile.warps,
-    )
+    arguments = (dy, dtotal, x, mean, rstd, weight, dx, *plan)
+    _launch(kernels.backward_long, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms)
     if dweight is None:
         return
     tile = tiles.shares(inner, x.element_size())
     count, blocks = tile.needed(outer, inner), -(-kept // tile.block)
     programs = min(count, max(4 * processors(x.device) // blocks, 1))
     shares = _Shares(dweight, dbias, programs, kept)
-    launch(
-        kernels.backward_shares,
-        programs * blocks,
-        x.device,
-        *(dy, x, mean, rstd, shares.dweight, shares.dbias, outer, kept, inner, count, programs),
-        **_constants(plan),
-        ROWS=tile.rows,
-        BLOCK=tile.block,
-        warps=tile.warps,
-    )
+    arguments = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
+    _launch(kernels.backward_shares, programs * blocks, x, tile, plan, *arguments)
     shares.add_up()

@@ -1,0 +1,71 @@
+"""Every Triton kernel compiled for GPUs that are not there: nothing spills, and how much each takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+HERE = Path(__file__).parent
+REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64  # of a Hopper multiprocessor
+
+
+def why_not():
+    for tool in ("ptxas", "cuobjdump"):
+        try:
+            getattr(triton.knobs.nvidia, tool).path  # noqa: B018
+        except RuntimeError as error:
+            return f"this Triton brings no {tool}: {error}"
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+@cache
+def table(architecture, *arguments):
+    """What each variant takes, from a process that does not interpret."""
+    command = [sys.executable, str(HERE / "triton_variants.py"), str(architecture), *arguments]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found
+    for row in found:
+        print(f"sm_{architecture} {row['registers']:4} registers {row['shared']:7} shared  {row['name']}")
+    return found
+
+
+def assert_nothing_spills(found):
+    assert not [f"{row['name']}: {row['stack']} bytes" for row in found if row["stack"]]
+
+
+def test_nothing_spills():
+    assert_nothing_spills(table(90))
+
+
+def test_programs_that_share_the_rows_are_there_at_a_time():
+    """A rest of them would run alone, after all others: as long again."""
+    for row in table(90):
+        if row["kernel"] != "backward_tile":
+            continue
+        registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
+        at_a_time = min(REGISTERS // registers, SHARED // (row["shared"] + 1024), WARPS // row["warps"])
+        assert row["programs"] <= 132 * at_a_time, row["name"]
+
+
+def test_a_kernel_without_registers_is_seen_to_spill():
+    with pytest.raises(AssertionError, match="bytes"):
+        assert_nothing_spills(table(90, "one", "32"))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_nothing_spills_anywhere(architecture):
+    assert_nothing_spills(table(architecture, "all"))
