@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import ACTS, CASES, DTYPES, EMPTY, ChannelCase
+from cases import ACTS, CASES, EMPTY, ChannelCase
 from kernel_cases import assert_close_to_reference, call_on, results
 
 from leannorm.ops import schema
@@ -48,7 +48,7 @@ def test_the_verbs_are_the_references(case):
             assert_close_to_reference(on(case, dtype, groups=groups), triton)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_many_values_a_channel(layout, dtype):
     """Several tiles for a program, and several programs for a channel, as they are without being forced."""
