@@ -79,8 +79,8 @@ def _parameter(p, k, kept, dtype: tl.constexpr):
 def _beyond_float32(square, exists, CHECKED: tl.constexpr):
     """Has a row's sum of squares left the range in which float32 keeps its digits? (A sum of 0 may have.)"""
     if CHECKED:
-        beyond = exists & ((square < 2.0**-80) | (square > 2.0**100))
-        return tl.max(beyond.to(tl.int32), 0) > 0
+        within = (square >= 2.0**-80) & (square <= 2.0**100)  # not so a NaN, which infinities leave
+        return tl.min((within | ~exists).to(tl.int32), 0) == 0
     else:
         return False
 
@@ -139,11 +139,10 @@ def forward_tile(
         # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
-    beyond = _beyond_float32(square, exists, CHECKED)
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if beyond:  # read again: ordinary rows then need no registers for this
+    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))
