@@ -399,25 +399,3 @@ def backward_shares(
     tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
     if dbias is not None:
         tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
-
-
-@triton.jit(do_not_specialize=["count", "kept"])
-def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """dweight, and dbias behind it, as the sums of `count` shares each, always in the same order.
-
-    Reads `count` values of the statistics' dtype for each that it writes, in one launch.
-    """
-    blocks = tl.cdiv(kept, BLOCK)
-    vector = tl.program_id(0) // blocks
-    k = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    shares += vector.to(tl.int64) * count * kept
-    sums = tl.zeros([COUNT, BLOCK], dweight.dtype.element_ty)
-    for begin in range(0, count, COUNT):
-        at = (begin + tl.arange(0, COUNT))[:, None]
-        inside = (at < count) & (k < kept)[None, :]
-        sums += tl.load(shares + at.to(tl.int64) * kept + k[None, :], inside, 0.0)
-    value = tl.sum(sums, 0)
-    if dbias is None:
-        tl.store(dweight + k, value, k < kept)
-    else:
-        tl.store(tl.where(vector == 0, dweight, dbias) + k, value, k < kept)
