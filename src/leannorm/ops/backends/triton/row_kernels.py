@@ -93,11 +93,10 @@ def _scale(largest):
 
 @triton.jit
 def _rstd(square, scale, kept, EPS: tl.constexpr):
-    """1 / sqrt(variance + eps), from the sum of the squares of `scale` times the deviations."""
+    """1 / sqrt(variance + eps), from squares of `scale` times the deviations; of 0 the scale says nothing."""
     variance = square / kept
     eps = scale * EPS * scale
     plain = tl.rsqrt(tl.zeros_like(variance) + EPS)
-    # a variance of 0 has no scale, and one that eps drowns needs none
     return tl.where((variance == 0) | (eps > 2.0**60), plain, scale * tl.rsqrt(variance + eps))
 
 
@@ -132,7 +131,7 @@ def forward_tile(
         tl.store(total + start + offset, value, inside)
     centred = value.to(dtype)
     centre = tl.zeros([ROWS], dtype)
-    rest = tl.zeros([ROWS], dtype)
+    rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
         centred = tl.where(inside, centred - centre[:, None], 0.0)
