@@ -122,3 +122,28 @@ print(sorted(({{m.split('.')[0] for m in new}} & set({EXTRAS})) | (new & heavy))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_a_machine_without_triton_says_so_and_normalizes():
+    """And one with it does not import it before a kernel is called."""
+    code = """
+import sys, torch
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] == 'triton' and sys.argv[1] == 'absent':
+            raise ModuleNotFoundError('triton is blocked')
+sys.meta_path.insert(0, Block())
+already = 'triton' in sys.modules
+import leannorm
+from leannorm.ops.select import explain
+x = torch.randn(4, 8)
+leannorm.nn.LayerNorm(8)(x).sum().backward()
+leannorm.nn.BatchNorm1d(8)(x)
+print('triton' in sys.modules and not already, *explain(x)['triton'])
+"""
+    for state, word in (("absent", "Triton is not installed"), ("present", "")):
+        command = [sys.executable, "-c", code, state]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("False "), done.stdout
+        assert word in done.stdout

@@ -122,6 +122,7 @@ def test_parameters_of_another_dtype(parameters, dtype, rms):
 @pytest.mark.parametrize("inner", [(), (6,)], ids=["lines", "panels"])
 @pytest.mark.parametrize("n", [40, 33000])
 @pytest.mark.parametrize("scale", [1e30, 1e-30])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, which a device has not
 def test_hard_rows_stand_beside_easy_ones(scale, n, inner, rms, kernels):
     """Each of: values without a float32 square, a constant, zeros, a far first value, plain noise."""

@@ -79,8 +79,8 @@ def _parameter(p, k, kept, dtype: tl.constexpr):
 def _beyond_float32(square, exists, CHECKED: tl.constexpr):
     """Has a row's sum of squares left the range in which float32 keeps its digits? (A sum of 0 may have.)"""
     if CHECKED:
-        beyond = exists & ((square < 2.0**-80) | (square > 2.0**100))
-        return tl.max(beyond.to(tl.int32), 0) > 0
+        within = (square >= 2.0**-80) & (square <= 2.0**100)  # not so a NaN, which infinities leave
+        return tl.min((within | ~exists).to(tl.int32), 0) == 0
     else:
         return False
 
@@ -93,11 +93,10 @@ def _scale(largest):
 
 @triton.jit
 def _rstd(square, scale, kept, EPS: tl.constexpr):
-    """1 / sqrt(variance + eps), from the sum of the squares of `scale` times the deviations."""
+    """1 / sqrt(variance + eps), from squares of `scale` times the deviations; of 0 the scale says nothing."""
     variance = square / kept
     eps = scale * EPS * scale
     plain = tl.rsqrt(tl.zeros_like(variance) + EPS)
-    # a variance of 0 has no scale, and one that eps drowns needs none
     return tl.where((variance == 0) | (eps > 2.0**60), plain, scale * tl.rsqrt(variance + eps))
 
 
@@ -132,18 +131,17 @@ def forward_tile(
         tl.store(total + start + offset, value, inside)
     centred = value.to(dtype)
     centre = tl.zeros([ROWS], dtype)
-    rest = tl.zeros([ROWS], dtype)
+    rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
         centred = tl.where(inside, centred - centre[:, None], 0.0)
         # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
-    beyond = _beyond_float32(square, exists, CHECKED)
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if beyond:  # read again: ordinary rows then need no registers for this
+    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))
@@ -400,25 +398,3 @@ def backward_shares(
     tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
     if dbias is not None:
         tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
-
-
-@triton.jit(do_not_specialize=["count", "kept"])
-def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """dweight, and dbias behind it, as the sums of `count` shares each, always in the same order.
-
-    Reads `count` values of the statistics' dtype for each that it writes, in one launch.
-    """
-    blocks = tl.cdiv(kept, BLOCK)
-    vector = tl.program_id(0) // blocks
-    k = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    shares += vector.to(tl.int64) * count * kept
-    sums = tl.zeros([COUNT, BLOCK], dweight.dtype.element_ty)
-    for begin in range(0, count, COUNT):
-        at = (begin + tl.arange(0, COUNT))[:, None]
-        inside = (at < count) & (k < kept)[None, :]
-        sums += tl.load(shares + at.to(tl.int64) * kept + k[None, :], inside, 0.0)
-    value = tl.sum(sums, 0)
-    if dbias is None:
-        tl.store(dweight + k, value, k < kept)
-    else:
-        tl.store(tl.where(vector == 0, dweight, dbias) + k, value, k < kept)

@@ -18,6 +18,7 @@ from torch import Tensor
 from leannorm.ops.backends.triton import row_kernels as kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
+from leannorm.ops.backends.triton.row_share_kernels import sum_shares
 from leannorm.ops.layout import dense_rows
 from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
 from leannorm.ops.precision import compute_dtype
@@ -160,7 +161,7 @@ class _Shares:
         tile = _FEW_SHARES if self.count <= _FEW_SHARES["COUNT"] else _MANY_SHARES
         programs = len(self.all) * -(-self.kept // tile["BLOCK"])
         arguments = (self.all, *self.wanted, self.count, self.kept)
-        launch(kernels.sum_shares, programs, dweight.device, *arguments, warps=8, **tile)
+        launch(sum_shares, programs, dweight.device, *arguments, warps=8, **tile)
 
 
 def _backward_tile(
@@ -218,6 +219,6 @@ def _backward_long(
     count, blocks = tile.needed(outer, inner), -(-kept // tile.block)
     programs = min(count, max(4 * processors(x.device) // blocks, 1))
     shares = _Shares(dweight, dbias, programs, kept)
-    arguments = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
-    _launch(kernels.backward_shares, programs * blocks, x, tile, plan, *arguments)
+    of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
+    _launch(kernels.backward_shares, programs * blocks, x, tile, plan, *of_shares)
     shares.add_up()

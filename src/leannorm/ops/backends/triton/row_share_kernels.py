@@ -1,0 +1,28 @@
+"""Adding up what the programs of a per-row backward pass found of dweight and dbias."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["count", "kept"])
+def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """dweight, and dbias behind it, as the sums of `count` shares each, always in the same order.
+
+    Reads `count` values of the statistics' dtype for each that it writes, in one launch.
+    """
+    blocks = tl.cdiv(kept, BLOCK)
+    vector = tl.program_id(0) // blocks
+    k = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    shares += vector.to(tl.int64) * count * kept
+    sums = tl.zeros([COUNT, BLOCK], dweight.dtype.element_ty)
+    for begin in range(0, count, COUNT):
+        at = (begin + tl.arange(0, COUNT))[:, None]
+        inside = (at < count) & (k < kept)[None, :]
+        sums += tl.load(shares + at.to(tl.int64) * kept + k[None, :], inside, 0.0)
+    value = tl.sum(sums, 0)
+    if dbias is None:
+        tl.store(dweight + k, value, k < kept)
+    else:
+        tl.store(tl.where(vector == 0, dweight, dbias) + k, value, k < kept)
