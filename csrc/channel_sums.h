@@ -94,7 +94,7 @@ class MomentPartials {
 
   // The mean of a few values from all over the planes: one alone may be far from the mean of all.
   double spread_mean(const Block& block, const char* x) const {
-    constexpr int kFew = 8;
+    constexpr int kFew = 4;
     double sum = 0;
     for (int64_t i = 0; i < kFew; ++i)
       sum += value_at(type_, x, i * block.count / kFew * block.stride + i * block.length / kFew);
