@@ -18,7 +18,7 @@ class Alone(module.StatisticsGroup):
     def __init__(self):
         self.size, self.number, self.own_calls, self.world = UNIT, 0, 0, 1
         self.devices, self.broken, self.unread = {"cpu"}, None, []
-        self._headers, self._first, self.sent = {}, None, 0
+        self._headers, self._zeros, self._first, self.sent = {}, {}, None, 0
 
     def _sum(self, total, call):
         self.sent += 1
@@ -30,7 +30,7 @@ def capture(monkeypatch):
 
 
 def test_a_call_that_was_made_before_is_captured(capture):
-    group, sums = Alone(), torch.ones(16, dtype=torch.float64)
+    group, sums = Alone(), [torch.ones(16, dtype=torch.float64)]
     before = group.all_reduce(sums, 8, CALL)
     capture()
     group.unread.append("a header that may not be looked at")
@@ -47,9 +47,9 @@ def test_a_call_that_was_made_before_is_captured(capture):
     ],
 )
 def test_what_cannot_be_captured_is_an_error_and_nothing_is_sent(count, values, call, capture):
-    group, sums = Alone(), torch.ones(16, dtype=torch.float64)
+    group, sums = Alone(), [torch.ones(16, dtype=torch.float64)]
     group.all_reduce(sums, 8, CALL)
     capture()
     with pytest.raises(InputError, match="captur"):
-        group.all_reduce(torch.ones(values, dtype=torch.float64), count, call)
+        group.all_reduce([torch.ones(values, dtype=torch.float64)], count, call)
     assert group.sent == 1
