@@ -189,6 +189,7 @@ def _first_batch(result: Comparison, networks: list[nn.Module], ways: list[Way],
     for side, network, way in zip(result.sides, networks, ways, strict=True):
         trial, exact = copy.deepcopy(network), copy.deepcopy(network).double()
         forward = partial(_loss, trial, way, images, labels, settings.seed)
+        forward()  # the first pass of all: what later ones do not repeat, such as trying a rebuild, is done
         side.held, side.peak, *_ = measure_step(forward, device=settings.device)
         _loss(exact, way, images.double(), labels, settings.seed).backward()
         single.append(_gradients(trial))
