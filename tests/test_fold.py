@@ -308,16 +308,35 @@ def test_a_wrong_fold_is_an_error(monkeypatch):
 
 
 class Amplified(tnn.Module):
-    """What it returns in float32 has one correct digit, whoever computes it."""
+    """What it returns in float32 has few correct digits, or none, whoever computes it."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x):
-        return torch.sin(1e6 * x)
+        return torch.sin(self.factor * x)
 
 
-def test_a_model_that_amplifies_roundings_is_judged_by_its_own():
-    net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), Amplified()))
-    report = leannorm.fold(net, (torch.randn(IMAGE),))
+@pytest.mark.parametrize("factor", [1e6, 1e10])
+@pytest.mark.parametrize("as_program", [False, True])
+def test_a_model_that_amplifies_roundings_is_judged_by_its_own(factor, as_program):
+    net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), Amplified(factor)))
+    x = (torch.randn(IMAGE),)
+    report = leannorm.fold(program.fork(net, x) if as_program else net, x)
     assert report.checked > 1e4 * 2.0**-52 * report.scale
+
+
+def test_a_wrong_fold_of_such_a_model_is_an_error(monkeypatch):
+    from leannorm.transforms import fold_modules
+
+    right = fold_modules.into_layer_before
+    monkeypatch.setattr(
+        fold_modules, "into_layer_before", lambda *a: tuple(v * (1 + 1e-6) for v in right(*a))
+    )
+    net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), Amplified(1e6))).double()
+    with pytest.raises(FoldError, match="folding changed the output by"):
+        leannorm.fold(net, (torch.randn(IMAGE).double(),))
 
 
 BAD = [
