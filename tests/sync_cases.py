@@ -53,6 +53,7 @@ def random_cases(world: int, number: int) -> list[Case]:
         for _ in range(world):
             size = [max(1, s + draw.choice((-1, 0, 0, 1))) for s in spatial]
             shapes.append((draw.choice((0, 1, 1, 2, 3, 5)), channels, *size))
+        track = draw.random() < 0.8
         case = Case(
             seed=draw.randrange(10**6),
             dtype=draw.choice(DTYPES),
@@ -60,9 +61,9 @@ def random_cases(world: int, number: int) -> list[Case]:
             offset=draw.choice((0.0, 0.0, 3.0, 100.0)),
             channels_last=draw.random() < 0.3,
             affine=draw.random() < 0.8,
-            track_running_stats=draw.random() < 0.8,
+            track_running_stats=track,
             momentum=draw.choice((0.1, 0.5, None)),
-            training=draw.random() < 0.9,
+            training=not track or draw.random() < 0.9,  # else a rank is on its own
         )
         if sum(t.numel() for t in case.inputs()) // channels > 1:  # else there is no variance to speak of
             cases.append(case)

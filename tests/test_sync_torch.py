@@ -2,6 +2,7 @@
 again for gloo and our class: a local network and the same one in DDP agree, step by step."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -34,7 +35,11 @@ def agree(rank, options):
     memory_format = options.get("memory_format", torch.contiguous_format)
     if options.get("spatial", True):
         shared = shared.to(memory_format=memory_format)
-    wrapped = DistributedDataParallel(shared)
+    saved = io.BytesIO()
+    torch.save(DistributedDataParallel(shared), saved)
+    saved.seek(0)
+    wrapped = torch.load(saved, weights_only=False)
+    shared = wrapped.module
     sizes = options["sizes"]
     start = sum(sizes[:rank])
     for step in range(2):
@@ -101,22 +106,67 @@ def test_halves():
     assert all(ranks(WORLD, gradients_of_halves))
 
 
-def evaluation(rank):
-    """No communication: one rank alone may evaluate."""
-    layer = nn.SyncBatchNorm(3).eval()
-    return rank == 1 or layer(torch.randn(2, 3)).shape == (2, 3)
+def sums(layer, x):
+    """How many sums over the ranks a forward and backward pass takes, and the output."""
+    with torch.autograd.profiler.profile() as profile:
+        y = layer(x.requires_grad_())
+        y.sum().backward()
+    return sum(event.name == "c10d::allreduce_" for event in profile.function_events), y
 
 
-def test_evaluation_needs_nobody():
-    assert all(ranks(WORLD, evaluation))
+def evaluation(rank, track):
+    """One rank alone may evaluate, by its own batch's statistics where there are no running ones."""
+    torch.manual_seed(0)
+    layer = nn.SyncBatchNorm(2, momentum=0.99, track_running_stats=track)
+    x = torch.randn(10, 2, 4, 4)
+    assert sums(layer, x)[0] == 2
+    alone = torch_nn.BatchNorm2d(2, momentum=0.99, track_running_stats=track)
+    alone.load_state_dict(layer.state_dict())
+    wrapped = DistributedDataParallel(layer, broadcast_buffers=False)
+    if rank == 0:
+        communications, y = sums(wrapped.module.eval(), x)
+        assert communications == 0
+        torch.testing.assert_close(y, alone.eval()(x))
+        for _ in range(6):
+            with torch.no_grad():
+                torch.testing.assert_close(wrapped.eval()(x), y.detach())
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_evaluation_needs_nobody(track):
+    assert all(ranks(WORLD, evaluation, track))
+
+
+def joined_strictly(rank):
+    """DDP's own join, told to raise where a rank runs out: no rank waits in a layer."""
+    model = DistributedDataParallel(convert(network(spatial=False), to="sync"))
+    x = torch.randn(10, 3, dtype=torch.float64)
+    why = "at least one rank that exhausted inputs" if rank == 0 else f"Rank {rank} exhausted all inputs"
+    passes = []
+
+    def train():
+        with model.join(throw_on_early_termination=True):
+            for step in range(5 if rank else 10):
+                model(x).sum().backward()
+                passes.append(step)
+
+    with pytest.raises(RuntimeError, match=why):
+        train()
+    return len(passes)
+
+
+def test_running_out_within_the_join_of_ddp():
+    assert ranks(WORLD, joined_strictly) == [5, 5]
 
 
 def groups_of_converted(rank):
     group = dist.new_group([0, 1])
-    model = convert(
-        torch_nn.Sequential(torch_nn.BatchNorm2d(3), torch_nn.BatchNorm1d(3)), to="sync", process_group=group
-    )
-    return all(layer.process_group is group for layer in model)
+    inner = torch_nn.Sequential(torch_nn.BatchNorm2d(3), torch_nn.Sequential(torch_nn.BatchNorm1d(3)))
+    model = convert(torch_nn.Sequential(torch_nn.BatchNorm3d(3), inner), to="sync", process_group=group)
+    layers = [layer for layer in model.modules() if isinstance(layer, torch_nn.modules.batchnorm._BatchNorm)]
+    return len(layers) == 3 and all(layer.process_group is group for layer in layers)
 
 
 def test_converted_layers_have_the_group():

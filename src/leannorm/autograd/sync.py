@@ -45,7 +45,6 @@ class Sharing(NamedTuple):
     layer: str
     timeout: float = 0.0
     debug: bool = False
-    mode: str = "training"
     seen: deque[Shared] | None = None
     asked: dist.ProcessGroup | str | None = None
 
@@ -53,7 +52,7 @@ class Sharing(NamedTuple):
         return Call(self.layer, what, x.shape[1], self.timeout, self.debug)
 
     def forward_call(self, x: Tensor) -> Call:
-        return self.call(f"{self.mode} forward", x)
+        return self.call("training forward", x)
 
 
 class AddUp(torch.autograd.Function):

@@ -143,8 +143,7 @@ def tracked_batch_norm(
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
-        mode = "training" if training else "evaluation"
-        sharing = None if group is None else sharing._replace(group=group, mode=mode)
+        sharing = None if group is None else sharing._replace(group=group)
     _checks.rank(input, ranks)
     _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
     return _batch_norm_act(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
-from leannorm.functional.batch import tracked_batch_norm
+from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
 
 
 def sync_batch_norm(
@@ -33,8 +33,9 @@ def sync_batch_norm(
         + \beta + r\big)
 
     Shapes, dtypes, errors on inputs and what is kept: as `batch_norm_act`. Groups, cost, and errors between
-    ranks: as `leannorm.nn.SyncBatchNorm`, which remembers in addition what checkpointing repeats. `name` is
-    what errors between ranks call this use; ranks that meet must be in uses of one name.
+    ranks: as `leannorm.nn.SyncBatchNorm`, which remembers in addition what checkpointing repeats. Evaluation
+    is `batch_norm_act`. `name` is what errors between ranks call this use; ranks that meet must be in uses
+    of one name.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
 
     >>> import torch
@@ -44,8 +45,11 @@ def sync_batch_norm(
     True
     """
     _checks.timeout(timeout)
-    sharing = None
-    if training or running_mean is None:
-        sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
+    if not training:
+        return batch_norm_act(
+            input, running_mean, running_var, weight, bias, False, momentum, eps, act=act, residual=residual
+        )
+    _checks.momentum_is_a_number(momentum)
+    sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
     tensors = (input, running_mean, running_var, None, weight, bias)
     return tracked_batch_norm(*tensors, training, momentum, eps, (2, 3, 4, 5), act, residual, sharing)

@@ -17,7 +17,7 @@ class BatchNormBase(_BatchNorm):
     ranks: Sequence[int] = (2, 3, 4, 5)
 
     def _sharing(self) -> Sharing | None:
-        """With whom this layer shares its statistics now: with nobody, but for SyncBatchNorm."""
+        """With whom this layer shares a batch's statistics: with nobody, but for SyncBatchNorm."""
         return None
 
     def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ class BatchNormBase(_BatchNorm):
             self.ranks,
             act,
             residual,
-            self._sharing() if self.training or self.running_mean is None else None,
+            self._sharing() if self.training else None,
         )
 
     def forward(self, input: Tensor) -> Tensor:

@@ -48,12 +48,11 @@ class Synchronized(SharesStatistics, BatchNormBase):
     def _sharing(self) -> Sharing | None:
         seen = None if torch.compiler.is_compiling() else vars(self).get("_seen")
         return Sharing(
-            "", self.layer_name, self.timeout or 0.0, self.debug_consistency, "", seen, self.process_group
+            "", self.layer_name, self.timeout or 0.0, self.debug_consistency, seen, self.process_group
         )
 
     def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
-        evaluates = not self.training and self.running_mean is not None
-        if evaluates and not torch.compiler.is_compiling():
+        if not (self.training or torch.compiler.is_compiling()):
             group = sharing_group(self.process_group)
             if group is not None:
                 note_evaluation(group, self.layer_name)
@@ -84,7 +83,7 @@ class SyncBatchNorm(Synchronized):
 
     Cost: one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
     to a multiple of 4 KiB, whatever the number of ranks; no wait for the device. Evaluation does not
-    communicate. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
+    communicate, without running statistics either. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
 
     Ranks that disagree (other layer, mode or number of channels) all raise the same `SyncError`, on an
     accelerator at one of the next calls, or at once with `debug_consistency`. Where a rank does not come,
