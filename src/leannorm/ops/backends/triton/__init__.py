@@ -73,6 +73,8 @@ class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
+        if operator not in schema.OPERATORS:  # asked by whoever looks for what all objects may have
+            raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED and f"{__name__}.interpreted" not in sys.modules:
             import_module(f"{__name__}.interpreted").mend()
         module = "rows" if operator.startswith("row") else "channel"
