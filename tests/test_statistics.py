@@ -2,13 +2,24 @@
 
 import pytest
 import torch
-from kernel_cases import needs_kernels
 from statistics_cases import total_of
 
 from leannorm._types import Moments
-from leannorm.ops.backends import cpu, reference
+from leannorm.ops.backends import cpu, reference, triton
 
-pytestmark = needs_kernels
+
+@pytest.fixture(params=[cpu, triton], ids=["cpu", "triton"])
+def kernels(request):
+    """A backend whose kernels these are, and its device's tensors."""
+    backend = request.param
+    device = "cuda" if backend is triton and torch.cuda.is_available() else "cpu"
+    reasons = backend.why_not(torch.empty(1, device=device), named=True)
+    if reasons:
+        pytest.skip(" ".join(reasons))
+    with torch.device(device):
+        yield backend
+
+
 CHANNELS = (0, 1, 7, 33)
 F64 = torch.float64
 
@@ -19,12 +30,12 @@ def moments(channels, count=12, scale=1.0):
 
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e8])
-def test_sums_are_the_plain_ones(channels, scale):
+def test_sums_are_the_plain_ones(kernels, channels, scale):
     sets = [moments(channels, n, scale) for n in (1, 12, 0, 1000)]
     for one in sets:
-        torch.testing.assert_close(cpu.sums_of(one), reference.sums_of(one), rtol=1e-15, atol=0)
+        torch.testing.assert_close(kernels.sums_of(one), reference.sums_of(one), rtol=1e-15, atol=0)
     total = total_of(reference, sets)
-    found, plain = cpu.moments_of(total, 1e-5), reference.moments_of(total, 1e-5)
+    found, plain = kernels.moments_of(total, 1e-5), reference.moments_of(total, 1e-5)
     for got, want in zip(found, plain, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-7 * scale**2)
 
@@ -32,18 +43,18 @@ def test_sums_are_the_plain_ones(channels, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("count", [0.0, 24.0])
 @pytest.mark.parametrize("channels", CHANNELS)
-def test_means_are_the_plain_ones(dtype, count, channels):
+def test_means_are_the_plain_ones(kernels, dtype, count, channels):
     total = torch.randn(1 + 2 * channels, dtype=F64)
     weight = None if dtype is None else torch.randn(channels).to(dtype)
     given = total, weight, torch.tensor(count, dtype=F64)
-    for got, want in zip(cpu.means_of(*given), reference.means_of(*given), strict=True):
+    for got, want in zip(kernels.means_of(*given), reference.means_of(*given), strict=True):
         assert torch.equal(got, want)
 
 
-def test_nan_and_nothing():
+def test_nan_and_nothing(kernels):
     total = torch.zeros(9, dtype=F64)
     total[2] = torch.nan
-    for backend in (cpu, reference):
+    for backend in (kernels, reference):
         mean, m2, rstd, count = backend.moments_of(total, 1.0)
         assert count == 0
         assert mean[0] == m2[0] == 0
@@ -61,11 +72,12 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("dtype", "momentum", "count", "tracked"), MOVES)
-def test_running_statistics_move_as_by_the_plain_formula(dtype, momentum, count, tracked):
+def test_running_statistics_move_as_by_the_plain_formula(kernels, dtype, momentum, count, tracked):
     mean, m2 = torch.randn(33, dtype=F64), torch.rand(33, dtype=F64)
     start = torch.randn(66).to(dtype)[::2], torch.rand(33).to(dtype)
+    count = count.to(mean.device) if isinstance(count, torch.Tensor) else count
     ends = []
-    for backend in (cpu, reference):
+    for backend in (kernels, reference):
         buffers = start[0].clone(), start[1].clone(), torch.tensor(3) if tracked else None
         backend.move_running(*buffers, momentum, mean, m2, count)
         ends.append(buffers)
@@ -75,34 +87,36 @@ def test_running_statistics_move_as_by_the_plain_formula(dtype, momentum, count,
         torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 4)
 
 
-def test_a_strided_buffer_is_moved_in_place():
+def test_a_strided_buffer_is_moved_in_place(kernels):
     pair = torch.zeros(5, 2)
-    cpu.move_running(pair[:, 0], pair[:, 1], None, 1.0, torch.ones(5, dtype=F64), torch.ones(5, dtype=F64), 2)
+    kernels.move_running(
+        pair[:, 0], pair[:, 1], None, 1.0, torch.ones(5, dtype=F64), torch.ones(5, dtype=F64), 2
+    )
     assert torch.equal(pair, torch.ones(5, 2))
 
 
-def test_autograd_notices_that_a_buffer_has_moved():
+def test_autograd_notices_that_a_buffer_has_moved(kernels):
     mean, var = torch.ones(3), torch.ones(3)
     weight = torch.ones(3, requires_grad=True)
     y = weight * mean
-    cpu.move_running(mean, var, None, 0.1, torch.zeros(3, dtype=F64), torch.zeros(3, dtype=F64), 2)
+    kernels.move_running(mean, var, None, 0.1, torch.zeros(3, dtype=F64), torch.zeros(3, dtype=F64), 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_buffers_of_inference_mode_move():
+def test_buffers_of_inference_mode_move(kernels):
     with torch.inference_mode():
         mean, var, batches = torch.zeros(3), torch.ones(3), torch.tensor(0)
         zeros = torch.zeros(3, dtype=F64)
-        cpu.move_running(mean, var, batches, 0.5, zeros + 1, zeros, 2)
+        kernels.move_running(mean, var, batches, 0.5, zeros + 1, zeros, 2)
         assert torch.equal(mean, torch.full((3,), 0.5))
         assert batches == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_constants_are_the_plain_ones_and_copies(dtype):
+def test_constants_are_the_plain_ones_and_copies(kernels, dtype):
     mean, var = torch.randn(66).to(dtype)[::2], torch.rand(33).to(dtype)
-    found, plain = cpu.constants_of(mean, var, 1e-5), reference.constants_of(mean, var, 1e-5)
+    found, plain = kernels.constants_of(mean, var, 1e-5), reference.constants_of(mean, var, 1e-5)
     mean.zero_()
     for got, want in zip(found, plain, strict=True):
         assert torch.equal(got, want)

@@ -46,7 +46,7 @@ _SCHEMAS = (
 
 OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 
-# what happens to statistics between two kernels (ops/sums.py, ops/running.py) as one call each; on the CPU
+# what happens to statistics between two kernels (ops/sums.py, ops/running.py) as one call each
 _BETWEEN = (
     "move_running_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum,"
     " Tensor mean, Tensor m2, int count, Tensor? total_count) -> ()",
@@ -55,8 +55,7 @@ _BETWEEN = (
     "moments_of(Tensor total, float eps) -> (Tensor mean, Tensor m2, Tensor rstd, Tensor count)",
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
-for _schema in _BETWEEN:
-    LIBRARY.define(_schema)
+BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:

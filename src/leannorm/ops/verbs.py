@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Moments
+from leannorm.ops import running
 from leannorm.ops import schema as schema  # the schemas come before the kernels
 from leannorm.ops.plan import channel_plan
 
@@ -245,3 +246,43 @@ class Verbs:
             dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine
         )
         return dx, dweight if want_affine else None, dbias if want_affine and not rms else None
+
+    def move_running(
+        self,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches: Tensor | None,
+        momentum: float | None,
+        mean: Tensor,
+        m2: Tensor,
+        count: int | Tensor,
+    ) -> None:
+        """`ops.running.move_running` as one call, where nobody takes a gradient of the buffers."""
+        buffers = [b for b in (running_mean, running_var, num_batches) if b is not None]
+        if running_mean is None or running_var is None or any(b.requires_grad for b in buffers):
+            running.move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
+            return
+        given = (count, None) if isinstance(count, int) else (0, count)
+        self.ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
+        # what torch's own in-place operations do, so that autograd notices a buffer it needed
+        torch.autograd.graph.increment_version([b for b in buffers if not b.is_inference()])
+
+    def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`ops.running.constants_of`"""
+        constants: tuple[Tensor, Tensor] = self.ops.constants_of(running_mean, running_var, eps)
+        return constants
+
+    def sums_of(self, moments: Moments) -> Tensor:
+        """`ops.sums.sums_of`"""
+        sums: Tensor = self.ops.sums_of(moments.mean, moments.m2, moments.count)
+        return sums
+
+    def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`ops.sums.moments_of`"""
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.moments_of(total, eps)
+        return found
+
+    def means_of(self, total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
+        """`ops.sums.means_of`"""
+        means: tuple[Tensor, Tensor] = self.ops.means_of(total, weight, count)
+        return means

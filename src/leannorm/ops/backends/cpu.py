@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments
-from leannorm.ops import running
 from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
     rstd_of,
@@ -45,54 +43,12 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
     return list(dict.fromkeys(reasons + why_not_these(*tensors)))
 
 
-_ops = torch.ops.leannorm
-
-
-def move_running(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches: Tensor | None,
-    momentum: float | None,
-    mean: Tensor,
-    m2: Tensor,
-    count: int | Tensor,
-) -> None:
-    """`ops.running.move_running` as one call, where nobody takes a gradient of the buffers."""
-    buffers = [b for b in (running_mean, running_var, num_batches) if b is not None]
-    if running_mean is None or running_var is None or any(b.requires_grad for b in buffers):
-        running.move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
-        return
-    given = (count, None) if isinstance(count, int) else (0, count)
-    _ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
-    # what torch's own in-place operations do, so that autograd notices a buffer it needed
-    torch.autograd.graph.increment_version([b for b in buffers if not b.is_inference()])
-
-
-def constants_of(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`ops.running.constants_of`"""
-    constants: tuple[Tensor, Tensor] = _ops.constants_of(running_mean, running_var, eps)
-    return constants
-
-
-def sums_of(moments: Moments) -> Tensor:
-    """`ops.sums.sums_of`"""
-    sums: Tensor = _ops.sums_of(moments.mean, moments.m2, moments.count)
-    return sums
-
-
-def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`ops.sums.moments_of`"""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _ops.moments_of(total, eps)
-    return found
-
-
-def means_of(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`ops.sums.means_of`"""
-    means: tuple[Tensor, Tensor] = _ops.means_of(total, weight, count)
-    return means
-
-
-_verbs = Verbs(_ops)
+_verbs = Verbs(torch.ops.leannorm)
+move_running = _verbs.move_running
+constants_of = _verbs.constants_of
+sums_of = _verbs.sums_of
+moments_of = _verbs.moments_of
+means_of = _verbs.means_of
 channel_moments = _verbs.channel_moments
 channel_normalize = _verbs.channel_normalize
 channel_grad_sums = _verbs.channel_grad_sums

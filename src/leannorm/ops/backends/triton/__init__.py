@@ -1,9 +1,10 @@
 """The Triton kernels: the verbs of `reference.py` on CUDA tensors, at the speed of memory.
 
-`channel.py` and `rows.py` hold an implementation of every operator of `schema.py`, under its name. They
-are registered for CUDA here and imported by the first call, since Triton takes longer to import than
-all of this package. With TRITON_INTERPRET=1 in the environment the kernels are interpreted: then they serve
-tensors of the CPU as well, called directly, but only by name (`use_backend("triton")`), as that is slow.
+`channel.py`, `channel_gradients.py`, `rows.py` and `between.py` hold an implementation of every operator of
+`schema.py`, under its name. They are registered for CUDA here and imported by the first call, since Triton
+takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels are
+interpreted: then they serve tensors of the CPU as well, called directly, but only by name
+(`use_backend("triton")`), as that is slow.
 """
 
 from __future__ import annotations
@@ -21,12 +22,7 @@ from torch import Tensor
 from leannorm.ops import schema
 from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
     channel_means,
-    constants_of,
-    means_of,
-    moments_of,
-    move_running,
     rstd_of,
-    sums_of,
 )
 from leannorm.ops.verbs import Verbs, why_not_these
 
@@ -69,14 +65,26 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
     return list(dict.fromkeys(reasons + why_not_these(*tensors)))
 
 
+def _room(operator: str) -> str:
+    if operator in schema.BETWEEN:
+        return "between"
+    if operator.startswith("row"):
+        return "rows"
+    return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
+
+
 class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
+        if operator not in (
+            *schema.OPERATORS,
+            *schema.BETWEEN,
+        ):  # asked by whoever looks for what all objects may have
+            raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED and f"{__name__}.interpreted" not in sys.modules:
             import_module(f"{__name__}.interpreted").mend()
-        module = "rows" if operator.startswith("row") else "channel"
-        found: Callable[..., Any] = getattr(import_module(f"{__name__}.{module}"), operator)
+        found: Callable[..., Any] = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
         return found
 
 
@@ -89,7 +97,7 @@ def _register() -> None:
     def first_look_up(operator: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
-    for operator in schema.OPERATORS:
+    for operator in (*schema.OPERATORS, *schema.BETWEEN):
         schema.LIBRARY.impl(operator, first_look_up(operator), "CUDA")
 
 
@@ -97,6 +105,11 @@ if _UNAVAILABLE is None:
     _register()
 
 _verbs = Verbs(_kernels if INTERPRETED else torch.ops.leannorm)
+move_running = _verbs.move_running
+constants_of = _verbs.constants_of
+sums_of = _verbs.sums_of
+moments_of = _verbs.moments_of
+means_of = _verbs.means_of
 channel_moments = _verbs.channel_moments
 channel_normalize = _verbs.channel_normalize
 channel_grad_sums = _verbs.channel_grad_sums

@@ -18,13 +18,22 @@ def processors(device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any, programs: int, device: torch.device, *arguments: Any, warps: int = 4, **constants: Any
+    kernel: Any,
+    programs: int,
+    device: torch.device,
+    *arguments: Any,
+    warps: int = 4,
+    registers: int | None = None,
+    **constants: Any,
 ) -> None:
-    """Run a kernel.
+    """Run a kernel, with a limit of `registers` for a thread where one is given.
 
     The compiler fuses no product with a sum but where the kernel says so: what is computed twice, forward
     and to be rebuilt, is then rounded alike.
     """
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    if registers is not None:
+        options["maxnreg"] = registers
     with torch.cuda.device(device) if elsewhere else nullcontext():
-        kernel[(programs,)](*arguments, **constants, num_warps=warps, enable_fp_fusion=False)
+        kernel[(programs,)](*arguments, **constants, **options)

@@ -41,10 +41,9 @@ def _launch(
 ) -> None:
     """Launch with how the rows lie: as lines or side by side, how aligned, and whether one passes 32 bits."""
     _, kept, inner = plan
-    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     lie = {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
     shape = {"ROWS": tile.rows, "BLOCK": tile.block, "warps": tile.warps}
-    launch(kernel, programs, x.device, *arguments, **constants, **lie, **shape, **limit)
+    launch(kernel, programs, x.device, *arguments, registers=tile.registers, **constants, **lie, **shape)
 
 
 def _seen(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:

@@ -24,6 +24,12 @@ _CACHE = 24 << 20  # bytes of the L2 cache that what is read a second time may f
 _MOMENTS = 6
 _SUMS = 4
 _MAPPING = 16
+# registers of a thread, so that those are there at a time; told no limit, the compiler looks for one, and may
+# spill to keep it. Of programs that read a set each: two, or one where a group's hold more than two tensors
+MOMENTS_REGISTERS, SUMS_REGISTERS = (
+    65536 // (32 * _WARPS * programs) // 8 * 8 for programs in (_MOMENTS, _SUMS)
+)
+SET_REGISTERS, PRESSED_REGISTERS = 65536 // (32 * _SET_WARPS * 2), 168
 _MERGED = 1024  # partial results that a program of the merging kernels works on at a time
 
 
@@ -98,8 +104,10 @@ def _least_padding(extent: int, candidates: Sequence[int]) -> int:
 def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling:
     """The tiles of kernels that share a set, or whose programs read a `whole_set` each."""
     warps = _SET_WARPS if whole_set else _WARPS
-    values = _IN_FLIGHT // itemsize * 32 * warps
     columns = geometry.columns
+    scattered = (geometry.channels if columns else geometry.inner) * itemsize % _LOAD
+    in_flight = _IN_FLIGHT // 2 if scattered else _IN_FLIGHT  # smaller loads take more addresses, conditions
+    values = in_flight // itemsize * 32 * warps
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
     narrow = whole_set and not geometry.grouped  # few channels for each program: more programs
     if columns:
@@ -121,7 +129,7 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         if narrow:
             channels = min(channels, max(512 // elements, 1))
         wide = channels * geometry.inner > 2**31 - 1
-    threads = channels * elements * itemsize // _IN_FLIGHT
+    threads = channels * elements * itemsize // in_flight
     warps = max(min(warps, threads // 32), 1)
     return Tiling(columns, gcd(contiguous, 16), wide, channels, elements, warps)
 
@@ -179,7 +187,6 @@ class Plan(NamedTuple):
 
     geometry: Geometry
     tiling: Tiling
-    constants: dict[str, int | bool]
     moments: Parts
     sums: Parts
     mapping: Parts
@@ -205,4 +212,4 @@ def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int
     )
     sets = tiling(seen, itemsize, whole_set=True)
     fits = one_launch(seen, sets, itemsize, processors)
-    return Plan(seen, tiles, tiles.constants, moments, sums, mapping, sets if fits else None)
+    return Plan(seen, tiles, moments, sums, mapping, sets if fits else None)

@@ -1,0 +1,237 @@
+"""The per-channel operators of the backward pass on a GPU; their launches and bytes stand in `channel.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.triton.activations import MASKS
+from leannorm.ops.backends.triton.channel import check, groups_of, new_statistics, plan_of, zeros
+from leannorm.ops.backends.triton.channel_gradient_kernels import (
+    grad_sums_kernel,
+    input_grad_kernel,
+    merge_sums_kernel,
+)
+from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel
+from leannorm.ops.backends.triton.launch import launch
+from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, SUMS_REGISTERS, merging
+
+
+def _needed(
+    act: str, bias: Tensor | None, residual: Tensor | None, out: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """bias, residual and out, without what the derivative of `act` is not read from."""
+    if act == "identity":
+        return None, None, None
+    if out is not None and ACTIVATIONS[act].grad_from_output is not None:
+        return None, None, out
+    return bias, residual, None
+
+
+def _sums(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+    dz: Tensor | None,
+    want_means: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Sums of dz and dz * xhat of every channel of every segment, p and q; writes dz where it is given."""
+    plan = plan_of(x, groups_of(mean))
+    geometry, parts = plan.geometry, plan.sums
+    merged = merging(geometry, parts)
+    bias, residual, out = _needed(act, bias, residual, out)
+    part_dz, part_dz_xhat = (
+        new_statistics(x, (geometry.segments, parts.parts, geometry.channels)) for _ in range(2)
+    )
+    shape = (geometry.channels,) if mean.dim() == 1 else (geometry.segments, geometry.channels)
+    sum_dz, sum_dz_xhat = (new_statistics(x, shape) for _ in range(2))
+    p, q = (torch.empty_like(mean) if want_means else None for _ in range(2))
+    # behind `out` and behind no activation the weight is not needed
+    scale = None if act == "identity" or out is not None else weight
+    launch(
+        grad_sums_kernel,
+        plan.programs(parts),
+        x.device,
+        *(dy, x, residual, out, dz, mean, rstd, scale, bias, part_dz, part_dz_xhat),
+        *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
+        ACT=act,
+        registers=SUMS_REGISTERS,
+        **plan.tiling.constants,
+        DOUBLE=x.dtype == torch.float64,
+    )
+    launch(
+        merge_sums_kernel,
+        merged.programs(geometry),
+        x.device,
+        *(part_dz, part_dz_xhat, weight, sum_dz, sum_dz_xhat, p, q),
+        *(*geometry.sizes, parts.parts, geometry.groups),
+        GROUPED=geometry.grouped,
+        **merged.constants,
+    )
+    return sum_dz, sum_dz_xhat, p, q
+
+
+def channel_grad_sums(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+) -> tuple[Tensor, Tensor]:
+    check(act, x, dy, residual, out, weight=weight, bias=bias)
+    if x.numel() == 0:
+        shape = tuple(x.shape[1:2] if mean.dim() == 1 else x.shape[:2])
+        return zeros(x, shape), zeros(x, shape)
+    sums = _sums(dy, x, mean, rstd, weight, bias, residual, out, act, None, False)
+    return sums[0], sums[1]
+
+
+def _input_grad(
+    dy: Tensor,
+    x: Tensor,
+    dx: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    p: Tensor | None,
+    q: Tensor | None,
+    act: str,
+    dz: Tensor | None,
+) -> None:
+    plan = plan_of(x, groups_of(mean))
+    bias, residual, out = _needed(act, bias, residual, out)
+    launch(
+        input_grad_kernel,
+        plan.programs(plan.mapping),
+        x.device,
+        *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, p, q),
+        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
+        ACT=act,
+        **plan.tiling.constants,
+        DOUBLE=x.dtype == torch.float64,
+    )
+
+
+def channel_input_grad(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    p: Tensor | None,
+    q: Tensor | None,
+    act: str,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor]:
+    check(act, x, dy, residual, out, weight=weight, bias=bias)
+    dx = torch.empty_like(x)
+    dz = torch.empty_like(x) if want_dz else None
+    if x.numel() != 0:
+        _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
+    return dx, x.new_empty(0) if dz is None else dz
+
+
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    dx: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+    groups: int,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dweight, dbias and dz; writes dx."""
+    check(act, x, dy, residual, out, weight=weight, bias=bias)
+    channels = (x.shape[1],)
+    dz = torch.empty_like(x) if want_dz else None
+    returned_dz = x.new_empty(0) if dz is None else dz
+    if x.numel() == 0:
+        return zeros(x, channels), zeros(x, channels), returned_dz
+    plan = plan_of(x, groups)
+    geometry = plan.geometry
+    if plan.sets is None:
+        first_writes = want_dz and act in MASKS
+        sum_dz, sum_dz_xhat, p, q = _sums(
+            dy, x, mean, rstd, weight, bias, residual, out, act, dz if first_writes else None, True
+        )
+        if first_writes:
+            dy, act, dz = returned_dz, "identity", None
+        _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
+    else:
+        sum_dz, sum_dz_xhat = (
+            new_statistics(x, channels if groups == 0 else (geometry.segments, geometry.channels))
+            for _ in range(2)
+        )
+        bias, residual, out = _needed(act, bias, residual, out)
+        pressed = geometry.grouped and (residual is not None or out is not None)
+        launch(
+            set_backward_kernel,
+            plan.set_programs(),
+            x.device,
+            *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat),
+            *(*geometry.sizes, geometry.groups),
+            ACT=act,
+            GROUPED=geometry.grouped,
+            registers=PRESSED_REGISTERS if pressed else SET_REGISTERS,
+            **plan.sets.constants,
+            DOUBLE=x.dtype == torch.float64,
+        )
+    if groups == 0:
+        return sum_dz_xhat, sum_dz, returned_dz
+    return sum_dz_xhat.sum(0), sum_dz.sum(0), returned_dz
+
+
+def channel_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+    groups: int,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x)
+    arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz)
+    return dx, *_backward(dy, x, dx, *arguments)
+
+
+def channel_backward_(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+    groups: int,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward(dy, x, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz)
