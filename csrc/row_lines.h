@@ -36,6 +36,7 @@ template <class T> inline LineMoments line_moments(const T* x, int64_t n, double
   double mean = 0;
   if (!rms) {
     const auto value = [&](auto extent, int64_t i, int64_t count) {
+      fetch(x + i + kLookAhead<T>);
       return Pair<V>{load<decltype(extent)>(x + i, count), V{}};
     };
     mean = static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
@@ -107,6 +108,8 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
   const V m = splat<V>(mean), r = splat<V>(rstd);
   const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
     using E = decltype(extent);
+    fetch(x + i + kLookAhead<T>);
+    fetch(dy + i + kLookAhead<T>);
     V h = load<E>(dy + i, count);
     if (weight != nullptr) h = h * load<E>(weight + i, count);
     return Pair<V>{h, h * ((load<E>(x + i, count, m) - m) * r)};
