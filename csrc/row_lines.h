@@ -36,6 +36,7 @@ template <class T> inline LineMoments line_moments(const T* x, int64_t n, double
   double mean = 0;
   if (!rms) {
     const auto value = [&](auto extent, int64_t i, int64_t count) {
+      fetch(x + i + kLookAhead<T>);
       return Pair<V>{load<decltype(extent)>(x + i, count), V{}};
     };
     mean = static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
@@ -60,6 +61,7 @@ template <class T, bool kStream> inline void line_forward_as(const RowForward& a
   for (int64_t row = begin; row < end; ++row) {
     const T* x = static_cast<const T*>(a.x) + row * n;
     T* y = static_cast<T*>(a.y) + row * n;
+    const T* const source = x;
     if (a.residual != nullptr) {
       const T* residual = static_cast<const T*>(a.residual) + row * n;
       T* sum = static_cast<T*>(a.total) + row * n;
@@ -74,8 +76,11 @@ template <class T, bool kStream> inline void line_forward_as(const RowForward& a
     static_cast<S*>(a.mean)[row] = mean;
     static_cast<S*>(a.rstd)[row] = rstd;
     const V m = splat<V>(mean), r = splat<V>(rstd);
+    const int64_t next = larger(n, kLookAhead<T>);
     each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
+      fetch(source + i + next);
+      if constexpr (!kStream) fetch_to_write(y + i + kLookAhead<T>);
       V v = (load<E>(x + i, count) - m) * r;
       if (weight != nullptr) v = v * load<E>(weight + i, count);
       if (bias != nullptr) v = v + load<E>(bias + i, count);
@@ -103,6 +108,8 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
   const V m = splat<V>(mean), r = splat<V>(rstd);
   const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
     using E = decltype(extent);
+    fetch(x + i + kLookAhead<T>);
+    fetch(dy + i + kLookAhead<T>);
     V h = load<E>(dy + i, count);
     if (weight != nullptr) h = h * load<E>(weight + i, count);
     return Pair<V>{h, h * ((load<E>(x + i, count, m) - m) * r)};
@@ -123,6 +130,7 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
   T* dx = static_cast<T*>(a.dx) + at;
   const S* weight = static_cast<const S*>(a.weight);
   S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
+  const int64_t next = larger(kRows * n, kLookAhead<T>);
   LineGrad<V> grad[kRows];
   for (int k = 0; k < kRows; ++k) grad[k] = line_grad<T>(a, row + k);
   each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
@@ -133,6 +141,9 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
     for (int k = 0; k < kRows; ++k) {
       const LineGrad<V>& g = grad[k];
       const int64_t j = k * n + i;
+      fetch(x + j + next);
+      fetch(dy + j + next);
+      if constexpr (!kStream) fetch_to_write(dx + j + kLookAhead<T>);
       const V d = load<E>(dy + j, count), xhat = (load<E>(x + j, count) - g.mean) * g.rstd;
       V v = g.rstd * (d * w - g.first - xhat * g.second);
       if (dtotal != nullptr) v = v + load<E>(dtotal + j, count);

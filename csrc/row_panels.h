@@ -32,15 +32,13 @@ static_assert(kMostColumns % (64 / sizeof(float)) == 0, "a column sum takes whol
 
 // The two sums of each column; value(extent, k, j, lanes) gives the terms of one vector of row k of the
 // panel, in the compute type or wide. They are added as they are for kShort rows, in float64 from there on.
-// ahead(k) is called before rows k..k+kShort-1 are read.
-template <class V, class Value, class Ahead>
-inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value, Ahead ahead) {
+template <class V, class Value>
+inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value) {
   constexpr int W = lanes<V>;
   const int64_t padded = (columns + W - 1) / W * W;
   for (int64_t j = 0; j < padded; ++j) sums.first[j] = sums.second[j] = 0;
   for (int64_t k = 0; k < kept; k += kShort) {
     const int64_t end = smaller(kept, k + kShort);
-    ahead(k);
     int64_t j = 0;
     for (; j + 4 * W <= columns; j += 4 * W) {  // whole lines of memory, in the order in which they lie
       decltype(value(Whole{}, k, j, W)) a{}, b{}, c{}, d{};
@@ -63,28 +61,24 @@ inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value va
   }
 }
 
-template <class V, class Value>
-inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value value) {
-  column_sums<V>(kept, columns, sums, value, [](int64_t) {});
-}
-
-// Asks for the kShort rows behind the next kShort: every row of a panel is another page, which the
-// machine's own prefetching does not cross.
-template <class T> inline void fetch_ahead(const T* x, const RowShape& shape, int64_t columns, int64_t k) {
-  const int64_t end = smaller(shape.kept, k + 2 * kShort);
-  for (int64_t at = k + kShort; at < end; ++at)
-    for (int64_t j = 0; j < columns; j += 64 / static_cast<int64_t>(sizeof(T)))
-      __builtin_prefetch(x + at * shape.inner + j, 0, 2);
+// Every row of a panel is another page, which the machine's own prefetching does not cross: each vector asks
+// for the one that is read kShort rows later, and while a panel is written, for its place in the next one.
+inline int64_t rows_later(const RowShape& shape) { return kShort * shape.inner; }
+inline int64_t next_panel(const RowShape& shape, int64_t unit, int64_t end) {
+  return Panel(shape, smaller(unit + 1, end - 1)).start - Panel(shape, unit).start;
 }
 
 // Sums of the deviations from `centre` and of their squares, of every column.
-template <class T, bool kWide, bool kAhead = false>
+template <class T, bool kWide>
 inline void deviations(const T* x, const RowShape& shape, int64_t columns, const ScalarOf<T>* centre,
                        PanelSums& sums) {
   using V = VectorOf<T>;
+  const int64_t later = rows_later(shape);
   column_sums<V>(shape.kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
     using E = decltype(extent);
-    const V value = load<E>(x + k * shape.inner + j, count), from = load<E>(centre + j, count);
+    const T* const p = x + k * shape.inner + j;
+    if constexpr (!kWide) fetch(p + later);
+    const V value = load<E>(p, count), from = load<E>(centre + j, count);
     if constexpr (kWide) {
       const Wide<V> d = widen(value) - widen(from);
       return Pair<Wide<V>>{d, d * d};
@@ -92,8 +86,6 @@ inline void deviations(const T* x, const RowShape& shape, int64_t columns, const
       const V d = value - from;
       return Pair<V>{d, d * d};
     }
-  }, [&](int64_t k) {
-    if constexpr (kAhead) fetch_ahead(x, shape, columns, k);
   });
 }
 
@@ -114,7 +106,7 @@ inline void panel_moments(const T* x, const RowForward& a, int64_t columns, Scal
     });
     for (int64_t j = 0; j < columns; ++j) mean[j] = static_cast<S>(sums.first[j] / few);
   }
-  deviations<T, false, true>(x, a.shape, columns, mean, sums);
+  deviations<T, false>(x, a.shape, columns, mean, sums);
   const auto near = [&] {
     bool all = true;
     for (int64_t j = 0; j < columns; ++j) {
@@ -146,6 +138,8 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
     const Panel panel(a.shape, unit);
     const T* x = static_cast<const T*>(a.x) + panel.start;
     T* y = static_cast<T*>(a.y) + panel.start;
+    const T* const source = x;
+    const int64_t next = next_panel(a.shape, unit, end);
     if (a.residual != nullptr) {
       const T* residual = static_cast<const T*>(a.residual) + panel.start;
       T* sum = static_cast<T*>(a.total) + panel.start;
@@ -164,6 +158,8 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
       const int64_t at = k * inner;
       each_vector<W>(panel.columns, [&](auto extent, int64_t j, int64_t count) {
         using E = decltype(extent);
+        fetch(source + at + j + next);
+        if constexpr (!kStream) fetch_to_write(y + at + j + inner);
         const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * load<E>(rstd + j, count);
         put<E, kStream>(y + at + j, xhat * w + b, count);
       });
@@ -193,16 +189,17 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
     const T *x = static_cast<const T*>(a.x) + panel.start, *dy = static_cast<const T*>(a.dy) + panel.start;
     const T* dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + panel.start;
     T* dx = static_cast<T*>(a.dx) + panel.start;
+    const int64_t later = rows_later(a.shape), next = next_panel(a.shape, unit, end);
     const S *mean = static_cast<const S*>(a.mean) + panel.statistics,
             *rstd = static_cast<const S*>(a.rstd) + panel.statistics;
     column_sums<V>(kept, panel.columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
       using E = decltype(extent);
-      const V centred = load<E>(x + k * inner + j, count) - load<E>(mean + j, count);
-      const V h = load<E>(dy + k * inner + j, count) * splat<V>(weight == nullptr ? 1 : weight[k]);
+      const int64_t at = k * inner + j;
+      fetch(x + at + later);
+      fetch(dy + at + later);
+      const V centred = load<E>(x + at, count) - load<E>(mean + j, count);
+      const V h = load<E>(dy + at, count) * splat<V>(weight == nullptr ? 1 : weight[k]);
       return Pair<V>{h, h * (centred * load<E>(rstd + j, count))};
-    }, [&](int64_t k) {
-      fetch_ahead(x, a.shape, panel.columns, k);
-      fetch_ahead(dy, a.shape, panel.columns, k);
     });
     for (int64_t j = 0; j < panel.columns; ++j) {
       first[j] = static_cast<S>(a.rms ? 0 : sums.first[j] / kept);
@@ -214,6 +211,9 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
       Pair<V> parameters{};
       each_vector<W>(panel.columns, [&](auto extent, int64_t j, int64_t count) {
         using E = decltype(extent);
+        fetch(x + at + j + next);
+        fetch(dy + at + j + next);
+        if constexpr (!kStream) fetch_to_write(dx + at + j + inner);
         const V d = load<E>(dy + at + j, count), r = load<E>(rstd + j, count);
         const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * r;
         V v = r * (d * w - load<E>(first + j, count) - xhat * load<E>(second + j, count));

@@ -12,6 +12,7 @@ template <class T> using VectorOf = typename Element<T>::V;
 template <class T> using ScalarOf = typename Scalar<VectorOf<T>>::type;
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a < b ? b : a; }
 
 struct Whole { static constexpr bool whole = true; };
 struct Part { static constexpr bool whole = false; };
@@ -30,6 +31,12 @@ template <class Extent, bool kStream, class T> inline void put(T* p, VectorOf<T>
   if constexpr (Extent::whole && kStream) stream(p, v);
   else store<Extent>(p, v, n);
 }
+
+// Memory is asked for what comes next while a row that is already there is worked on: the machine's own
+// prefetching pauses between two rows, and does not look ahead of what is written.
+template <class T> constexpr int64_t kLookAhead = 4096 / sizeof(T);
+inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 // body(extent, i, lanes) for every vector of 0..n-1.
 template <int W, class Body> inline void each_vector(int64_t n, Body body) {

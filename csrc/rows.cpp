@@ -13,7 +13,7 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
-constexpr int64_t kPanelBytes = 384 << 10;  // of one tensor: the second cache holds two of them
+constexpr int64_t kPanelBytes = 192 << 10;  // of one tensor: the second cache holds two, and the two that come next
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
   int64_t p = 1;
