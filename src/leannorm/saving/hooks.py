@@ -18,7 +18,7 @@ from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.policy import Policy, Record
-from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
+from leannorm.saving.recipes import MADE_ANEW, RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
 from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
 SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
@@ -178,11 +178,20 @@ class Packing:
             self._narrow_positions(node)
         if recipe is None or depth > _DEEPEST or not self.policy.considers(node.name()):
             return None
+        if node.name() == "AddBackward0" and not self._may_add(node):
+            return None
 
         def given(node: Node, i: int) -> Value | None:
             return self._value(*node.next_functions[i], depth + 1) if i < len(node.next_functions) else None
 
         return recipe(node, output, given, like)
+
+    def _may_add(self, node: Node) -> bool:
+        """Looked at before steps are made for the inputs of a sum, only to be thrown away."""
+        return all(
+            producer is None or producer.name() not in MADE_ANEW or self.policy.may_add(find(producer, number))
+            for producer, number in node.next_functions
+        )
 
     def _value(self, node: Any, output: int, depth: int) -> Value | None:
         """The value at hand for a node's output: known, a leaf, or itself rebuilt."""

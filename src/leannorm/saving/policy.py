@@ -42,9 +42,13 @@ class Policy:
     def considers(self, node: str) -> bool:
         return self.flops_per_byte > 0 or node not in CONVOLUTIONS
 
+    def may_add(self, value: Value | None) -> bool:
+        """May a sum take this input? None: it is not at hand, and would first have to be rebuilt itself."""
+        return self.any_sum or (value is not None and _of_held(value))
+
     def allows(self, step: Step, nbytes: int) -> bool:
         if step.kind == "sum":
-            return self.any_sum or all(_of_held(value) for value in step.inputs)
+            return self.any_sum or all(map(_of_held, step.inputs))
         return step.kind != "conv" or step.flops <= self.flops_per_byte * nbytes
 
 

@@ -21,7 +21,7 @@ class Step(NamedTuple):
     `constants` are what `rebuild` closes over, for telling two steps apart; `overwrite` computes the same
     in the memory of the first input; `view` says that the result may share its input's memory,
     `copies` that it need not; `kind` is what policies go by; `flops` are those of one rebuild, where they
-    are many.
+    are many; `with_act` gives the rebuild with an activation in the same pass, where there is one.
     """
 
     rebuild: Callable[..., Tensor]
@@ -32,6 +32,7 @@ class Step(NamedTuple):
     copies: bool = False
     kind: str = "norm"
     flops: int = 0
+    with_act: Callable[[str], Callable[..., Tensor] | None] | None = None
 
 
 class Value:
@@ -177,6 +178,7 @@ def waiting(node: Any, output: int) -> list[Value]:
 # ------------------------------------------------ from a node's saved tensor to the value that was packed
 
 _peek = threading.local()
+_NOTHING = torch.empty(0)
 
 
 def unpack(value: Value) -> Tensor:
@@ -184,7 +186,7 @@ def unpack(value: Value) -> Tensor:
     seen = getattr(_peek, "seen", None)
     if seen is not None:
         seen.append(value)
-        return torch.empty(0)
+        return torch.empty(0) if torch._C._len_torch_dispatch_stack() else _NOTHING
     with torch.no_grad(), without_autocast():
         return value.read()
 
