@@ -17,16 +17,23 @@ FLOPS_PER_BYTE = 160.0
 class Record(NamedTuple):
     """One tensor that the forward pass saved: what made it, what it weighs, and what became of it.
 
-    `seconds` is the time of one rebuild, measured when a step of its kind was first met; None for a tensor
-    for which no way to rebuild it is known (or none that gives the same bits).
+    `outcome` is False for a tensor that is held, and else the time of one rebuild, measured when a step of
+    its kind was first met.
     """
 
     node: str
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
-    rebuilt: bool
-    seconds: float | None
+    outcome: float | bool
+
+    @property
+    def rebuilt(self) -> bool:
+        return self.outcome is not False
+
+    @property
+    def seconds(self) -> float | None:
+        return float(self.outcome) if self.rebuilt else None
 
 
 class Policy:
