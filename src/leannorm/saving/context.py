@@ -64,7 +64,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         self._open: list[tuple[AbstractContextManager[None], Packing]] = []
         self._ledger = Ledger()
         self.plan: Plan | None = None
-        self.records: list[Record] = []
+        self._last: Packing | None = None
 
     def __enter__(self) -> lean:
         if torch.compiler.is_compiling():
@@ -85,7 +85,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         hooks, packing = self._open.pop()
         hooks.__exit__(kind, error, trace)
         self._ledger.close()
-        self.records = [record for record in packing.records if record is not None]
+        self._last = packing
         if self._budget is not None and packing.calls and error is None:
             self._replan(packing)
 
@@ -98,6 +98,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def rebuilt_bytes(self) -> int:
         """Bytes that stock autograd would hold beside those, and that the backward pass rebuilds."""
         return self._ledger.rebuilt()
+
+    @property
+    def records(self) -> list[Record]:
+        """Every tensor that the last forward pass saved, once."""
+        records = self._last.records() if self._last else ()
+        return [record for record in records if record is not None]
 
     def _choose(self, i: int, call: Hashable) -> bool:
         if i == 0:
@@ -114,7 +120,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
         stock = self.kept_bytes + self.rebuilt_bytes
-        self.plan = plan(self._budget, packing.calls, packing.records, stock)
+        self.plan = plan(self._budget, packing.calls, packing.records(), stock)
         _PLANS[self._budget, packing.calls[0]] = self.plan
 
 

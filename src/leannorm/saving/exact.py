@@ -35,7 +35,7 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
 
 
 def layout(tensor: Tensor) -> tuple[Hashable, ...]:
-    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _try(step: Step, tensor: Tensor) -> float | None:

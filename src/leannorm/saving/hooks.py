@@ -18,7 +18,7 @@ from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.policy import Policy, Record
-from leannorm.saving.recipes import RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
+from leannorm.saving.recipes import MADE_ANEW, RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
 from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
 SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
@@ -37,57 +37,69 @@ class Packing:
         choose: Callable[[int, Hashable], bool] | None,
     ) -> None:
         self.policy, self.ledger, self.choose = policy, ledger, choose
-        self.calls: list[Hashable] = []
-        self.records: list[Record | None] = []
+        self.calls: list[tuple[Any, ...]] = []
+        self.outcomes: list[float | bool | None] = []  # of each call: see `records`
+        self._recipes = {name: made for name, made in RECIPES.items() if policy.considers(name)}
         self._missing: list[tuple[Node, int]] = []
         self._seconds: float | None = None
         self._anything_waits = False
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook."""
-        if tensor.dtype == torch.int64 and type(tensor) in _PLAIN:
-            # a narrow copy beside the caller's own tensor would be memory added
-            alone = sys.getrefcount(tensor) <= views.references_when_alone()
-            if alone and not asynchronous(tensor):
-                return self._hold_narrowed(tensor).used()
-            value = self._hold(tensor)
-            value.alone = alone
-            return value.used()
         node = tensor.grad_fn
-        if node is None and tensor.requires_grad:  # a parameter, most often: nothing to rebuild or count
-            return held(tensor)
-        if node is None or type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+        if node is None:
+            return self._without_node(tensor).used()
+        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
             value = self._hold(tensor)
             value.eps = eps_of_call(sys._getframe(1))
-            return value
-        seen_as = layout(tensor)
-        call = (node.name(), *seen_as)
+            return value.used()
+        name, output, seen_as = node.name(), tensor.output_nr, layout(tensor)
+        call = (name, *seen_as)
         self.calls.append(call)
-        known = find(node, tensor.output_nr)
+        known = find(node, output)
         if known is not None and known.layout == seen_as and known.version == tensor._version:
-            self.records.append(None)  # counted when it was first packed
+            self.outcomes.append(None)  # counted when it was first packed
             return known.used()
         may = self.choose is None or self.choose(len(self.calls) - 1, call)
-        self._missing.clear()
-        value = (self._rebuilt(tensor, node, known, seen_as) if may else None) or self._hold(tensor)
-        value.layout, value.place, value.eps = seen_as, len(self.records), eps_of_call(sys._getframe(1))
-        self._record(value, tensor)
-        register(node, tensor.output_nr, weakref.ref(value))
+        value = None
+        if may and (known is not None or name in self._recipes):
+            self._missing.clear()
+            value = self._rebuilt(tensor, node, known, seen_as)
+        self.outcomes.append(value is not None and self._seconds)
+        if value is None:
+            value = self._hold(tensor)
+        value.layout, value.place, value.eps = seen_as, len(self.outcomes) - 1, eps_of_call(sys._getframe(1))
+        register(node, output, weakref.ref(value))
         if value.step is None:
             self._offer(value, tensor, node, may)
-        self._retry(node, tensor.output_nr)
+        if self._anything_waits:
+            self._retry(node, output)
         return value.used()
 
-    def _record(self, value: Value, tensor: Tensor) -> None:
-        rebuilt = value.step is not None
-        spent = self._seconds if rebuilt else None
-        record = Record(value.name, tensor.shape, tensor.dtype, tensor.nbytes, rebuilt, spent)
-        if value.place == len(self.records):
-            self.records.append(record)
-        else:
-            self.records[value.place] = record
+    def records(self) -> list[Record | None]:
+        """One for every call; None for a tensor that an earlier call has brought."""
+        return [
+            None if outcome is None else Record(name, shape, dtype, prod(shape) * dtype.itemsize, outcome)
+            for (name, shape, _, dtype), outcome in zip(self.calls, self.outcomes, strict=True)
+        ]
 
     # ------------------------------------------------ held
+
+    def _without_node(self, tensor: Tensor) -> Value:
+        """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
+        if tensor.requires_grad:  # a parameter, most often: not counted
+            return held(tensor)
+        if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
+            value = self._hold(tensor)
+            value.eps = eps_of_call(sys._getframe(2))
+            return value
+        # a narrow copy beside the caller's own tensor would be memory added
+        alone = sys.getrefcount(tensor) <= views.references_when_alone()
+        if alone and not asynchronous(tensor):
+            return self._hold_narrowed(tensor)
+        value = self._hold(tensor)
+        value.alone = alone
+        return value
 
     def _hold(self, tensor: Tensor) -> Value:
         value = held(tensor)
@@ -142,14 +154,14 @@ class Packing:
             self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
-        for value in waiting(node, output) if self._anything_waits else ():
+        for value in waiting(node, output):
             tensor = value.tensor
             if value.step is None and tensor is not None and value.origin is not None:
                 step = self._step(*value.origin, tensor, 0)
                 if step and self._accepts(step, tensor, value.layout):
                     value.becomes(step)
                     self.ledger.rebuilds(value, tensor)
-                    self._record(value, tensor)
+                    self.outcomes[value.place] = self._seconds
 
     # ------------------------------------------------ rebuilt
 
@@ -173,16 +185,24 @@ class Packing:
         return self._seconds is not None
 
     def _step(self, node: Node, output: int, like: Tensor | None, depth: int) -> Step | None:
-        recipe = RECIPES.get(node.name())
-        if node.name() in views.POOLS:
+        name = node.name()
+        if name in views.POOLS:
             self._narrow_positions(node)
-        if recipe is None or depth > _DEEPEST or not self.policy.considers(node.name()):
+        recipe = self._recipes.get(name)
+        if recipe is None or depth > _DEEPEST or (name == "AddBackward0" and not self._may_add(node)):
             return None
 
         def given(node: Node, i: int) -> Value | None:
             return self._value(*node.next_functions[i], depth + 1) if i < len(node.next_functions) else None
 
         return recipe(node, output, given, like)
+
+    def _may_add(self, node: Node) -> bool:
+        """Looked at before steps are made for the inputs of a sum, only to be thrown away."""
+        return all(
+            producer is None or producer.name() not in MADE_ANEW or self.policy.may_add(find(producer, number))
+            for producer, number in node.next_functions
+        )
 
     def _value(self, node: Any, output: int, depth: int) -> Value | None:
         """The value at hand for a node's output: known, a leaf, or itself rebuilt."""
@@ -194,7 +214,7 @@ class Packing:
         if known is not None:
             return known
         step = self._step(node, output, None, depth)
-        if step is None or not self.policy.allows(step, _nbytes(node, output)):
+        if step is None or not (step.kind == "norm" or self.policy.allows(step, _nbytes(node, output))):
             self._missing.append((node, output))
             return None
         value = Value(None, 0, step, name=node.name())

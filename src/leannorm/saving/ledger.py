@@ -14,17 +14,15 @@ class Ledger:
     """Counts storages, not tensors; parameters, which are there anyway, are not counted as held."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[weakref.ref[Value], int, int]] = []  # with storage and bytes
+        self._held: list[weakref.ref[Value]] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._closed: tuple[int, int] | None = None
 
     def holds(self, value: Value, tensor: Tensor) -> None:
-        base = tensor._base
-        if base is None:
-            base = tensor
-        if tensor.layout == torch.strided and not (base.is_leaf and base.requires_grad):  # no parameter
-            storage = tensor.untyped_storage()
-            self._held.append((weakref.ref(value), storage._cdata, storage.nbytes()))
+        """Storages are looked at when somebody asks: all at one time, and out of the forward pass."""
+        base = tensor if tensor._base is None else tensor._base
+        if not (base.requires_grad and base.is_leaf):  # no parameter
+            self._held.append(weakref.ref(value))
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
@@ -46,10 +44,13 @@ class Ledger:
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now."""
-        alive = ((reference(), storage, nbytes) for reference, storage, nbytes in self._held)
-        return {
-            storage: nbytes for value, storage, nbytes in alive if value is not None and value.step is None
-        }
+        tensors = (value.tensor for value in (reference() for reference in self._held) if value is not None)
+        storages = [
+            tensor.untyped_storage()
+            for tensor in tensors
+            if tensor is not None and tensor.layout == torch.strided
+        ]
+        return {storage._cdata: storage.nbytes() for storage in storages}
 
     def _sums(self) -> tuple[int, int]:
         return sum(self.alive().values()), sum(list(self._rebuilt.values()))

@@ -17,16 +17,23 @@ FLOPS_PER_BYTE = 160.0
 class Record(NamedTuple):
     """One tensor that the forward pass saved: what made it, what it weighs, and what became of it.
 
-    `seconds` is the time of one rebuild, measured when a step of its kind was first met; None for a tensor
-    for which no way to rebuild it is known (or none that gives the same bits).
+    `outcome` is False for a tensor that is held, and else the time of one rebuild, measured when a step of
+    its kind was first met.
     """
 
     node: str
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
-    rebuilt: bool
-    seconds: float | None
+    outcome: float | bool
+
+    @property
+    def rebuilt(self) -> bool:
+        return self.outcome is not False
+
+    @property
+    def seconds(self) -> float | None:
+        return float(self.outcome) if self.rebuilt else None
 
 
 class Policy:
@@ -42,9 +49,13 @@ class Policy:
     def considers(self, node: str) -> bool:
         return self.flops_per_byte > 0 or node not in CONVOLUTIONS
 
+    def may_add(self, value: Value | None) -> bool:
+        """May a sum take this input? None: it is not at hand, and would first have to be rebuilt itself."""
+        return self.any_sum or (value is not None and _of_held(value))
+
     def allows(self, step: Step, nbytes: int) -> bool:
         if step.kind == "sum":
-            return self.any_sum or all(_of_held(value) for value in step.inputs)
+            return self.any_sum or all(map(_of_held, step.inputs))
         return step.kind != "conv" or step.flops <= self.flops_per_byte * nbytes
 
 

@@ -7,8 +7,7 @@ step, or None: then the tensor is held, as in stock autograd. Steps close over n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Hashable
 from math import prod
 from types import FrameType
 from typing import Any
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from leannorm.saving.one_pass import exact, in_one_pass
 from leannorm.saving.values import Step, Value, saved
 
 Given = Callable[[Any, int], Value | None]
@@ -79,7 +79,7 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if node.name() == "NativeBatchNormBackward0" and mean_value is not None and rstd_value is not None:
         mean, rstd = mean_value.look(), rstd_value.look()
         if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
-            return Step(_scale_and_shift(mean, rstd, w, bias), (x,), "scale and shift")
+            return _scale_and_shift(x, mean, rstd, w, bias)
         if mean.is_cuda and not isinstance(mean, FakeTensor):  # fakes have no such kernel
             w, b = (None if v is None else v.detach().clone() for v in (w, bias))
             # the second half of native_batch_norm: one pass, by the statistics that it kept
@@ -89,25 +89,16 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
 
 
 def _scale_and_shift(
-    mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> Callable[[Tensor], Tensor]:
-    """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)): repeat it with its own means.
-
-    In evaluation mode with mean 0, variance 1 and eps 0 the kernel leaves the scale and shift that it is
-    given as they are; so the second rounding is torch's as well.
-    """
+    x: Value, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Step:
+    """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)): repeat it with its own means."""
     scale = rstd if weight is None else rstd * weight
-    if type(scale) is Tensor:
-        zero, one = _zero_and_one(len(scale), scale.dtype)
-    else:  # fake ones belong to their mode
-        zero, one = torch.zeros_like(scale), torch.ones_like(scale)
-    shift = torch.addcmul(zero if bias is None else bias, mean, scale, value=-1)
-    return lambda x: torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
+    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
 
+    def with_act(act: str) -> Callable[[Tensor], Tensor] | None:
+        return in_one_pass(scale, shift, act) if exact(act, scale.dtype) else None
 
-@lru_cache(maxsize=64)
-def _zero_and_one(channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.zeros(channels, dtype=dtype), torch.ones(channels, dtype=dtype)
+    return Step(in_one_pass(scale, shift), (x,), "scale and shift", with_act=with_act)
 
 
 @recipe("NativeGroupNormBackward0")
@@ -184,7 +175,10 @@ SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER)
 def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     function, names = _FROM_SAVED_INPUT[node.name()]
     x, constants = saved(node, "self"), tuple(_constant(node, name) for name in names)
-    return None if x is None else Step(lambda x: function(x, *constants), (x,), (node.name(), *constants))
+    if x is None:
+        return None
+    key = (node.name(), *constants)
+    return _with_norm(x, key) or Step(lambda x: function(x, *constants), (x,), key)
 
 
 @recipe(*_FROM_PRODUCER)
@@ -193,22 +187,38 @@ def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | 
     function, in_place, names = _FROM_PRODUCER[node.name()]
     name, constants = node.name(), tuple(_constant(node, name) for name in names)
     x = given(node, 0)
-    return (
-        None
-        if x is None
-        else Step(
-            lambda x: function(x, *constants),
-            (x,),
-            (name, *constants),
-            overwrite=lambda x: in_place(x, *constants),
-        )
+    if x is None:
+        return None
+    key = (name, *constants)
+    return _with_norm(x, key) or Step(
+        lambda x: function(x, *constants), (x,), key, overwrite=lambda x: in_place(x, *constants)
     )
+
+
+_IN_ONE_PASS: dict[Hashable, str] = {
+    ("ReluBackward0",): "relu",
+    ("HardswishBackward0",): "hardswish",
+    ("HardtanhBackward0", 0.0, 6.0): "relu6",
+}
+
+
+def _with_norm(x: Value, key: Hashable) -> Step | None:
+    """Norm and activation from the norm's input, in the time of the norm alone."""
+    act, step = _IN_ONE_PASS.get(key), x.step
+    while step is not None and step.copies:  # works in place, and saved a copy of what it read
+        step = step.inputs[0].step
+    rebuild = step.with_act(act) if act and step is not None and step.with_act else None
+    return Step(rebuild, step.inputs, (key, step.constants)) if step is not None and rebuild else None
 
 
 @recipe("PreluKernelBackward0")
 def prelu(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "self"), saved(node, "weight")
     return None if x is None or weight is None else Step(torch._prelu_kernel, (x, weight), "prelu")
+
+
+# Outputs that take a pass of arithmetic, as views, casts, products and sums of held tensors do not.
+MADE_ANEW = {*_AGAIN, *_FROM_SAVED_INPUT, *_FROM_PRODUCER, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
 
 
 # ---------------------------------------------------------------- products: scale, gate, dropout's mask

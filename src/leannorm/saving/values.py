@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 _KEY, _WAITING = "leannorm", "leannorm waiting"
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Step(NamedTuple):
@@ -21,7 +22,7 @@ class Step(NamedTuple):
     `constants` are what `rebuild` closes over, for telling two steps apart; `overwrite` computes the same
     in the memory of the first input; `view` says that the result may share its input's memory,
     `copies` that it need not; `kind` is what policies go by; `flops` are those of one rebuild, where they
-    are many.
+    are many; `with_act` gives the rebuild with an activation in the same pass, where there is one.
     """
 
     rebuild: Callable[..., Tensor]
@@ -32,6 +33,7 @@ class Step(NamedTuple):
     copies: bool = False
     kind: str = "norm"
     flops: int = 0
+    with_act: Callable[[str], Callable[..., Tensor] | None] | None = None
 
 
 class Value:
@@ -41,22 +43,13 @@ class Value:
     autograd would have held it all the while.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_left",
-        "_rebuilt",
-        "alone",
-        "eps",
-        "layout",
-        "name",
-        "origin",
-        "place",
-        "step",
-        "tensor",
-        "users",
-        "version",
-        "whole",
-    )
+    layout: Hashable = None  # of the tensor that was packed; None: nobody packed it
+    place = -1  # among the tensors that were packed
+    whole: Value | None = None  # what this is a view of
+    origin: tuple[Node, int] | None = None
+    eps: tuple[float | None] | None = None  # what a norm that saved this was called with
+    alone = False  # does nobody else hold the tensor?
+    _rebuilt: Tensor | None = None
 
     def __init__(
         self,
@@ -66,14 +59,7 @@ class Value:
         name: str = "",
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
-        self.layout: Hashable = None
-        self.place = -1
-        self.whole: Value | None = None
-        self.origin: tuple[Node, int] | None = None
-        self.eps: tuple[float | None] | None = None  # what a norm that saved this was called with
-        self.alone = False  # does nobody else hold the tensor?
         self.users = self._left = 0
-        self._rebuilt: Tensor | None = None
         for value in step.inputs if step else ():
             value.used()
 
@@ -130,7 +116,7 @@ class Value:
                 f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
                 " it, or edit it after backward()."
             )
-        if type(tensor) is Tensor and tensor.numel() and _freed(tensor):
+        if type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
             raise RuntimeError(
                 f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
                 " forward pass, as sharding does with weights, and rebuilding a convolution needs it: use"
@@ -177,6 +163,7 @@ def waiting(node: Any, output: int) -> list[Value]:
 # ------------------------------------------------ from a node's saved tensor to the value that was packed
 
 _peek = threading.local()
+_NOTHING, _AS_IT_IS = torch.empty(0), nullcontext()
 
 
 def unpack(value: Value) -> Tensor:
@@ -184,18 +171,21 @@ def unpack(value: Value) -> Tensor:
     seen = getattr(_peek, "seen", None)
     if seen is not None:
         seen.append(value)
-        return torch.empty(0)
+        return torch.empty(0) if torch._C._len_torch_dispatch_stack() else _NOTHING
+    if value.step is None:
+        return value.read()
     with torch.no_grad(), without_autocast():
         return value.read()
 
 
-def without_autocast() -> ExitStack:
+def without_autocast() -> AbstractContextManager[object]:
     """Rebuilding repeats kernels on given dtypes; a surrounding autocast may not change them."""
+    if not torch._C._is_any_autocast_enabled():
+        return _AS_IT_IS
     stack = ExitStack()
-    if torch._C._is_any_autocast_enabled():
-        for device in ("cpu", "cuda", "xpu", "mps"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+    for device in ("cpu", "cuda", "xpu", "mps"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 
@@ -234,5 +224,8 @@ def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
 
 
 def held(tensor: Tensor) -> Value:
+    """Without the graph that made it, which may lead back to the node that saved it."""
     node = tensor.grad_fn
-    return Value(tensor.detach(), tensor._version, None, node.name() if node else "")
+    if node is None:
+        return Value(tensor, tensor._version)
+    return Value(tensor.detach(), tensor._version, None, node.name())

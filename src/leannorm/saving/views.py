@@ -166,13 +166,16 @@ class _Probe:
     references = 0
 
     def pack(self, tensor: Tensor) -> Tensor:
+        return self._without_node(tensor)
+
+    def _without_node(self, tensor: Tensor) -> Tensor:
         self.references = sys.getrefcount(tensor)
         return tensor.detach()
 
 
 @lru_cache
 def references_when_alone() -> int:
-    """What `sys.getrefcount` says in a pack hook of a tensor that no variable of the caller's holds."""
+    """What `sys.getrefcount` says one call deep in a pack hook, of a tensor that no variable of the caller's holds."""
     probe = _Probe()
     with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
         torch.relu(torch.zeros(1, requires_grad=True))
