@@ -1,12 +1,16 @@
 """What sharing statistics costs: measured on gloo ranks here, and modelled for up to 10,000 ranks.
 
-    python -m benchmarks.sync [--ranks 1 2 4] [--repeats 15] [--json FILE]
+    python -m benchmarks.sync [--ranks 1 2 4] [--rounds 3] [--repeats 15] [--as-is] [--json FILE]
 
 Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The answer is
 checked against one process before anything is timed; the sides take turns; a time is the slowest rank's,
-and the median over the turns. `gather` is torch's own exchange (2 C + 1 values from every rank to every
-rank, then a sum of 2 C), with the same kernels around it; `bare` is our layer without sharing, with a bare
-sum of the size that sharing sends after its forward and after its backward pass.
+and the median over the turns; the processor's time is rank 0's, with its threads of gloo. Every round starts
+the ranks anew; each rank is bound to a core and keeps freed memory, so that neither the scheduler's placing
+nor the faulting in of pages is measured; both are left as they are with `--as-is`.
+
+`gather` is torch's own exchange (2 C + 1 values from every rank to every rank, then a sum of 2 C), with the
+same kernels around it; `bare` is our layer without sharing, with a bare sum of the size that sharing sends
+after its forward and after its backward pass.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -31,6 +36,7 @@ from leannorm._types import Moments
 from leannorm.distributed.call import message_size
 from leannorm.ops.backends import reference
 from leannorm.ops.select import pick
+from leannorm.report.freed_memory import keep_freed_memory
 
 SHAPE = (8, 64, 56, 56)
 REACH = 1.15  # sharing, over not sharing and two bare sums of its size, on 4 ranks
@@ -101,8 +107,13 @@ def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor
     }
 
 
-def rank_main(rank: int, world: int, port: int, repeats: int, end: Any) -> None:
+def rank_main(rank: int, world: int, port: int, repeats: int, as_is: bool, end: Any) -> None:
     torch.set_num_threads(1)
+    if not as_is:
+        keep_freed_memory()
+        if hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(minutes=2)
@@ -116,38 +127,42 @@ def rank_main(rank: int, world: int, port: int, repeats: int, end: Any) -> None:
     errors = {name: (functions[name]() - exact).abs().max().item() for name in ("shared", "gather")}
     assert errors["shared"] < 2e-6, errors
     times: dict[str, list[float]] = {name: [] for name in functions}
+    busy: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
             dist.barrier()
-            start = time.perf_counter()
+            start, processor = time.perf_counter(), time.process_time()
             function()
+            busy[name].append(time.process_time() - processor)
             slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             times[name].append(slowest.item())
     if rank == 0:
-        end.send((times, errors))
+        end.send((times, busy, errors))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(world: int, repeats: int) -> dict[str, Any]:
+def measure(world: int, repeats: int, as_is: bool) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     processes = [
-        context.Process(target=rank_main, args=(rank, world, port, repeats, sender)) for rank in range(world)
+        context.Process(target=rank_main, args=(rank, world, port, repeats, as_is, sender))
+        for rank in range(world)
     ]
     for process in processes:
         process.start()
-    times, errors = receiver.recv()
+    times, busy, errors = receiver.recv()
     for process in processes:
         process.join()
     ratios = [shared / bare for shared, bare in zip(times["shared"], times["bare"], strict=True)]
     return {
         "ranks": world,
         "milliseconds": {name: 1e3 * median(values) for name, values in times.items()},
+        "processor_milliseconds": {name: 1e3 * median(values) for name, values in busy.items()},
         "shared_over_bare": median(ratios),
         "largest_error": errors,
     }
@@ -199,17 +214,22 @@ def model(channels: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--as-is", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    measured = [measure(world, options.repeats) for world in options.ranks]
+    rounds = [world for world in options.ranks for _ in range(options.rounds)]
+    measured = [measure(world, options.repeats, options.as_is) for world in rounds]
     print(f"one layer, {'x'.join(map(str, SHAPE))} a rank, forward and backward, gloo on this machine, ms")
-    print("ranks   alone    bare  shared  gather   shared/bare")
+    print("                                                       processor's time")
+    print("ranks   alone    bare  shared  gather   shared/bare    bare  shared")
     for line in measured:
         times = "".join(
             f"{line['milliseconds'][name]:8.2f}" for name in ("alone", "bare", "shared", "gather")
         )
-        print(f"{line['ranks']:5d}{times}   {line['shared_over_bare']:8.3f}   (reach on 4: {REACH})")
+        busy = "".join(f"{line['processor_milliseconds'][name]:8.2f}" for name in ("bare", "shared"))
+        print(f"{line['ranks']:5d}{times}   {line['shared_over_bare']:11.3f}{busy}   (reach on 4: {REACH})")
     modelled = model(SHAPE[1])
     print(f"\nmodel, {SHAPE[1]} channels, a layer's two exchanges: us, bytes and messages sent by a rank")
     print(
