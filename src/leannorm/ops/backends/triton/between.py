@@ -7,6 +7,7 @@ sums that ranks add up and twenty to take the moments from them again (`ops/runn
 from __future__ import annotations
 
 from ctypes import c_float
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def _new(like: Tensor, *sizes: int) -> list[Tensor]:
 
 
 def _launch(
-    kernel: object, channels: int, *arguments: object, device: torch.device, **constants: object
+    kernel: object, channels: int, *arguments: object, device: torch.device, **constants: Any
 ) -> None:
     if channels:
         launch(kernel, -(-channels // _BLOCK), device, *arguments, channels, **constants, BLOCK=_BLOCK)

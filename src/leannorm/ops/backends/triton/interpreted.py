@@ -27,8 +27,8 @@ def mend() -> None:
     """Let a scalar be the bound of a loop, call functions at little cost, and overflow as a GPU does.
 
     A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
-    so). And every call of a function would patch Triton's language anew: for ours the kernel's patch does, and
-    for Triton's own the first one's of each launch.
+    so). And every call of a function would patch Triton's language anew: for ours the kernel's patch does,
+    and for Triton's own the first one's of each launch.
     """
     interpreter._convert_float = _to_nearest(interpreter._convert_float)
     patch = interpreter._patch_lang_tensor
