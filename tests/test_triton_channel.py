@@ -17,7 +17,7 @@ from leannorm.ops.backends import reference, triton
 REASONS = [] if torch.cuda.is_available() else triton.why_not(torch.empty(1), named=True)
 pytestmark = pytest.mark.skipif(bool(REASONS), reason=" ".join(REASONS))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = (1, 7, 8, 15, 16, 17)
+SIZES = (1, 7, 16, 17)
 LARGE = 9  # samples of the table's cases that an interpreter takes minutes for
 
 
@@ -48,8 +48,9 @@ def test_the_verbs_are_the_references(case):
             assert_close_to_reference(on(case, dtype, groups=groups), triton)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("contiguous", torch.float32), ("channels_last", torch.float16)], ids=str
+)
 def test_many_values_a_channel(layout, dtype):
     """Several tiles for a program, and several programs for a channel, as they are without being forced."""
     assert_close_to_reference(on(ChannelCase((9, 3, 24, 24), layout), dtype), triton)
@@ -62,13 +63,13 @@ def test_every_activation(act, launches):
         if launches == "one launch"
         else (torch.float64, "channels_last", True)
     )
-    assert_close_to_reference(on(ChannelCase((3, 5, 4, 5), layout), dtype, act, residual=residual), triton)
+    assert_close_to_reference(on(ChannelCase((2, 3, 3, 4), layout), dtype, act, residual=residual), triton)
 
 
 @pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].grad_from_output is not None])
 @pytest.mark.parametrize("launches", ["several"], indirect=True)
 def test_a_derivative_read_from_the_output(act, launches):
-    case = ChannelCase((3, 5, 4, 5), "channels_last")
+    case = ChannelCase((2, 3, 4, 5), "channels_last")
     assert_close_to_reference(on(case, torch.bfloat16, act, residual=True, out_given=True), triton)
 
 
@@ -78,17 +79,25 @@ def test_every_size_in_every_place(size, launches):
         assert_close_to_reference(on(ChannelCase(shape), torch.float32), triton)
 
 
-@pytest.mark.parametrize("groups", [1, 3, 6])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("groups", "layout"), [(1, "contiguous"), (3, "contiguous"), (3, "channels_last"), (6, "channels_last")]
+)
 def test_groups(groups, layout, launches):
     case = ChannelCase((2, 6, 3, 7), layout)
     assert_close_to_reference(on(case, torch.float16, "silu", groups, residual=True), triton)
 
 
-@pytest.mark.parametrize(("mean", "std"), [(1.0, 0.0), (1e4, 1.0), (0.0, 1e-6)])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("mean", "std", "layout"),
+    [
+        (1e4, 1.0, "contiguous"),
+        (1e4, 1.0, "channels_last"),
+        (1.0, 0.0, "contiguous"),
+        (0.0, 1e-6, "contiguous"),
+    ],
+)
 def test_a_mean_far_from_zero(mean, std, layout, launches):
-    call = on(ChannelCase((4, 6, 5, 7), layout), torch.float32, groups=0 if std else 2)
+    call = on(ChannelCase((4, 4, 3, 7), layout), torch.float32, groups=0 if std else 2)
     call = call._replace(x=(call.x - 0.5) / 2 * std + mean)
     assert_close_to_reference(call, triton)
 
@@ -97,6 +106,15 @@ def test_the_first_values_may_lie_far_from_the_mean(launches):
     call = on(ChannelCase((4, 6, 5, 7), "channels_last"), torch.float32)
     call.x[0, :, 0] = 0
     call.x[:, :, 1:] += 1e4
+    assert_close_to_reference(call, triton)
+
+
+@pytest.mark.parametrize(("layout", "groups"), [("contiguous", 0), ("channels_last", 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_squares_past_float32(dtype, layout, groups, launches):
+    """Of one sample or channel; the others beside it in a tile keep their digits."""
+    call = on(ChannelCase((3, 4, 3, 5), layout), dtype, "identity", groups)
+    (call.x[1] if groups else call.x[:, 1]).mul_(1e30)
     assert_close_to_reference(call, triton)
 
 
@@ -130,17 +148,15 @@ def test_nothing_in_it(shape):
         assert triton.channel_input_grad(*saved[:-1], act="relu")[0].shape == shape
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("groups", [0, 3])
+@pytest.mark.parametrize(("layout", "groups"), [("contiguous", 3), ("channels_last", 0)])
 def test_a_second_run_is_the_same_to_the_bit(layout, groups, launches):
-    call = on(ChannelCase((3, 6, 9, 7), layout), torch.bfloat16, "gelu", groups, residual=True)
+    call = on(ChannelCase((2, 6, 7, 7), layout), torch.bfloat16, "gelu", groups, residual=True)
     first, second = results(triton, call), results(triton, call)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
 
-@pytest.mark.parametrize("act", ["identity", "relu", "gelu"])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(("act", "layout"), [("relu", "contiguous"), ("gelu", "channels_last")])
 def test_a_rebuilt_output_is_the_same_bits(act, layout, launches):
     for dtype, groups in ((torch.float32, 0), (torch.bfloat16, 3)):
         call = on(ChannelCase((2, 6, 5, 7), layout), dtype, act, groups)
@@ -156,7 +172,7 @@ def test_a_rebuilt_output_is_the_same_bits(act, layout, launches):
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_gradient_in_the_inputs_place_is_the_same(layout, launches):
-    call = on(ChannelCase((4, 5, 5, 9), layout), torch.float32, "silu")
+    call = on(ChannelCase((2, 5, 5, 7), layout), torch.float32, "silu")
     _, mean, _, rstd = triton.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
     arguments = (mean, rstd, call.weight, call.bias, None, None, "silu", 0, False)
     dx, dweight, dbias, _ = triton.channel_backward(call.dy, call.x, *arguments)
@@ -199,23 +215,17 @@ def test_a_kernel_refuses_what_it_cannot_read(changed, words):
 @pytest.fixture(scope="module")
 def interpreted_ops():
     """The operators once more, in a namespace where tensors of the CPU reach the interpreted kernels."""
-    from leannorm.ops.backends.triton import channel
-
     library = torch.library.Library("leannorm_interpreted", "DEF")
-    for definition in schema._SCHEMAS:
-        name = definition[: definition.index("(")]
-        if not name.startswith("channel"):
-            continue
-        library.define(definition)
-        library.impl(name, getattr(channel, name), "CPU")
+    for definition in (*schema._SCHEMAS, *schema._BETWEEN):
+        name = library.define(definition)
+        library.impl(name, getattr(triton._kernels, name), "CPU")
         fake = torch._library.simple_registry.singleton.find(f"leannorm::{name}").fake_impl.kernel.func
         torch.library.register_fake(f"leannorm_interpreted::{name}", fake, lib=library)
     yield torch.ops.leannorm_interpreted
     library._destroy()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize(("layout", "groups"), [("contiguous", 2), ("channels_last", 0)])
 def test_the_dispatcher_finds_nothing_wrong(layout, groups, request):
     ops = torch.ops.leannorm if DEVICE == "cuda" else request.getfixturevalue("interpreted_ops")
     call = on(ChannelCase((2, 4, 3, 3), layout), torch.float32, residual=True)
@@ -230,5 +240,25 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups, request):
         (ops.channel_forward, (x, weight, bias, residual, 1e-5, act, groups)),
         (ops.channel_backward, (*saved, act, groups, True)),
         (ops.channel_backward_, (dy, x.clone(), *saved[2:], act, groups, False)),
+    ):
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_the_dispatcher_finds_nothing_wrong_between_kernels_and_in_rows(request):
+    ops = torch.ops.leannorm if DEVICE == "cuda" else request.getfixturevalue("interpreted_ops")
+    mean, m2, var = (torch.rand(3, dtype=torch.float64, device=DEVICE) for _ in range(3))
+    total = torch.rand(13, dtype=torch.float64, device=DEVICE)
+    count, batches = total[0].clone(), torch.tensor(1, device=DEVICE)
+    x, dy, weight = (torch.randn(4, 3, device=DEVICE) for _ in range(3))
+    rows = torch.ones(4, 1, device=DEVICE)
+    for op, arguments in (
+        (ops.move_running_, (mean.clone(), var.float(), batches, 0.1, mean, m2, 5, None)),
+        (ops.move_running_, (mean.clone(), var, None, None, mean, m2, 0, count)),
+        (ops.constants_of, (mean.float(), var, 1e-5)),
+        (ops.sums_of, (mean, m2, 5)),
+        (ops.moments_of, (total, 1e-5)),
+        (ops.means_of, (total[:7].clone(), var, count)),
+        (ops.row_forward, (x, dy, weight[0].clone(), None, 1, 2, 1e-5, False)),
+        (ops.row_backward, (dy, x, x, rows, rows, weight[0].clone(), 1, 2, False, True)),
     ):
         torch.library.opcheck(op.default, arguments)

@@ -60,6 +60,15 @@ def test_programs_that_share_the_rows_are_there_at_a_time():
         assert row["programs"] <= 132 * at_a_time, row["name"]
 
 
+def test_programs_that_share_a_channel_are_there_at_a_time():
+    kernels = ("moments_kernel", "grad_sums_kernel")
+    found = [row for row in table(90) if row["kernel"] in kernels and "statistics" not in row["name"]]
+    assert found
+    for row in found:
+        registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]
+        assert row["programs"] <= 132 * min(REGISTERS // registers, WARPS // row["warps"]), row["name"]
+
+
 def test_a_kernel_without_registers_is_seen_to_spill():
     with pytest.raises(AssertionError, match="bytes"):
         assert_nothing_spills(table(90, "one", "32"))

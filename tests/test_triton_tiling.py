@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import CASES
@@ -53,10 +57,15 @@ def test_parts_cover_all_tiles(shape, contiguous, itemsize):
 
 @needs_triton
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_the_batch_decides_nothing_that_is_compiled(contiguous):
+def test_the_batch_decides_next_to_nothing_that_is_compiled(contiguous):
+    """One of two ways of merging, and whether there is anything to merge."""
+    from leannorm.ops.backends.triton import tiling
+
     for _, c, s in RESNET:
-        seen = {plans((n, c, s, s), contiguous)[0].tiling for n in (2, 3, 128, 1000)}
-        assert len(seen) == 1
+        seen = [plans((n, c, s, s), contiguous)[0] for n in (2, 3, 17, 40, 128, 1000)]
+        assert len({plan.tiling for plan in seen}) == 1
+        assert len({plan.sets for plan in seen if plan.sets is not None}) <= 1
+        assert len({tiling.merging(plan.geometry, plan.moments) for plan in seen}) <= 2
 
 
 @needs_triton
@@ -102,6 +111,26 @@ def test_only_by_name_does_an_interpreter_serve():
         assert pick(x) is triton
         with pytest.raises(BackendUnavailableError, match="the kernels take float32"):
             pick(x.to(torch.float8_e4m3fn))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("setting", "path", "words"),
+    [("None", "/nowhere", "install a C compiler"), ("'6.0'", os.environ["PATH"], "built for AMD's")],
+)
+def test_without_what_triton_needs_plain_torch_serves(setting, path, words):
+    """A slim container has no compiler; a ROCm build's devices are called cuda as well."""
+    code = f"""
+import torch
+torch.version.hip = {setting}
+from leannorm.ops.select import explain
+print(*explain()['triton'])
+"""
+    environment = {k: v for k, v in os.environ.items() if k not in ("CC", "TRITON_INTERPRET")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env={**environment, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
 
 
 @needs_triton

@@ -84,7 +84,7 @@ def channel_call(
     """Forward and backward pass of a per-channel norm, and single verbs; with a residual, from the output."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import channel
+        from leannorm.ops.backends.triton import channel, channel_gradients
 
         layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)] if last else None
         x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
@@ -92,16 +92,34 @@ def channel_call(
         weight, bias = meta((shape[1],), F32), meta((shape[1],), F32)
         y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
         out = y if residual else None
-        channel.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
+        channel_gradients.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
         channel.channel_moments(x, groups)
         channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
-        sums = channel.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
+        sums = channel_gradients.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
         p, q = (meta(tuple(mean.shape), F64) for _ in sums)
-        channel.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)
+        channel_gradients.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)
 
     words = ["channels", "x".join(map(str, shape)), str(dtype).removeprefix("torch."), act]
     words += ["channels_last"] * last + [f"{groups} groups"] * bool(groups) + ["residual"] * residual
     return Call(" ".join(words), run, sample)
+
+
+def between_call(channels: int, dtype: torch.dtype = F32) -> Call:
+    """What happens to the statistics of a layer, of one rank or several."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import between
+
+        mean, m2, total = meta((channels,), F64), meta((channels,), F64), meta((1 + 4 * channels,), F64)
+        running, batches, count = meta((channels,), dtype), meta((), torch.int64), meta((), F64)
+        between.move_running_(running, running, batches, 0.1, mean, m2, 100, None)
+        between.move_running_(running, running, batches, None, mean, m2, 0, count)
+        between.constants_of(running, running, 1e-5)
+        between.sums_of(mean, m2, 100)
+        between.moments_of(total, 1e-5)
+        between.means_of(total[: 1 + 2 * channels], running, count)
+
+    return Call(f"statistics {channels} {dtype}".replace("torch.", ""), run, dtype == F32)
 
 
 ROWS = 32768
@@ -118,6 +136,15 @@ ACTS = (
     "elu",
     "mish",
 )
+FAR = [  # past 2^31 elements: in a plane, in a tile, along a row, beside it, and in the number of rows
+    *(channel_call((2, 4, 65536, 32768), last=last, sample=not last) for last in (False, True)),
+    channel_call((2, 4, 65536, 32768), act="identity", groups=2),
+    channel_call((128, 1 << 26)),
+    row_call((4, 1 << 31)),
+    row_call((2, 1 << 20, 4096), axis=1, sample=True),
+    row_call((2, 64, 1 << 26), rms=True, axis=1),
+    row_call((1 << 32, 64), F32, residual=True),
+]
 CALLS = [
     channel_call(RESNET[0], last=True, sample=True),
     channel_call(RESNET[1], last=True, residual=True, sample=True),
@@ -161,6 +188,8 @@ CALLS = [
     row_call((128, 512, 7, 7), rms=True, axis=1),
     row_call((128, 3, 224, 224), axis=1),
     row_call((128, 2048, 7, 7), axis=1),
+    *(between_call(512, dtype) for dtype in (F32, F64, BF16)),
+    *FAR,
 ]
 
 
@@ -191,7 +220,7 @@ def _specialized(
 
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
-    from leannorm.ops.backends.triton import channel, launch, rows
+    from leannorm.ops.backends.triton import between, channel, channel_gradients, launch, rows
 
     found: dict[str, Variant] = {}
     name = ""
@@ -219,8 +248,10 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
         plain(Recorded(kernel), *arguments, **constants)
 
+    for module in (between, channel, channel_gradients, rows):
+        module.launch = record
     for module in (channel, rows):
-        module.launch, module.processors = record, lambda device: PROCESSORS
+        module.processors = lambda device: PROCESSORS
     rows._device = lambda device: (architecture // 10, SHARED[architecture])
     for call in calls:
         name = call.name

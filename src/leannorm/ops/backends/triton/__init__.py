@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import torch
@@ -31,12 +32,18 @@ _OLDEST = 8  # compute capability; what Triton itself supports
 
 
 def _find() -> str | None:
-    """Is Triton there? The reason why not, where it is not; nothing is imported."""
+    """Is Triton there, and what it needs? The reason why not, where it is not; nothing is imported."""
     try:
         found = find_spec("triton") is not None
     except ModuleNotFoundError:
         found = False
-    return None if found else "Triton is not installed"
+    if not found:
+        return "Triton is not installed"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA's GPUs, this torch is built for AMD's"
+    if not (INTERPRETED or os.environ.get("CC") or which("gcc") or which("clang")):
+        return "Triton compiles what launches kernels: install a C compiler (gcc), or name one in CC"
+    return None
 
 
 _UNAVAILABLE = _find()

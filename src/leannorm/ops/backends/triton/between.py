@@ -1,12 +1,14 @@
 """What happens to per-channel statistics between two kernels, on a GPU: one launch each.
 
-Plain torch takes six for a step of the running statistics, four for evaluation's constants, eleven for the
-sums that ranks add up and twenty to take the moments from them again (`ops/running.py`, `ops/sums.py`).
+Plain torch takes six for a step of the running statistics (thirteen where ranks share them), four for
+evaluation's constants, ten for the sums that ranks add up, twenty to take the moments from them again and
+four for the means of the backward pass (`ops/running.py`, `ops/sums.py`).
 """
 
 from __future__ import annotations
 
 from ctypes import c_float
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ def _new(like: Tensor, *sizes: int) -> list[Tensor]:
 
 
 def _launch(
-    kernel: object, channels: int, *arguments: object, device: torch.device, **constants: object
+    kernel: object, channels: int, *arguments: object, device: torch.device, **constants: Any
 ) -> None:
     if channels:
         launch(kernel, -(-channels // _BLOCK), device, *arguments, channels, **constants, BLOCK=_BLOCK)

@@ -35,6 +35,34 @@ def not_negative(square):
     return tl.where(square < 0, 0.0, square)
 
 
+@triton.jit
+def beyond_float32(m2, DTYPE: tl.constexpr):
+    """Is a sum of squares no number, in a dtype whose values may have squares past float32?"""
+    if DTYPE == tl.float32 or DTYPE == tl.bfloat16:  # noqa: SIM300  (a comparison of types)
+        return tl.min((m2 < float("inf")).to(tl.int32), 0) == 0
+    else:
+        return False
+
+
+@triton.jit
+def squares_again(
+    x, shift, segment, first, last, c_end, t0, t1, C, inner, samples,
+    COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """The sum of squared deviations from `shift` of each of a tile's channels, of values up to 1e38.
+
+    They are scaled by a power of two: right where float32 holds no plain sum, and there alone.
+    """
+    square = tl.zeros((BC, BE), tl.float32)
+    for c0 in range(first, last, BC):
+        for t in range(t0, t1):
+            start, offsets, inside = tile(t, segment, c0, c_end, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+            deviation = read(x, start, offsets, inside, False) * 2.0**-78 - shift * 2.0**-78
+            deviation = tl.where(inside, deviation, 0.0)
+            square = tl.fma(deviation, deviation, square)
+    return summed(square) * 2.0**156
+
+
 @triton.jit(do_not_specialize=SIZES)
 def moments_kernel(
     x, mean, m2, C, inner, samples, tiles, parts,
@@ -70,10 +98,16 @@ def moments_kernel(
 
     values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
     rest = summed(total) / values
+    squares = summed(square)
+    if beyond_float32(squares, x.dtype.element_ty):
+        again = squares_again(
+            x, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples, COLUMNS, V, WIDE, BC, BE
+        )
+        squares = tl.where(squares < float("inf"), squares, again)
     c = c0 + tl.arange(0, BC)
     place = (segment * parts + part) * C + c
     tl.store(mean + place, shift.to(tl.float64) + rest, mask=c < C)
-    tl.store(m2 + place, not_negative(summed(square) - rest * rest * values), mask=c < C)
+    tl.store(m2 + place, not_negative(squares - rest * rest * values), mask=c < C)
 
 
 @triton.jit(do_not_specialize=SIZES)

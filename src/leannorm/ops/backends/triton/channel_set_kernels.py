@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.channel_kernels import not_negative, summed
+from leannorm.ops.backends.triton.channel_kernels import beyond_float32, not_negative, squares_again, summed
 from leannorm.ops.backends.triton.tiles import (
     gradient_before_activation,
     in_two,
@@ -68,7 +68,13 @@ def set_forward_kernel(
 
     values = (samples.to(tl.int64) * inner).to(tl.float64)
     rest = summed(total)[:, None]
-    set_m2 = summed(square)[:, None]
+    squares = summed(square)
+    if beyond_float32(squares, x.dtype.element_ty):
+        again = squares_again(
+            x, shift, segment, first, last, last, zero, count, C, inner, samples, COLUMNS, V, WIDE, BC, BE
+        )
+        squares = tl.where(squares < float("inf"), squares, again)
+    set_m2 = squares[:, None]
     if GROUPED:
         values = values * (last - first)
         rest = tl.sum(rest, 0)[None, :]

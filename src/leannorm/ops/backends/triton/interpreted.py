@@ -27,7 +27,8 @@ def mend() -> None:
     """Let a scalar be the bound of a loop, call functions at little cost, and overflow as a GPU does.
 
     A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
-    so). And every call of a function would patch Triton's language anew; for ours the kernel's patch does.
+    so). And every call of a function would patch Triton's language anew: for ours the kernel's patch does,
+    and for Triton's own the first one's of each launch.
     """
     interpreter._convert_float = _to_nearest(interpreter._convert_float)
     patch = interpreter._patch_lang_tensor
@@ -37,15 +38,20 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     call = interpreter.InterpretedFunction.__call__
+    unpatched = False
 
     def call_at_once(self: Any, *arguments: Any, **constants: Any) -> Any:
-        if self.fn.__module__.startswith("triton."):
+        nonlocal unpatched
+        if unpatched and self.fn.__module__.startswith("triton."):
+            unpatched = False
             return call(self, *arguments, **constants)
         return self.rewrite()(*arguments, **constants)
 
     launch = interpreter.GridExecutor.__call__
 
     def launch_quietly(self: Any, *arguments: Any, **constants: Any) -> None:
+        nonlocal unpatched
+        unpatched = True
         with np.errstate(all="ignore"):
             launch(self, *arguments, **constants)
 

@@ -177,7 +177,7 @@ class Merging(NamedTuple):
 
 
 def merging(geometry: Geometry, parts: Parts) -> Merging:
-    rows = min(power_of_two(parts.parts), _MERGED // 4)
+    rows = 16 if parts.parts <= 16 else _MERGED // 4  # two kernels, whatever the batch
     together = power_of_two(geometry.channels // geometry.groups)
     return Merging(rows, min(max(4, together), _MERGED // rows))
 
