@@ -40,7 +40,7 @@ check: $(VENV)/.ready
 # The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/.ready
-	CXXFLAGS="$(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build \
+	CXXFLAGS="-O1 $(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build \
 	    --build-base build/sanitize --build-lib build/sanitize/lib
 	test -e build/sanitize/lib/leannorm/_C.so || { cat build/sanitize/lib/leannorm/_C.reason; exit 1; }
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -91,10 +92,11 @@ class BuildKernels(build_ext):
             extra = (
                 [f"-DLEANNORM_ISA={instructions}", *INSTRUCTION_SETS[instructions]] if instructions else []
             )
+            own = shlex.split(os.environ.get("CXXFLAGS", ""))  # last, so that they prevail
             return self.compiler.compile(
                 [source],
                 output_dir=os.path.join(self.build_temp, instructions or "common"),
-                extra_postargs=[*flags, *extra, *INSTRUCTION_SETS.get(instructions, [])],
+                extra_postargs=[*flags, *extra, *own],
                 depends=ext.depends,
             )[0]
 

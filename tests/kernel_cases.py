@@ -88,7 +88,9 @@ def assert_close_to_reference(call: Call, backend: Any = cpu) -> None:
     largest_weight = 1.0 if call.weight is None else call.weight.double().abs().amax()
     # for float64 the oracle is no wider, and its own sums are as far off as ours may be
     eps = torch.finfo(call.x.dtype).eps * (4 if call.x.dtype == torch.float64 else 1)
-    values = max(call.x.numel() // max(call.x.shape[1], 1), 1)
+    samples, channels = call.x.shape[:2]
+    values = max(call.x.numel() // max(channels, 1), 1)  # to a gradient's sum
+    of_statistic = max(call.x.numel() // max(samples * call.groups, 1), 1) if call.groups else values
     for name, want in exact.items():
         got = ours[name]
         assert got.shape == want.shape, name
@@ -100,7 +102,7 @@ def assert_close_to_reference(call: Call, backend: Any = cpu) -> None:
         if name in ("dx", "dx_fixed"):
             scale = scale + terms * largest_weight
         if name.endswith("m2") and call.x.dtype == torch.float64:  # added up in nothing wider
-            scale = scale * values**0.5
+            scale = scale * of_statistic**0.5
         if name.startswith(("sum", "dw", "db")):
             scale = scale + call.dy.double().abs().amax() * values**0.5
         budget = 2 * (plain[name].double() - want).abs().amax() + 2 * eps * scale
