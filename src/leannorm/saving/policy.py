@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -89,25 +89,36 @@ class Plan(NamedTuple):
         return self.kept_bytes / max(self.stock_bytes, 1)
 
 
-def plan(budget: float, calls: list[Hashable], records: list[Record | None], stock_bytes: int) -> Plan:
+class Part(NamedTuple):
+    """Tensors of one memory (a tensor and its views), by their place in the forward pass."""
+
+    places: list[int]
+    nbytes: int
+    seconds: float
+
+
+def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int) -> Plan:
     """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
 
-    Costs add up, since a tensor that several steps need is rebuilt once. Holding a tensor never makes
-    another one harder to rebuild, so every subset of what can be rebuilt is a plan.
+    `kept` are the bytes that stay if every part is rebuilt. Costs add up, since a tensor that several steps
+    need is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of
+    what can be rebuilt is a plan. What the last, large parts brought too much of is given back: the
+    dearest that there is room for.
     """
-    candidates = [
-        (record.seconds / max(record.nbytes, 1), i, record)
-        for i, record in enumerate(records)
-        if record is not None and record.rebuilt and record.seconds is not None
-    ]
-    kept, seconds, rebuild = stock_bytes, 0.0, [False] * len(calls)
-    for _, i, record in sorted(candidates, key=lambda c: c[:2]):
-        if kept <= budget * stock_bytes:
+    most, chosen = budget * stock, []
+    kept += sum(part.nbytes for part in parts)
+    for part in sorted(parts, key=lambda part: (part.seconds / max(part.nbytes, 1), part.places)):
+        if kept <= most:
             break
-        rebuild[i] = True
-        kept -= record.nbytes
-        seconds += record.seconds or 0.0
-    return Plan(tuple(calls), tuple(rebuild), kept, stock_bytes, seconds)
+        chosen.append(part)
+        kept -= part.nbytes
+    for part in sorted(chosen, key=lambda part: (-part.seconds, part.places)):
+        if kept + part.nbytes <= most:
+            chosen.remove(part)
+            kept += part.nbytes
+    rebuilt = {place for part in chosen for place in part.places}
+    seconds = sum(part.seconds for part in chosen)
+    return Plan(tuple(calls), tuple(i in rebuilt for i in range(len(calls))), kept, stock, seconds)
 
 
 def check(recompute: str, budget: float | None) -> None:
