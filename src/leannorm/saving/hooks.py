@@ -17,7 +17,7 @@ from leannorm.saving import own, views  # noqa: F401  (own registers its recipes
 from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.policy import Part, Plan, Policy, Record, plan
+from leannorm.saving.policy import Part, Plan, Policy, Record, needs_sum, plan
 from leannorm.saving.recipes import MADE_ANEW, RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
 from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
@@ -89,9 +89,10 @@ class Packing:
 
     def plan(self, budget: float) -> Plan:
         """What later passes like this one should rebuild."""
+        known: dict[Value, bool] = {}
         parts = [
-            Part(places, nbytes, sum(float(self.outcomes[i] or 0) for i in places))
-            for places, nbytes in self.ledger.parts(self._rebuilt_at)
+            Part(places, nbytes, sum(float(self.outcomes[i] or 0) for i in places), needs_sum(root, known))
+            for root, places, nbytes in self.ledger.parts(self._rebuilt_at)
         ]
         kept, stock = self.ledger.kept(), self.ledger.kept() + self.ledger.rebuilt()
         return plan(budget, self.calls, parts, kept, stock)

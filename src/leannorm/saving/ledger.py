@@ -30,15 +30,15 @@ class Ledger:
         self._rebuilt[_root(value)] = tensor.nbytes if nbytes is None else nbytes
         self._closed = None
 
-    def parts(self, values: Mapping[int, weakref.ref[Value]]) -> Iterator[tuple[list[int], int]]:
-        """The places of rebuilt values by the memory that they share, and its bytes."""
+    def parts(self, values: Mapping[int, weakref.ref[Value]]) -> Iterator[tuple[Value, list[int], int]]:
+        """The rebuilt values by the memory that they share: what it belongs to, their places, its bytes."""
         places: dict[Value, list[int]] = {}
         for place, reference in values.items():
             value = reference()
             if value is not None:
                 places.setdefault(_root(value), []).append(place)
         for root, sharing in places.items():
-            yield sharing, self._rebuilt.get(root, 0)
+            yield root, sharing, self._rebuilt.get(root, 0)
 
     def close(self) -> None:
         """Remember the sums, which stay when the backward pass has let everything go."""

@@ -71,6 +71,16 @@ def _of_held(value: Value) -> bool:
     )
 
 
+def needs_sum(value: Value, known: dict[Value, bool]) -> bool:
+    """Is a sum of other than held tensors among the steps to it? `known` are earlier answers."""
+    step = value.step
+    if value not in known:
+        known[value] = step is not None and (
+            (step.kind == "sum" and not _of_held(value)) or any(needs_sum(v, known) for v in step.inputs)
+        )
+    return known[value]
+
+
 class Plan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt.
 
@@ -90,16 +100,26 @@ class Plan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tensors of one memory (a tensor and its views), by their place in the forward pass."""
+    """Tensors of one memory (a tensor and its views), by their place in the forward pass.
+
+    `needs_sum`: it rests on a sum of rebuilt tensors. A chain of residual blocks, each rebuilt from the one
+    before, is alive as a whole when the backward pass reaches its end: it costs peak memory.
+    """
 
     places: list[int]
     nbytes: int
     seconds: float
+    needs_sum: bool
+
+
+def _cost(part: Part) -> tuple[bool, float, list[int]]:
+    return part.needs_sum, part.seconds / max(part.nbytes, 1), part.places
 
 
 def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int) -> Plan:
     """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
 
+    What needs sums comes last, whatever its cost.
     `kept` are the bytes that stay if every part is rebuilt. Costs add up, since a tensor that several steps
     need is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of
     what can be rebuilt is a plan. What the last, large parts brought too much of is given back: the
@@ -107,12 +127,12 @@ def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: 
     """
     most, chosen = budget * stock, []
     kept += sum(part.nbytes for part in parts)
-    for part in sorted(parts, key=lambda part: (part.seconds / max(part.nbytes, 1), part.places)):
+    for part in sorted(parts, key=_cost):
         if kept <= most:
             break
         chosen.append(part)
         kept -= part.nbytes
-    for part in sorted(chosen, key=lambda part: (-part.seconds, part.places)):
+    for part in sorted(chosen, key=lambda part: (not part.needs_sum, -part.seconds, part.places)):
         if kept + part.nbytes <= most:
             chosen.remove(part)
             kept += part.nbytes
