@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leannorm.saving.hooks import Packing
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.policy import CONV, LEANEST, NORM, Plan, Record, check, plan
+from leannorm.saving.policy import CONV, LEANEST, NORM, Plan, Record, check
 from leannorm.saving.values import unpack
 
 _PLANS: dict[tuple[float, Hashable], Plan] = {}
@@ -119,8 +119,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         assert self._budget is not None
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
-        stock = self.kept_bytes + self.rebuilt_bytes
-        self.plan = plan(self._budget, packing.calls, packing.records(), stock)
+        self.plan = packing.plan(self._budget)
         _PLANS[self._budget, packing.calls[0]] = self.plan
 
 

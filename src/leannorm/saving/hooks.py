@@ -17,7 +17,7 @@ from leannorm.saving import own, views  # noqa: F401  (own registers its recipes
 from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.policy import Policy, Record
+from leannorm.saving.policy import Part, Plan, Policy, Record, needs_sum, plan
 from leannorm.saving.recipes import MADE_ANEW, RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
 from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
@@ -39,6 +39,7 @@ class Packing:
         self.policy, self.ledger, self.choose = policy, ledger, choose
         self.calls: list[tuple[Any, ...]] = []
         self.outcomes: list[float | bool | None] = []  # of each call: see `records`
+        self._rebuilt_at: dict[int, weakref.ref[Value]] = {}
         self._recipes = {name: made for name, made in RECIPES.items() if policy.considers(name)}
         self._missing: list[tuple[Node, int]] = []
         self._seconds: float | None = None
@@ -69,9 +70,12 @@ class Packing:
         if value is None:
             value = self._hold(tensor)
         value.layout, value.place, value.eps = seen_as, len(self.outcomes) - 1, eps_of_call(sys._getframe(1))
-        register(node, output, weakref.ref(value))
+        reference = weakref.ref(value)
+        register(node, output, reference)
         if value.step is None:
             self._offer(value, tensor, node, may)
+        else:
+            self._rebuilt_at[value.place] = reference
         if self._anything_waits:
             self._retry(node, output)
         return value.used()
@@ -82,6 +86,16 @@ class Packing:
             None if outcome is None else Record(name, shape, dtype, prod(shape) * dtype.itemsize, outcome)
             for (name, shape, _, dtype), outcome in zip(self.calls, self.outcomes, strict=True)
         ]
+
+    def plan(self, budget: float) -> Plan:
+        """What later passes like this one should rebuild."""
+        known: dict[Value, bool] = {}
+        parts = [
+            Part(places, nbytes, sum(float(self.outcomes[i] or 0) for i in places), needs_sum(root, known))
+            for root, places, nbytes in self.ledger.parts(self._rebuilt_at)
+        ]
+        kept, stock = self.ledger.kept(), self.ledger.kept() + self.ledger.rebuilt()
+        return plan(budget, self.calls, parts, kept, stock)
 
     # ------------------------------------------------ held
 
@@ -162,6 +176,7 @@ class Packing:
                     value.becomes(step)
                     self.ledger.rebuilds(value, tensor)
                     self.outcomes[value.place] = self._seconds
+                    self._rebuilt_at[value.place] = weakref.ref(value)
 
     # ------------------------------------------------ rebuilt
 

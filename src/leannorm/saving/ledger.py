@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -26,11 +27,18 @@ class Ledger:
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
-        root = value
-        while root.step is not None and root.step.view and root.step.inputs:
-            root = root.step.inputs[0]
-        self._rebuilt[root if root.step is not None else value] = tensor.nbytes if nbytes is None else nbytes
+        self._rebuilt[_root(value)] = tensor.nbytes if nbytes is None else nbytes
         self._closed = None
+
+    def parts(self, values: Mapping[int, weakref.ref[Value]]) -> Iterator[tuple[Value, list[int], int]]:
+        """The rebuilt values by the memory that they share: what it belongs to, their places, its bytes."""
+        places: dict[Value, list[int]] = {}
+        for place, reference in values.items():
+            value = reference()
+            if value is not None:
+                places.setdefault(_root(value), []).append(place)
+        for root, sharing in places.items():
+            yield root, sharing, self._rebuilt.get(root, 0)
 
     def close(self) -> None:
         """Remember the sums, which stay when the backward pass has let everything go."""
@@ -54,3 +62,11 @@ class Ledger:
 
     def _sums(self) -> tuple[int, int]:
         return sum(self.alive().values()), sum(list(self._rebuilt.values()))
+
+
+def _root(value: Value) -> Value:
+    """The rebuilt tensor whose memory a rebuilt view shows."""
+    root = value
+    while root.step is not None and root.step.view and root.step.inputs:
+        root = root.step.inputs[0]
+    return root if root.step is not None else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,6 +71,16 @@ def _of_held(value: Value) -> bool:
     )
 
 
+def needs_sum(value: Value, known: dict[Value, bool]) -> bool:
+    """Is a sum of other than held tensors among the steps to it? `known` are earlier answers."""
+    step = value.step
+    if value not in known:
+        known[value] = step is not None and (
+            (step.kind == "sum" and not _of_held(value)) or any(needs_sum(v, known) for v in step.inputs)
+        )
+    return known[value]
+
+
 class Plan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt.
 
@@ -89,25 +99,46 @@ class Plan(NamedTuple):
         return self.kept_bytes / max(self.stock_bytes, 1)
 
 
-def plan(budget: float, calls: list[Hashable], records: list[Record | None], stock_bytes: int) -> Plan:
+class Part(NamedTuple):
+    """Tensors of one memory (a tensor and its views), by their place in the forward pass.
+
+    `needs_sum`: it rests on a sum of rebuilt tensors. A chain of residual blocks, each rebuilt from the one
+    before, is alive as a whole when the backward pass reaches its end: it costs peak memory.
+    """
+
+    places: list[int]
+    nbytes: int
+    seconds: float
+    needs_sum: bool
+
+
+def _cost(part: Part) -> tuple[bool, float, list[int]]:
+    return part.needs_sum, part.seconds / max(part.nbytes, 1), part.places
+
+
+def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int) -> Plan:
     """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
 
-    Costs add up, since a tensor that several steps need is rebuilt once. Holding a tensor never makes
-    another one harder to rebuild, so every subset of what can be rebuilt is a plan.
+    What needs sums comes last, whatever its cost.
+    `kept` are the bytes that stay if every part is rebuilt. Costs add up, since a tensor that several steps
+    need is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of
+    what can be rebuilt is a plan. What the last, large parts brought too much of is given back: the
+    dearest that there is room for.
     """
-    candidates = [
-        (record.seconds / max(record.nbytes, 1), i, record)
-        for i, record in enumerate(records)
-        if record is not None and record.rebuilt and record.seconds is not None
-    ]
-    kept, seconds, rebuild = stock_bytes, 0.0, [False] * len(calls)
-    for _, i, record in sorted(candidates, key=lambda c: c[:2]):
-        if kept <= budget * stock_bytes:
+    most, chosen = budget * stock, []
+    kept += sum(part.nbytes for part in parts)
+    for part in sorted(parts, key=_cost):
+        if kept <= most:
             break
-        rebuild[i] = True
-        kept -= record.nbytes
-        seconds += record.seconds or 0.0
-    return Plan(tuple(calls), tuple(rebuild), kept, stock_bytes, seconds)
+        chosen.append(part)
+        kept -= part.nbytes
+    for part in sorted(chosen, key=lambda part: (not part.needs_sum, -part.seconds, part.places)):
+        if kept + part.nbytes <= most:
+            chosen.remove(part)
+            kept += part.nbytes
+    rebuilt = {place for part in chosen for place in part.places}
+    seconds = sum(part.seconds for part in chosen)
+    return Plan(tuple(calls), tuple(i in rebuilt for i in range(len(calls))), kept, stock, seconds)
 
 
 def check(recompute: str, budget: float | None) -> None:
