@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from leannorm._errors import MissingDependencyError
@@ -17,17 +18,7 @@ def layer_sync(process_group: Any = None) -> Any:
     Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed.
     Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
     """
-    try:
-        from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
-    except ModuleNotFoundError:
-        try:
-            from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
-        except ModuleNotFoundError as error:
-            raise MissingDependencyError(
-                "layer_sync needs Lightning; pip install lightning, or pytorch-lightning"
-            ) from error
-
-    class LeannormLayerSync(TorchSyncBatchNorm):  # type: ignore[misc]
+    class LeannormLayerSync(_lightnings_own()):  # type: ignore[misc]
         """Derived from Lightning's own, beside which no other plug-in is let in."""
 
         def apply(self, model: Any) -> Any:
@@ -48,3 +39,12 @@ def layer_sync(process_group: Any = None) -> Any:
             return layer_sync, (process_group,)
 
     return LeannormLayerSync()
+
+
+def _lightnings_own() -> Any:
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return import_module(f"{package}.plugins.layer_sync").TorchSyncBatchNorm
+        except ModuleNotFoundError:
+            continue
+    raise MissingDependencyError("layer_sync needs Lightning; pip install lightning, or pytorch-lightning")
