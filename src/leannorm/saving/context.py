@@ -36,7 +36,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     convolution outputs that take few operations per byte, never one from another.
     budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
     keeps as little as it can and measures; later ones (of the same shapes) rebuild the cheapest set that
-    meets the budget, or all there is if that is not enough.
+    meets the budget, or nearly all there is if that is not enough.
 
     kept_bytes, rebuilt_bytes: held for the backward pass (storages, each once, without parameters), and
     left out. records: every saved tensor. plan: what `budget` chose, once there is a plan.

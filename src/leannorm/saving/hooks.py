@@ -17,7 +17,7 @@ from leannorm.saving import own, views  # noqa: F401  (own registers its recipes
 from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.policy import Part, Plan, Policy, Record, needs_sum, plan
+from leannorm.saving.policy import Part, Plan, Policy, Record, plan, sums_in_a_row
 from leannorm.saving.recipes import MADE_ANEW, RECIPES, SAVE_THEIR_OUTPUT, eps_of_call
 from leannorm.saving.values import Step, Value, find, held, register, saved, wait, waiting
 
@@ -62,13 +62,12 @@ class Packing:
             self.outcomes.append(None)  # counted when it was first packed
             return known.used()
         may = self.choose is None or self.choose(len(self.calls) - 1, call)
-        value = None
+        rebuilt = None
         if may and (known is not None or name in self._recipes):
             self._missing.clear()
-            value = self._rebuilt(tensor, node, known, seen_as)
-        self.outcomes.append(value is not None and self._seconds)
-        if value is None:
-            value = self._hold(tensor)
+            rebuilt = self._rebuilt(tensor, node, known, seen_as)
+        self.outcomes.append(rebuilt is not None and self._seconds)
+        value = rebuilt or self._hold(tensor)
         value.layout, value.place, value.eps = seen_as, len(self.outcomes) - 1, eps_of_call(sys._getframe(1))
         reference = weakref.ref(value)
         register(node, output, reference)
@@ -89,9 +88,11 @@ class Packing:
 
     def plan(self, budget: float) -> Plan:
         """What later passes like this one should rebuild."""
-        known: dict[Value, bool] = {}
+        known: dict[Value, int] = {}
         parts = [
-            Part(places, nbytes, sum(float(self.outcomes[i] or 0) for i in places), needs_sum(root, known))
+            Part(
+                places, nbytes, sum(float(self.outcomes[i] or 0) for i in places), sums_in_a_row(root, known)
+            )
             for root, places, nbytes in self.ledger.parts(self._rebuilt_at)
         ]
         kept, stock = self.ledger.kept(), self.ledger.kept() + self.ledger.rebuilt()
@@ -215,7 +216,9 @@ class Packing:
     def _may_add(self, node: Node) -> bool:
         """Looked at before steps are made for the inputs of a sum, only to be thrown away."""
         return all(
-            producer is None or producer.name() not in MADE_ANEW or self.policy.may_add(find(producer, number))
+            producer is None
+            or producer.name() not in MADE_ANEW
+            or self.policy.may_add(find(producer, number))
             for producer, number in node.next_functions
         )
 

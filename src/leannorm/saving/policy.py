@@ -14,6 +14,10 @@ FLOPS_PER_BYTE = 160.0
 """`recompute="conv"`: a convolution's output is rebuilt if it takes fewer operations per byte of it."""
 
 
+LONGEST_CHAIN = 3
+"""`budget=`: of so many residual blocks in a row, each rebuilt from the one before, one is held."""
+
+
 class Record(NamedTuple):
     """One tensor that the forward pass saved: what made it, what it weighs, and what became of it.
 
@@ -71,13 +75,14 @@ def _of_held(value: Value) -> bool:
     )
 
 
-def needs_sum(value: Value, known: dict[Value, bool]) -> bool:
-    """Is a sum of other than held tensors among the steps to it? `known` are earlier answers."""
+def sums_in_a_row(value: Value, known: dict[Value, int]) -> int:
+    """How many sums of other than held tensors lie on the way to it, at most; `known` are earlier answers."""
     step = value.step
+    if step is None:
+        return 0
     if value not in known:
-        known[value] = step is not None and (
-            (step.kind == "sum" and not _of_held(value)) or any(needs_sum(v, known) for v in step.inputs)
-        )
+        before = max((sums_in_a_row(v, known) for v in step.inputs), default=0)
+        known[value] = before + (step.kind == "sum" and not _of_held(value))
     return known[value]
 
 
@@ -102,37 +107,45 @@ class Plan(NamedTuple):
 class Part(NamedTuple):
     """Tensors of one memory (a tensor and its views), by their place in the forward pass.
 
-    `needs_sum`: it rests on a sum of rebuilt tensors. A chain of residual blocks, each rebuilt from the one
-    before, is alive as a whole when the backward pass reaches its end: it costs peak memory.
+    `sums`: so many sums of rebuilt tensors in a row does it rest on. A chain of residual blocks, each rebuilt
+    from the one before, is alive as a whole when the backward pass reaches its end: it costs peak memory.
     """
 
     places: list[int]
     nbytes: int
     seconds: float
-    needs_sum: bool
+    sums: int
 
 
 def _cost(part: Part) -> tuple[bool, float, list[int]]:
-    return part.needs_sum, part.seconds / max(part.nbytes, 1), part.places
+    return part.sums > 0, part.seconds / max(part.nbytes, 1), part.places
 
 
 def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int) -> Plan:
     """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
 
-    What needs sums comes last, whatever its cost.
+    What needs sums comes last, whatever its cost, and of a chain of sums every third is held
+    unless only without it the budget can be met.
     `kept` are the bytes that stay if every part is rebuilt. Costs add up, since a tensor that several steps
     need is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of
     what can be rebuilt is a plan. What the last, large parts brought too much of is given back: the
     dearest that there is room for.
     """
-    most, chosen = budget * stock, []
+    most, starts = budget * stock, dict[int, Part]()
+    for part in sorted(parts):  # the first that rests on so many sums is the last of those sums
+        starts.setdefault(part.sums, part)
+    links = [part for sums, part in starts.items() if sums and sums % LONGEST_CHAIN == 0]
+    candidates = sorted((part for part in parts if part not in links), key=_cost)
     kept += sum(part.nbytes for part in parts)
-    for part in sorted(parts, key=_cost):
+    if kept - sum(part.nbytes for part in candidates) > most >= kept - sum(part.nbytes for part in parts):
+        candidates += links
+    chosen = []
+    for part in candidates:
         if kept <= most:
             break
         chosen.append(part)
         kept -= part.nbytes
-    for part in sorted(chosen, key=lambda part: (not part.needs_sum, -part.seconds, part.places)):
+    for part in sorted(chosen, key=lambda part: (part.sums == 0, -part.seconds, part.places)):
         if kept + part.nbytes <= most:
             chosen.remove(part)
             kept += part.nbytes

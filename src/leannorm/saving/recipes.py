@@ -218,7 +218,13 @@ def prelu(node: Any, output: int, given: Given, like: Tensor | None) -> Step | N
 
 
 # Outputs that take a pass of arithmetic, as views, casts, products and sums of held tensors do not.
-MADE_ANEW = {*_AGAIN, *_FROM_SAVED_INPUT, *_FROM_PRODUCER, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
+MADE_ANEW = {
+    *_AGAIN,
+    *_FROM_SAVED_INPUT,
+    *_FROM_PRODUCER,
+    "NativeGroupNormBackward0",
+    "NativeLayerNormBackward0",
+}
 
 
 # ---------------------------------------------------------------- products: scale, gate, dropout's mask

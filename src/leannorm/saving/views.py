@@ -175,7 +175,7 @@ class _Probe:
 
 @lru_cache
 def references_when_alone() -> int:
-    """What `sys.getrefcount` says one call deep in a pack hook, of a tensor that no variable of the caller's holds."""
+    """`sys.getrefcount` one call deep in a pack hook, of a tensor that no variable of the caller's holds."""
     probe = _Probe()
     with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
         torch.relu(torch.zeros(1, requires_grad=True))
