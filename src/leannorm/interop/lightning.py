@@ -18,6 +18,7 @@ def layer_sync(process_group: Any = None) -> Any:
     Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed.
     Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
     """
+
     class LeannormLayerSync(_lightnings_own()):  # type: ignore[misc]
         """Derived from Lightning's own, beside which no other plug-in is let in."""
 
