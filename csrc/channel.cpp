@@ -65,18 +65,24 @@ struct Statistics {
     const int64_t count = std::max<int64_t>(count_of(s, groups), 1);
     std::fill_n(mean + base, per_set, 0.0);
     std::fill_n(m2 + base, per_set, 0.0);
-    std::vector<int64_t> counts(cut.columns && cut.fold * per_group > 1 ? per_set : 0);
+    struct Slot { int64_t at, n; double mean, m2; };
+    std::vector<Slot> slots;  // several to a statistic: merged from the mean of all, which costs no digit
     partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2) {
       if (n == count) {  // the slot is the whole statistic
         mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
         return;
       }
-      const int64_t g = slot % channels / per_group, i = base + g;
-      const double weight = double(n) / double(counts[g] + n), difference = slot_mean - mean[i];
-      mean[i] += difference * weight;
-      m2[i] += slot_m2 + difference * difference * (double(counts[g]) * weight);
-      counts[g] += n;
+      const int64_t i = base + slot % channels / per_group;
+      slots.push_back({i, n, slot_mean, slot_m2});
+      mean[i] += slot_mean * (double(n) / double(count));
     });
+    std::vector<double> rest(slots.empty() ? 0 : per_set);  // what rounding left of the mean
+    for (const Slot& part : slots) {
+      const double difference = part.mean - mean[part.at];
+      m2[part.at] += part.m2 + difference * difference * double(part.n);
+      rest[part.at - base] += difference * (double(part.n) / double(count));
+    }
+    for (size_t i = 0; i < rest.size(); ++i) mean[base + i] += rest[i];
     if (rstd == nullptr) return;
     for (int64_t i = base; i < base + per_set; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
   }
