@@ -36,12 +36,9 @@ def not_negative(square):
 
 
 @triton.jit
-def beyond_float32(m2, DTYPE: tl.constexpr):
-    """Is a sum of squares no number, in a dtype whose values may have squares past float32?"""
-    if DTYPE == tl.float32 or DTYPE == tl.bfloat16:  # noqa: SIM300  (a comparison of types)
-        return tl.min((m2 < float("inf")).to(tl.int32), 0) == 0
-    else:
-        return False
+def beyond_float32(m2):
+    """Is any of these sums of squares no number?"""
+    return tl.min((m2 < float("inf")).to(tl.int32), 0) == 0
 
 
 @triton.jit
@@ -99,11 +96,12 @@ def moments_kernel(
     values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
     rest = summed(total) / values
     squares = summed(square)
-    if beyond_float32(squares, x.dtype.element_ty):
-        again = squares_again(
-            x, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples, COLUMNS, V, WIDE, BC, BE
-        )
-        squares = tl.where(squares < float("inf"), squares, again)
+    if not DOUBLE:  # noqa: SIM102  (a constant: else nothing of it is compiled)
+        if beyond_float32(squares):
+            again = squares_again(
+                x, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples, COLUMNS, V, WIDE, BC, BE
+            )
+            squares = tl.where(squares < float("inf"), squares, again)
     c = c0 + tl.arange(0, BC)
     place = (segment * parts + part) * C + c
     tl.store(mean + place, shift.to(tl.float64) + rest, mask=c < C)

@@ -69,11 +69,12 @@ def set_forward_kernel(
     values = (samples.to(tl.int64) * inner).to(tl.float64)
     rest = summed(total)[:, None]
     squares = summed(square)
-    if beyond_float32(squares, x.dtype.element_ty):
-        again = squares_again(
-            x, shift, segment, first, last, last, zero, count, C, inner, samples, COLUMNS, V, WIDE, BC, BE
-        )
-        squares = tl.where(squares < float("inf"), squares, again)
+    if not DOUBLE:  # noqa: SIM102  (a constant: else nothing of it is compiled)
+        if beyond_float32(squares):
+            again = squares_again(
+                x, shift, segment, first, last, last, zero, count, C, inner, samples, COLUMNS, V, WIDE, BC, BE
+            )
+            squares = tl.where(squares < float("inf"), squares, again)
     set_m2 = squares[:, None]
     if GROUPED:
         values = values * (last - first)

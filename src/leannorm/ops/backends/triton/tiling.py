@@ -21,7 +21,7 @@ _FEW_TILES = 8  # as many one program reads twice in less time than two more lau
 _CACHE = 24 << 20  # bytes of the L2 cache that what is read a second time may fill
 # programs for each processor: of those that leave partial results, as many as run at a time by the registers
 # that they need, since a rest of them would run alone; of those that do not, many
-_MOMENTS = 6
+_MOMENTS = 5
 _SUMS = 4
 _MAPPING = 16
 # registers of a thread, so that those are there at a time; told no limit, the compiler looks for one, and may
@@ -124,7 +124,9 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         shorter = [longest >> i for i in range(4) if longest >> i >= 64]
         elements = _least_padding(contiguous, shorter) if shorter and not narrow else longest
         # a thread holds every constant of each plane that it has values of
-        planes = 32 * warps * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
+        planes = (
+            32 * warps * in_flight // _IN_FLIGHT * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
+        )
         channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
         if narrow:
             channels = min(channels, max(512 // elements, 1))
