@@ -25,8 +25,8 @@ _MOMENTS = 5
 _SUMS = 4
 _MAPPING = 16
 # registers of a thread, so that those are there at a time; told no limit, the compiler looks for one, and may
-# spill to keep it. Of programs that read a set each: two, or one where a group's hold more than two tensors or
-# each value is read by itself
+# spill to keep it. Of programs that read a set each: two, or one where a group's hold more than two tensors
+# or each value is read by itself
 MOMENTS_REGISTERS, SUMS_REGISTERS = (
     65536 // (32 * _WARPS * programs) // 8 * 8 for programs in (_MOMENTS, _SUMS)
 )
