@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -61,8 +62,9 @@ def test_programs_that_share_the_rows_are_there_at_a_time():
 
 
 def test_programs_that_share_a_channel_are_there_at_a_time():
-    kernels = ("moments_kernel", "grad_sums_kernel")
-    found = [row for row in table(90) if row["kernel"] in kernels and "statistics" not in row["name"]]
+    """But of groups: they are many, and not cut."""
+    found = [row for row in table(90) if row["kernel"] in ("moments_kernel", "grad_sums_kernel")]
+    found = [row for row in found if not re.search("statistics|groups", row["name"])]
     assert found
     for row in found:
         registers = -(-row["registers"] // 8) * 8 * 32 * row["warps"]

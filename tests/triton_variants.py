@@ -137,7 +137,7 @@ ACTS = (
     "mish",
 )
 FAR = [  # past 2^31 elements: in a plane, in a tile, along a row, beside it, and in the number of rows
-    *(channel_call((2, 4, 65536, 32768), last=last, sample=not last) for last in (False, True)),
+    *(channel_call((2, 4, 65536, 32768), last=last) for last in (False, True)),
     channel_call((2, 4, 65536, 32768), act="identity", groups=2),
     channel_call((128, 1 << 26)),
     row_call((4, 1 << 31)),

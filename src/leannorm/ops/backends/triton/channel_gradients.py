@@ -62,7 +62,7 @@ def _sums(
         *(dy, x, residual, out, dz, mean, rstd, scale, bias, part_dz, part_dz_xhat),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
-        registers=SUMS_REGISTERS,
+        registers=None if geometry.grouped else SUMS_REGISTERS,  # groups are many already
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
     )
@@ -185,7 +185,8 @@ def _backward(
             for _ in range(2)
         )
         bias, residual, out = _needed(act, bias, residual, out)
-        pressed = geometry.grouped and (residual is not None or out is not None)
+        more = residual is not None or out is not None
+        pressed = more if geometry.grouped else plan.sets.vector == 1
         launch(
             set_backward_kernel,
             plan.set_programs(),

@@ -26,10 +26,11 @@ _SUMS = 4
 _MAPPING = 16
 # registers of a thread, so that those are there at a time; told no limit, the compiler looks for one, and may
 # spill to keep it. Of programs that read a set each: two, or one where a group's hold more than two tensors
+# or each value is read by itself
 MOMENTS_REGISTERS, SUMS_REGISTERS = (
     65536 // (32 * _WARPS * programs) // 8 * 8 for programs in (_MOMENTS, _SUMS)
 )
-SET_REGISTERS, PRESSED_REGISTERS = 65536 // (32 * _SET_WARPS * 2), 168
+SET_REGISTERS, PRESSED_REGISTERS = 65536 // (32 * _SET_WARPS * 2), 255
 _MERGED = 1024  # partial results that a program of the merging kernels works on at a time
 
 
