@@ -49,7 +49,7 @@ def chart(rows: list[dict[str, object]]) -> str:
     stock = LEFT + WIDTH
     parts.append(f'<path d="M{LEFT} 54V{y - 8:g}M{stock} 54V{y - 8:g}" stroke="#9ca3af" fill="none"/>')
     parts.append(text(stock, y + 8, "stock", "end"))
-    size = f'viewBox="0 0 {LEFT + WIDTH + 220} {y + 20:g}"'
+    size = f'viewBox="0 0 {LEFT + WIDTH + 250} {y + 20:g}"'
     body = "\n".join(parts)
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} style="{STYLE}">\n{body}\n</svg>\n'
 
