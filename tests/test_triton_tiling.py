@@ -162,3 +162,14 @@ def test_layers_train_by_name(layout):
         ours = run()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+def test_the_interpreter_is_mended_whoever_imported_the_module_first():
+    code = (
+        "import leannorm.ops.backends.triton.interpreted, leannorm, torch\n"
+        "with leannorm.use_backend('triton'):\n"
+        "    leannorm.nn.LayerNorm(4)(torch.randn(300, 4)).sum().backward()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]

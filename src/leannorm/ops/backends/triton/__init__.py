@@ -10,7 +10,6 @@ interpreted: then they serve tensors of the CPU as well, called directly, but on
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -80,16 +79,16 @@ def _room(operator: str) -> str:
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
+_OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
+
+
 class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
-        if operator not in (
-            *schema.OPERATORS,
-            *schema.BETWEEN,
-        ):  # asked by whoever looks for what all objects may have
+        if operator not in _OPERATORS:  # asked by whoever looks for what all objects may have
             raise AttributeError(f"no operator of leannorm is called {operator}")
-        if INTERPRETED and f"{__name__}.interpreted" not in sys.modules:
+        if INTERPRETED:
             import_module(f"{__name__}.interpreted").mend()
         found: Callable[..., Any] = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
         return found
@@ -104,7 +103,7 @@ def _register() -> None:
     def first_look_up(operator: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
-    for operator in (*schema.OPERATORS, *schema.BETWEEN):
+    for operator in _OPERATORS:
         schema.LIBRARY.impl(operator, first_look_up(operator), "CUDA")
 
 

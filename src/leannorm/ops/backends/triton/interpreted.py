@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+@cache
 def mend() -> None:
-    """Let a scalar be the bound of a loop, call functions at little cost, and overflow as a GPU does.
+    """Let a scalar be the bound of a loop, call functions at little cost, and overflow as a GPU does; once.
 
     A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
     so). And every call of a function would patch Triton's language anew: for ours the kernel's patch does,
