@@ -13,7 +13,6 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks.architectures import import_torchvision
 from leannorm.demo.network import DigitNetwork, stock_pair
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step
@@ -48,21 +48,11 @@ REACH = {
 BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)
 
 
-@cache
-def torchvision_operators() -> torch.library.Library:
-    """torchvision registers two operators in its compiled part, which needs another build of torch."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    with contextlib.suppress(RuntimeError):  # there already
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
 def network(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if name == "digits":
         return DigitNetwork(stock_pair), torch.randn(512, 1, 28, 28)
-    torchvision_operators()
+    import_torchvision()  # timm needs it
     import timm
 
     batch, size = (4, 224) if name.startswith(("vit", "swin")) else (8, 160)

@@ -1,5 +1,6 @@
 """Run by the test of Lightning in a process of its own, which Lightning starts a second time."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -7,10 +8,10 @@ from pathlib import Path
 import torch
 from lightning_network import network
 
-if torch.__version__.endswith("+cpu"):  # torchvision, which Lightning's metrics import, may not know it
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
-    library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
+from benchmarks.architectures import import_torchvision
+
+if importlib.util.find_spec("torchvision"):
+    import_torchvision()  # Lightning's metrics need it
 
 import lightning
 

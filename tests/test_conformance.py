@@ -6,11 +6,13 @@ A sample on every run; all of timm's and torchvision's with `-m conformance` (`m
 from __future__ import annotations
 
 import contextlib
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.architectures import import_torchvision
 from leannorm.saving import lean
 
 SAMPLE = (
@@ -31,16 +33,8 @@ MOST_PARAMETERS = 40_000_000
 SIZES = (64, 96, 224)
 
 
-def torchvision_operators() -> torch.library.Library:
-    """torchvision registers two operators in its compiled part, which needs another build of torch."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    with contextlib.suppress(RuntimeError):  # there already
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library
-
-
-LIBRARY = torchvision_operators()
+if find_spec("torchvision"):
+    import_torchvision()  # timm needs it too
 pytest.importorskip("timm", reason="published networks come from timm, which is not installed")
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import error
 
+from benchmarks.architectures import import_torchvision
 from leannorm import convert, nn
 
 # image size, and what fuse="trace" makes; at 32 a channel of the last maps has two values, whose
@@ -50,20 +51,14 @@ SWEEP = [
 
 @pytest.fixture(scope="module")
 def zoo():
-    """timm and torchvision; where the latter was built for another torch, its two operators are declared."""
+    """timm and torchvision, by name."""
     if find_spec("timm") is None or find_spec("torchvision") is None:
         pytest.skip("needs timm and torchvision")
-    declared = torch.library.Library("torchvision", "FRAGMENT")
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            declared.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        import torchvision
+    import_torchvision()
     import timm
+    import torchvision
 
-    yield {"timm": timm.create_model, "torchvision": torchvision.models.get_model}
-    del declared
+    return {"timm": timm.create_model, "torchvision": torchvision.models.get_model}
 
 
 def create(zoo, model):

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from ranks import ranks
 from torch import nn as torch_nn
 
+from benchmarks.architectures import import_torchvision
 from leannorm import nn
 from leannorm.transforms import convert, preview
-
-_LIBRARIES = []
 
 
 class ThenTanh(torch_nn.BatchNorm2d):
@@ -156,12 +155,8 @@ def tiny():
 
 
 def timm():
-    """timm imports torchvision, which some builds of torch need help with."""
-    if importlib.util.find_spec("torchvision") and not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor a, Tensor b, float c) -> Tensor")
-        library.define("qnms(Tensor a, Tensor b, float c) -> Tensor")
-        _LIBRARIES.append(library)
+    if importlib.util.find_spec("torchvision"):
+        import_torchvision()  # timm needs it too
     return pytest.importorskip("timm")
 
 

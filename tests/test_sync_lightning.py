@@ -33,7 +33,7 @@ def test_two_processes(tmp_path):
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "0.json").read_text())
