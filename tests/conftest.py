@@ -1,6 +1,10 @@
-"""What every test shares: a fixed seed, warnings as errors (pyproject), poisoned memory."""
+"""What every test shares: a fixed seed, one thread, warnings as errors (pyproject), poisoned memory."""
 
 import os
+
+# torch's own sums, and with them its errors, which are the measure of ours, depend on the number of threads;
+# read when torch is imported, here and in the processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

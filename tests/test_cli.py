@@ -96,6 +96,7 @@ def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored, where a shell's `&` is
     )
     assert running.stdout.readline().startswith("training loss")
     time.sleep(0.5)
