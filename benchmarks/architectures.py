@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,9 @@ _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def import_torchvision() -> None:
-    """Import it; where it was built for another torch, its two operators are declared and stay unused."""
+    """Import it, if installed; built for another torch, its two operators are declared and stay unused."""
+    if find_spec("torchvision") is None:
+        return
     try:
         import torchvision
     except RuntimeError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 LEFT, WIDTH, BAR, GAP = 240, 420, 15, 16
@@ -19,9 +20,8 @@ def text(x: float, y: float, words: str, anchor: str = "start") -> str:
     return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
-def bar(y: float, row: dict[str, object]) -> list[str]:
-    kept, time = float(str(row["kept"])), float(str(row["time"]))
-    setting = str(row["setting"])
+def bar(y: float, row: dict[str, Any]) -> list[str]:
+    kept, time, setting = row["kept"], row["time"], row["setting"]
     label = f"{kept:.2f} of the bytes, {time:.2f} of the time"
     return [
         f'<rect x="{LEFT}" y="{y:g}" width="{kept * WIDTH:.1f}" height="{BAR}" fill="{COLOURS[setting]}"/>',
@@ -29,10 +29,10 @@ def bar(y: float, row: dict[str, object]) -> list[str]:
     ]
 
 
-def chart(rows: list[dict[str, object]]) -> str:
+def chart(rows: list[dict[str, Any]]) -> str:
     """Bars from 0 to stock's bytes, a group for each model, in the order of the file."""
     rows = [row for row in rows if row["setting"] in COLOURS]
-    models = list(dict.fromkeys(str(row["model"]) for row in rows))
+    models = list(dict.fromkeys(row["model"] for row in rows))
     parts = [text(LEFT, 20, "Bytes kept for the backward pass under lean(), of stock autograd's")]
     for i, (setting, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{LEFT + 90 * i}" y="32" width="12" height="12" rx="2" fill="{colour}"/>')

@@ -6,7 +6,6 @@ A sample on every run; all of timm's and torchvision's with `-m conformance` (`m
 from __future__ import annotations
 
 import contextlib
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -33,8 +32,7 @@ MOST_PARAMETERS = 40_000_000
 SIZES = (64, 96, 224)
 
 
-if find_spec("torchvision"):
-    import_torchvision()  # timm needs it too
+import_torchvision()  # timm needs it too
 pytest.importorskip("timm", reason="published networks come from timm, which is not installed")
 
 

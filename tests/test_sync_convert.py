@@ -1,7 +1,6 @@
 """`convert(model, to="sync")` and back: what a layer is besides its statistics stays as it is."""
 
 import copy
-import importlib.util
 import pickle
 
 import pytest
@@ -155,8 +154,7 @@ def tiny():
 
 
 def timm():
-    if importlib.util.find_spec("torchvision"):
-        import_torchvision()  # timm needs it too
+    import_torchvision()  # timm needs it too
     return pytest.importorskip("timm")
 
 

@@ -31,13 +31,12 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 def in_one_pass(scale: Tensor, shift: Tensor, act: str = "identity") -> Callable[[Tensor], Tensor]:
-    """x to act(x * scale + shift); the activation must be one of which `fuses` says so."""
-    if not exact(act, scale.dtype):
-        return lambda x: by_scale_and_shift(x, scale, shift)
+    """x to act(x * scale + shift), in one pass where the kernel's bits are torch's."""
+    fits = exact(act, scale.dtype)
 
     def rebuild(x: Tensor) -> Tensor:
         dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-        if x.dtype != scale.dtype or not (dense and x.numel()):
+        if not (fits and x.dtype == scale.dtype and dense and x.numel()):
             return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
         zero, one = _zero_and_one(scale, torch.float64)
         y: Tensor = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
