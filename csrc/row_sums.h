@@ -33,9 +33,11 @@ template <class Extent, bool kStream, class T> inline void put(T* p, VectorOf<T>
 }
 
 // Memory is asked for what comes next while a row that is already there is worked on: the machine's own
-// prefetching pauses between two rows, and does not look ahead of what is written.
+// prefetching pauses between two rows, and does not look ahead of what is written. Into the second cache, or
+// into the nearest where what comes next is little.
 template <class T> constexpr int64_t kLookAhead = 4096 / sizeof(T);
 inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 // body(extent, i, lanes) for every vector of 0..n-1.

@@ -70,10 +70,10 @@ struct Rows {
     shape.panels = (shape.inner + shape.panel - 1) / shape.panel;
   }
 
-  // Is the output so large that the caches would not keep it, and every line of it aligned?
-  bool stream(const Tensor& out) const {
+  // Are so many tensors of this size more than the caches keep, and is every line of the output aligned?
+  bool stream(const Tensor& out, int64_t tensors) const {
     const int64_t size = static_cast<int64_t>(x.element_size()), line = shape.inner == 1 ? shape.kept : shape.inner;
-    return x.numel() * size >= kStreamed && line * size % 64 == 0 &&
+    return tensors * x.numel() * size >= streamed_traffic() && line * size % 64 == 0 &&
            reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
   }
 
@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   const Optional w = plain(weight, type), b = plain(bias, type);
   const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
-                        rows.stream(y)};
+                        rows.stream(y, residual ? 4 : 2)};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape);
   torch::stable::parallel_for(0, units, grain(given.numel() / units),
@@ -183,7 +183,8 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
   const Optional w = plain(weight, type);
   const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
-                         data(mean), data(rstd), data(w),      mutable_data(dx), rms, rows.stream(dx)};
+                         data(mean), data(rstd), data(w),      mutable_data(dx), rms,
+                         rows.stream(dx, given_dtotal ? 4 : 3)};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
 
