@@ -36,7 +36,6 @@ template <class T> inline LineMoments line_moments(const T* x, int64_t n, double
   double mean = 0;
   if (!rms) {
     const auto value = [&](auto extent, int64_t i, int64_t count) {
-      fetch(x + i + kLookAhead<T>);
       return Pair<V>{load<decltype(extent)>(x + i, count), V{}};
     };
     mean = static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
@@ -79,7 +78,7 @@ template <class T, bool kStream> inline void line_forward_as(const RowForward& a
     const int64_t next = larger(n, kLookAhead<T>);
     each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
-      fetch(source + i + next);
+      fetch_near(source + i + next);
       if constexpr (!kStream) fetch_to_write(y + i + kLookAhead<T>);
       V v = (load<E>(x + i, count) - m) * r;
       if (weight != nullptr) v = v * load<E>(weight + i, count);
@@ -108,8 +107,6 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
   const V m = splat<V>(mean), r = splat<V>(rstd);
   const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
     using E = decltype(extent);
-    fetch(x + i + kLookAhead<T>);
-    fetch(dy + i + kLookAhead<T>);
     V h = load<E>(dy + i, count);
     if (weight != nullptr) h = h * load<E>(weight + i, count);
     return Pair<V>{h, h * ((load<E>(x + i, count, m) - m) * r)};
@@ -141,8 +138,8 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
     for (int k = 0; k < kRows; ++k) {
       const LineGrad<V>& g = grad[k];
       const int64_t j = k * n + i;
-      fetch(x + j + next);
-      fetch(dy + j + next);
+      fetch_near(x + j + next);
+      fetch_near(dy + j + next);
       if constexpr (!kStream) fetch_to_write(dx + j + kLookAhead<T>);
       const V d = load<E>(dy + j, count), xhat = (load<E>(x + j, count) - g.mean) * g.rstd;
       V v = g.rstd * (d * w - g.first - xhat * g.second);

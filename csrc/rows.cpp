@@ -13,7 +13,9 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
-constexpr int64_t kPanelBytes = 192 << 10;  // of one tensor: the second cache holds two, and the two that come next
+// Of one tensor in a panel: the second cache holds two, and the two that come next. Where that is enough for
+// all rows that lie side by side, a panel is a line of memory; else narrow ones are read at the same speed.
+constexpr int64_t kWholeBytes = 320 << 10, kPanelBytes = 96 << 10;
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
   int64_t p = 1;
@@ -61,19 +63,19 @@ struct Rows {
       found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1, 1};
     }
     shape = *found;
-    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size());
-    int64_t most = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(column, 1), vector, 1024);
-    most = most / vector * vector;
     if (shape.inner == 1) return;
+    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size());
+    const int64_t bytes = shape.inner * column <= kWholeBytes ? kWholeBytes : kPanelBytes;
+    const int64_t most = std::clamp<int64_t>(bytes / std::max<int64_t>(column, 1), vector, 1024) / vector * vector;
     const int64_t panels = (shape.inner + most - 1) / most;
     shape.panel = ((shape.inner + panels - 1) / panels + vector - 1) / vector * vector;
     shape.panels = (shape.inner + shape.panel - 1) / shape.panel;
   }
 
-  // Is the output so large that the caches would not keep it, and every line of it aligned?
-  bool stream(const Tensor& out) const {
+  // Are so many tensors of this size more than the caches keep, and is every line of the output aligned?
+  bool stream(const Tensor& out, int64_t tensors) const {
     const int64_t size = static_cast<int64_t>(x.element_size()), line = shape.inner == 1 ? shape.kept : shape.inner;
-    return x.numel() * size >= kStreamed && line * size % 64 == 0 &&
+    return tensors * x.numel() * size >= streamed_traffic() && line * size % 64 == 0 &&
            reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
   }
 
@@ -145,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   const Optional w = plain(weight, type), b = plain(bias, type);
   const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
-                        rows.stream(y)};
+                        rows.stream(y, residual ? 4 : 2)};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape);
   torch::stable::parallel_for(0, units, grain(given.numel() / units),
@@ -183,7 +185,8 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
   const Optional w = plain(weight, type);
   const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
-                         data(mean), data(rstd), data(w),      mutable_data(dx), rms, rows.stream(dx)};
+                         data(mean), data(rstd), data(w),      mutable_data(dx), rms,
+                         rows.stream(dx, given_dtotal ? 4 : 3)};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
 

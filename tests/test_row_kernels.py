@@ -164,6 +164,36 @@ def test_every_instruction_set(isa):
     assert done.returncode == 0, done.stdout[-3000:]
 
 
+@pytest.mark.parametrize("cache", [0, 1 << 40], ids=["past", "into"])
+def test_the_way_to_memory_changes_no_bit(cache):
+    """Large outputs past the caches or into them, in processes of their own: the bits of small ones."""
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], env={**os.environ, "LEANNORM_CACHE": str(cache)}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+LARGE = """
+import torch
+from leannorm.ops.backends import cpu
+
+weight, bias = torch.randn(64), torch.randn(64)
+for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    for shape in ((40000, 64), (10, 64, 4096)):  # lines, panels
+        x, dy, more = (torch.randn(shape).to(dtype) for _ in range(3))
+        for residual in (None, more):
+            args = 1, 2, 1e-5, False
+            y, total, mean, rstd = cpu.row_forward(x, residual, weight, bias, *args)
+            kept = x if residual is None else total
+            dx, *_ = cpu.row_backward(dy, residual, kept, mean, rstd, weight, 1, 2, False)
+            for part in torch.arange(len(x)).chunk(10):
+                add = None if residual is None else residual[part]
+                y_, _, *statistics = cpu.row_forward(x[part], add, weight, bias, *args)
+                dx_, *_ = cpu.row_backward(dy[part], add, kept[part], *statistics, weight, 1, 2, False)
+                assert torch.equal(y[part], y_) and torch.equal(dx[part], dx_)
+"""
+
+
 def test_auto_takes_the_kernels_and_a_named_backend_is_obeyed():
     x = torch.randn(4, 8)
     assert next(name for name, why in select.explain(x).items() if not why) == "cpu"
