@@ -70,10 +70,10 @@ class LayerScale(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.BatchNorm2d(16 + 8 * i) for i in range(3))
-        self.convs = nn.ModuleList(nn.Conv2d(16 + 8 * i, 8, 3, padding=1) for i in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(16 + 8 * i) for i in range(layers))
+        self.convs = nn.ModuleList(nn.Conv2d(16 + 8 * i, 8, 3, padding=1) for i in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         features = [x]

@@ -187,6 +187,16 @@ def test_records_say_what_became_of_each_tensor():
     assert all(record.seconds >= 0 for record in saved.records if record.rebuilt)
 
 
+def test_concatenations_of_many_parts_are_held_but_for_a_budget():
+    def rebuilt(**settings):
+        model, x = lean_cases.DenseBlock(layers=5), torch.randn(2, 16, 14, 14)
+        _, saved = step(model, x, lean(**settings))
+        return [record.shape[1] for record in saved.records if record.node == "CatBackward0" and record.rebuilt]
+
+    assert rebuilt() == [16, 24, 32]  # of up to three parts, the last one copied
+    assert rebuilt(budget=0.1) == [16, 24, 32, 40, 48, 56]
+
+
 def test_buffers_move_once_and_no_random_number_is_drawn_in_the_backward_pass():
     model, x = lean_cases.around(nn.Dropout(0.5)), torch.randn(lean_cases.IMAGE)
     step(model, x, lean())

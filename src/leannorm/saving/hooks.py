@@ -103,7 +103,7 @@ class Packing:
     def _without_node(self, tensor: Tensor) -> Value:
         """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
         if tensor.requires_grad:  # a parameter, most often: not counted
-            return held(tensor)
+            return Value(tensor, tensor._version)
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             value = self._hold(tensor)
             value.eps = eps_of_call(sys._getframe(2))
@@ -208,9 +208,17 @@ class Packing:
         if recipe is None or depth > _DEEPEST or (name == "AddBackward0" and not self._may_add(node)):
             return None
 
-        def given(node: Node, i: int) -> Value | None:
-            return self._value(*node.next_functions[i], depth + 1) if i < len(node.next_functions) else None
+        edges: tuple[tuple[Node | None, int], ...] = ()  # made anew each time that the node is asked
 
+        def given(node: Node, i: int) -> Value | None:
+            nonlocal edges
+            edges = edges or node.next_functions
+            return self._value(*edges[i], depth + 1) if i < len(edges) else None
+
+        if name == "CatBackward0" and like is not None:
+            edges = node.next_functions
+            if len(edges) <= self.policy.copied_for:
+                recipe = views.cat_of_copied_parts
         return recipe(node, output, given, like)
 
     def _may_add(self, node: Node) -> bool:

@@ -14,6 +14,10 @@ FLOPS_PER_BYTE = 160.0
 """`recompute="conv"`: a convolution's output is rebuilt if it takes fewer operations per byte of it."""
 
 
+FEW_PARTS = 3
+"""Of so many parts may a concatenation be for which one that is not at hand is copied."""
+
+
 LONGEST_CHAIN = 3
 """`budget=`: of so many residual blocks in a row, each rebuilt from the one before, one is held."""
 
@@ -45,10 +49,12 @@ class Policy:
 
     A sum of norms' outputs (a residual connection) would take those norms' time again for one tensor; one
     of tensors that are held, scaled or seen from another side takes an addition.
+    Concatenations: of parts that are at hand; of up to `copied_for` parts, what is not at hand is copied. A
+    dense block, which concatenates ever more parts, would spend more time on this than on its norms.
     """
 
-    def __init__(self, flops_per_byte: float, any_sum: bool = False) -> None:
-        self.flops_per_byte, self.any_sum = flops_per_byte, any_sum
+    def __init__(self, flops_per_byte: float, any_sum: bool = False, copied_for: float = FEW_PARTS) -> None:
+        self.flops_per_byte, self.any_sum, self.copied_for = flops_per_byte, any_sum, copied_for
 
     def considers(self, node: str) -> bool:
         return self.flops_per_byte > 0 or node not in CONVOLUTIONS
@@ -64,7 +70,7 @@ class Policy:
 
 
 CONVOLUTIONS = ("ConvolutionBackward0", "ConvNormBackward")
-NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), any_sum=True)
+NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), any_sum=True, copied_for=float("inf"))
 
 
 def _of_held(value: Value) -> bool:

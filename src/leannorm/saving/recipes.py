@@ -44,10 +44,11 @@ def _bias(node: Any, i: int, given: Given) -> tuple[bool, Tensor | None]:
     It is read now, and the scale with it, so that an optimizer step or a resharding of the parameters
     before the backward pass changes nothing.
     """
-    if node.next_functions[i][0] is None:  # no bias, or one that is frozen and out of reach
-        return saved(node, "weight") is None, None
     value = given(node, i)
-    return value is not None, None if value is None else value.look()
+    if value is not None:
+        return True, value.look()
+    # no bias, or one that is frozen and out of reach
+    return node.next_functions[i][0] is None and saved(node, "weight") is None, None
 
 
 _AGAIN: dict[str, Callable[..., Any]] = {
@@ -133,12 +134,13 @@ def rms_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
     return Step(lambda x: fused(x, shape, w, eps)[0], (x,), ("rms", shape, eps))
 
 
-_CALLS_WITH_EPS = {F.layer_norm.__code__, F.rms_norm.__code__}
+_LAYER_NORM, _RMS_NORM = F.layer_norm.__code__, F.rms_norm.__code__
 
 
 def eps_of_call(frame: FrameType) -> tuple[float | None] | None:
     """The eps that torch's function was called with, where `frame`, which saves tensors, is its frame."""
-    return (frame.f_locals["eps"],) if frame.f_code in _CALLS_WITH_EPS else None
+    code = frame.f_code
+    return (frame.f_locals["eps"],) if code is _LAYER_NORM or code is _RMS_NORM else None
 
 
 # ---------------------------------------------------------------- activations

@@ -82,12 +82,12 @@ class Value:
 
     def read(self) -> Tensor:
         """The tensor, for one of its users; raises autograd's error if it was edited in place."""
-        return self._read()[0]
+        return self._held() if self.step is None else self._read()[0]
 
     def _read(self) -> tuple[Tensor, bool]:
-        """The tensor, and whether it is the reader's to overwrite."""
+        """The tensor for a rebuild, and whether it is the reader's to overwrite."""
         if self.step is None:
-            return self._held(), False
+            return self._there(self._held()), False
         tensor = self._rebuilt
         shared = tensor is not None
         if tensor is None:
@@ -116,6 +116,9 @@ class Value:
                 f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
                 " it, or edit it after backward()."
             )
+        return tensor
+
+    def _there(self, tensor: Tensor) -> Tensor:
         if type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
             raise RuntimeError(
                 f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"

@@ -128,17 +128,23 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
 
 @recipe("CatBackward0")
 def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """From its parts. A part that is not at hand is held in its own right, so the next cat finds it.
+    """From parts that are all at hand."""
+    parts = []
+    for i in reversed(range(len(node.next_functions))):  # what is new comes last, most often
+        parts.append(given(node, i))
+        if parts[-1] is None:
+            return None
+    return _cat(_constant(node, "dim"), parts[::-1])
+
+
+def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A part that is not at hand is copied and held in its own right, so the next cat finds it.
 
     A dense block concatenates everything so far again and again; this way each part is held once.
     """
     dim, edges = _constant(node, "dim"), node.next_functions
-    if any(part is None for part, _ in edges):
-        return None
     parts = [given(node, i) for i in range(len(edges))]
-    if any(part is None for part in parts):
-        if like is None or not any(parts):
-            return None
+    if like is not None and any(parts) and all(producer is not None for producer, _ in edges):
         start = 0
         for i, (part, (producer, number)) in enumerate(zip(parts, edges, strict=True)):
             length = producer._input_metadata[number].shape[dim]
@@ -147,7 +153,14 @@ def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
                 parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format))
                 register(producer, number, weakref.ref(value))
             start += length
-    return Step(lambda *parts: torch.cat(parts, dim), tuple(p for p in parts if p), ("cat", dim))
+    return _cat(dim, parts)
+
+
+def _cat(dim: int, parts: list[Value | None]) -> Step | None:
+    known = tuple(part for part in parts if part is not None)
+    if len(known) < len(parts):
+        return None
+    return Step(lambda *parts: torch.cat(parts, dim), known, ("cat", dim))
 
 
 def laid_out_as(value: Value, like: Tensor) -> Step | None:
@@ -214,15 +227,24 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
 
 
 def find_parts_in(value: Value, node: Any) -> None:
-    """The inputs of a `cat` that is held are at hand from now on: as slices of it."""
-    start, dim, reference = 0, _constant(node, "dim"), weakref.ref(value)
-    for producer, number in node.next_functions:
+    """The inputs of a `cat` that is held are at hand from now on: as slices of it.
+
+    What is new stands together and mostly last; nobody looks beyond it, where a dense block has many parts.
+    """
+    if value.tensor is None:
+        return
+    dim, reference, new = _constant(node, "dim"), weakref.ref(value), False
+    start = value.tensor.shape[dim]
+    for producer, number in reversed(node.next_functions):
         if producer is None:
             return
         length = producer._input_metadata[number].shape[dim]
+        start -= length
         if find(producer, number) is None:
             register(producer, number, _slice(reference, dim, start, length))
-        start += length
+            new = True
+        elif new:
+            return
 
 
 def _slice(reference: weakref.ref[Value], dim: int, start: int, length: int) -> Callable[[], Value | None]:
