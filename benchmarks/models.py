@@ -1,9 +1,10 @@
 """Whole networks after `convert`, alone and under `lean()`: held bytes, peak and step time beside stock's.
 
-    python -m benchmarks.models [MODEL ...] [--steps 7] [--json FILE]
+    python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile] [--json FILE]
 
 The loss in float64 is compared before anything is timed; the settings take turns in one process; freed
-memory is kept for all; ratios are medians over the turns.
+memory is kept for all; ratios are medians over the turns. `--against-compile` adds `torch.compile`, told to
+keep half of the activations, whose loss in float32 is compared: what it takes to compile is its first step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torch._functorch import config
+
 from benchmarks.lean import Side, network
 from leannorm import convert, keep_freed_memory, lean
 from leannorm.report.memory import measure_step
@@ -27,19 +30,31 @@ SETTINGS = {
     "convert + lean(norm)": (lean, convert),
     "convert + lean(conv)": (lambda: lean("conv"), convert),
 }
+COMPILE = {
+    "torch.compile(0.5)": (
+        lambda: config.patch(activation_memory_budget=0.5),
+        lambda model: model.compile(options={"fallback_random": True}),  # dropout as stock's
+    )
+}
 
 
-def compare(name: str, steps: int) -> list[dict[str, Any]]:
+def compare(name: str, steps: int, against_compile: bool) -> list[dict[str, Any]]:
     model, x = network(name)
     double, small = copy.deepcopy(model).double(), x[:2].double()
     losses = [Side(double, small, *SETTINGS[key]).forward().item() for key in ("stock", "convert")]
     if not abs(losses[0] - losses[1]) <= 1e-9 * abs(losses[0]):
         raise SystemExit(f"a wrong answer is not timed: {name} loses {losses[1]}, stock {losses[0]}")
-    sides = {key: Side(model, x, *setting) for key, setting in SETTINGS.items()}
-    for side in sides.values():  # the first pass tries, the second is as all later ones
-        side.step()
+    settings = SETTINGS | (COMPILE if against_compile else {})
+    sides = {key: Side(model, x, *setting) for key, setting in settings.items()}
+    first = {}
+    for key, side in sides.items():  # the first pass tries (or compiles), the second is as all later ones
+        first[key] = time_step(side.step)
         side.step()
         side.model.zero_grad()
+    loss = sides["stock"].forward().item()
+    for key, side in sides.items():
+        if not abs(side.forward().item() - loss) <= 1e-4 * abs(loss):
+            raise SystemExit(f"a wrong answer is not timed: {name} loses {side.forward().item()} with {key}")
     memory = {key: measure_step(side.forward) for key, side in sides.items()}
     times: dict[str, list[float]] = {key: [] for key in sides}
     for _ in range(steps):
@@ -54,6 +69,7 @@ def compare(name: str, steps: int) -> list[dict[str, Any]]:
             "peak": memory[key].peak / stock.peak,
             "time": median(a / b for a, b in zip(times[key], times["stock"], strict=True)),
             "seconds": median(times[key]),
+            "first": first[key],
         }
         for key in sides
     ]
@@ -63,16 +79,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=["resnet50", "digits"])
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--against-compile", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(keep_freed_memory())
     print(f"{'':12} {'':22}  held   peak   time")
     rows = []
     for name in options.models:
-        for row in compare(name, options.steps):
+        for row in compare(name, options.steps, options.against_compile):
             rows.append(row)
             numbers = f"{row['held']:6.3f} {row['peak']:6.3f} {row['time']:6.3f}"
-            print(f"{name:12} {row['setting']:22} {numbers}   {row['seconds'] * 1e3:.0f} ms", flush=True)
+            seconds = f"{row['seconds'] * 1e3:.0f} ms, the first step {row['first']:.1f} s"
+            print(f"{name:12} {row['setting']:22} {numbers}   {seconds}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
 

@@ -61,20 +61,20 @@ struct Statistics {
     const int64_t base = cut.first_statistic(set), statistics = cut.statistics(set), channels = cut.channels(set);
     std::fill_n(mean + base, statistics, 0.0);
     std::fill_n(m2 + base, statistics, 0.0);
-    struct Slot { int64_t at, n; double mean, m2; };
+    struct Slot { int64_t at, n; double mean, m2, left; };
     std::vector<Slot> slots;  // several to a statistic: merged from the mean of all, which costs no digit
-    partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2) {
+    partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2, double left) {
       if (n == count) {  // the slot is the whole statistic
         mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
         return;
       }
       const int64_t i = base + slot % channels / cut.per_statistic;
-      slots.push_back({i, n, slot_mean, slot_m2});
+      slots.push_back({i, n, slot_mean, slot_m2, left});
       mean[i] += slot_mean * (double(n) / double(count));
     });
     std::vector<double> rest(slots.empty() ? 0 : statistics);  // what rounding left of the mean
     for (const Slot& part : slots) {
-      const double difference = part.mean - mean[part.at];
+      const double difference = (part.mean - mean[part.at]) + part.left;
       m2[part.at] += part.m2 + difference * difference * double(part.n);
       rest[part.at - base] += difference * (double(part.n) / double(count));
     }

@@ -8,7 +8,7 @@
 namespace leannorm::LEANNORM_ISA {
 
 template <class V> LEANNORM_INLINE V all_lanes(const void* p, int64_t i) {
-  return V{} + static_cast<const typename Scalar<V>::type*>(p)[i];
+  return static_cast<const typename Scalar<V>::type*>(p)[i] - V{};  // V{} + would make -0 a 0
 }
 template <class V> LEANNORM_INLINE Affine<V> plane_affine(const Coefficients& c, int64_t i) {
   return {all_lanes<V>(c.mean, i), all_lanes<V>(c.mean_rest, i), all_lanes<V>(c.scale, i), all_lanes<V>(c.bias, i)};

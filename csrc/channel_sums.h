@@ -9,12 +9,20 @@
 
 namespace leannorm {
 
-// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set.
+// a + b, rounded, into a; what rounding left of it (Knuth's two-sum).
+inline double add_rounded(double& a, double b) {
+  const double sum = a + b, of_b = sum - a, left = (a - (sum - of_b)) + (b - of_b);
+  a = sum;
+  return left;
+}
+
+// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of float64
+// input also what rounding left of the means: they are subtracted from each other, and no type is wider.
 class MomentPartials {
  public:
   MomentPartials(const Cut& cut, const Tensor& x)
       : cut_(cut), type_(element_type(x)), x_(data(x)), size_(cut.chunks * cut.slots),
-        values_(new double[3 * size_]) {}
+        values_(new double[(type_ == kDouble ? 4 : 3) * size_]) {}
 
   void add(const ChannelKernels& kernels, int64_t set, int64_t i) {
     const Chunk chunk = cut_.chunk(set, i);
@@ -30,33 +38,37 @@ class MomentPartials {
       std::fill_n(m2, slots, 0.0);
       kernels.wide_moments[cut_.columns][type_](x, chunk.block, mean, sum, m2);
       for (int64_t j = 0; j < slots; ++j) {
-        const double rest = sum[j] / count;
-        mean[j] += rest;
+        const double rest = sum[j] / count, left = add_rounded(mean[j], rest);
+        if (type_ == kDouble) left_of(mean)[j] = left;
         m2[j] = std::fmax(m2[j] - rest * sum[j], 0.0);
       }
     }
   }
 
-  // merged(slot, count, mean, m2) for every slot of the set.
+  // merged(slot, count, mean, m2, left) for every slot of the set.
   template <class Merged> void merge(int64_t set, Merged merged) {
     if (cut_.chunks == 0) return;
     double *mean = mean_at(0), *m2 = mean + size_;
     const Chunk first = cut_.chunk(set, 0);
+    const bool with_left = type_ == kDouble;
     int64_t count = count_of(first), slots = slots_of(first), with_tail = 0;
     for (int64_t i = 1; i < cut_.chunks; ++i) {
       const Chunk chunk = cut_.chunk(set, i);
-      const double *other = mean_at(i), *other_m2 = other + size_;
+      double *const other = mean_at(i), *const other_m2 = other + size_;
       const int64_t more = count_of(chunk), n = slots_of(chunk);
       const double weight = double(more) / double(count + more), between = double(count) * weight;
       for (int64_t j = 0; j < n; ++j) {
-        const double difference = other[j] - mean[j];
-        mean[j] += difference * weight;
+        double difference = other[j] - mean[j];
+        if (with_left) difference += left_of(other)[j] - left_of(mean)[j];
+        const double left = add_rounded(mean[j], difference * weight);
+        if (with_left) left_of(mean)[j] += left;
         m2[j] += other_m2[j] + difference * difference * between;
       }
       if (n == slots) count += more;
       else with_tail = n;  // the last row of folded columns is not whole
     }
-    for (int64_t j = 0; j < slots; ++j) merged(j, count + (j < with_tail), mean[j], m2[j]);
+    for (int64_t j = 0; j < slots; ++j)
+      merged(j, count + (j < with_tail), mean[j], m2[j], with_left ? left_of(mean)[j] : 0.0);
   }
 
  private:
@@ -104,6 +116,7 @@ class MomentPartials {
   int64_t count_of(const Chunk& chunk) const {
     return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
   }
+  double* left_of(double* mean) const { return mean + 3 * size_; }
   double* mean_at(int64_t i) { return values_.get() + i * cut_.slots; }
 
   const Cut cut_;

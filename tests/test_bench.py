@@ -28,6 +28,15 @@ def test_every_backend_is_checked_and_timed(dtype):
     assert [timing.ratio for timing in timings if timing.backend == "torch"] == [1, 1]
 
 
+def test_the_compiler_takes_its_turn_where_it_is_asked_for():
+    timings = {timing.backend: timing for timing in bench(turns=1, cases=SMALL[1:], compiled=True)}
+    assert timings["torch.compile"].correct
+    assert timings["torch.compile"].seconds > 0
+    assert timings["torch.compile"].ratio == pytest.approx(
+        timings["torch.compile"].seconds / timings["torch"].seconds
+    )
+
+
 def test_a_wrong_backend_is_not_timed_and_the_command_says_so(monkeypatch, capsys, tmp_path):
     right = functional.layer_norm
     monkeypatch.setattr(functional, "layer_norm", lambda *arguments: right(*arguments) * 1.001)

@@ -83,6 +83,16 @@ def test_threads_change_no_bit(shape, groups, layout):
             assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.parametrize(("shape", "groups"), [((3, 31), 0), ((4, 6, 3, 3), 2), *CUTS], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_float64_merges_far_means_without_losing_a_digit(shape, groups, layout):
+    """Means of chunks are subtracted from each other: rounded, they leave eight digits of the variance."""
+    if layout == "channels_last" and len(shape) != 4:
+        pytest.skip("no such layout")
+    call = call_on(ChannelCase(shape, layout), torch.float64, "identity", groups)
+    assert_close_to_reference(call._replace(x=call.x + 1e8))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["identity", "relu", "gelu"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import lean_cases
@@ -206,3 +207,23 @@ def test_buffers_move_once_and_no_random_number_is_drawn_in_the_backward_pass():
     loss.backward()
     assert torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6, nn.Hardswish], ids=lambda act: act.__name__)
+def test_a_zero_is_rebuilt_with_its_sign(act, layout):
+    """A bias of -0 and a mean of 0 shift by -0, which leaves -0 what it is; the factor's gradient shows it."""
+    x = torch.randint(-9, 9, (2, 4, 16, 16)).float()
+    x[:, :, 0] = 0
+    zeros = torch.cat((x, -x))  # whose sum is 0 in any order
+    norm = nn.BatchNorm2d(4)
+    nn.init.constant_(norm.bias, -0.0)
+    factor = nn.Parameter(torch.ones_like(zeros))
+    gradients = []
+    for context in (lean(), contextlib.nullcontext()):
+        for values in (torch.randn_like(zeros), zeros):  # a kind of step is tried at the first
+            with context:
+                y = act()(norm(values.to(memory_format=layout).requires_grad_())) * factor
+            gradients.append(torch.autograd.grad(y.sum(), factor)[0])
+    assert gradients[1][:, :, 0].signbit().any()
+    assert torch.equal(gradients[1].signbit(), gradients[3].signbit())

@@ -13,6 +13,9 @@ def bench(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     turns: Annotated[int, typer.Option(help="Timed turns of each side.", min=1)] = 9,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Also what torch.compile makes of torch's norm.")
+    ] = False,
     json: JsonFile = None,
 ) -> None:
     """Time every backend's norms, forward and backward, beside torch's; wrong answers are not timed."""
@@ -33,7 +36,7 @@ def bench(
     check_device(device)
     console = Console()
     with console.status("timing"):
-        timings = list(measure(device, dtypes[dtype], turns))
+        timings = list(measure(device, dtypes[dtype], turns, compiled=compiled))
     rows = [
         [
             f"{one.case} {'x'.join(map(str, one.shape))}",

@@ -18,6 +18,7 @@ from leannorm.report.answers import poisoned_memory, within_budget
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
+COMPILED = "torch.compile"
 _TENSORS_MOVED = 5  # at least: x read and y written, then x and dy read and dx written
 
 
@@ -60,7 +61,7 @@ CASES = (
 
 
 class Timing(NamedTuple):
-    """One backend (or torch) on one case: seconds forward and backward, and the ratio to torch's.
+    """One backend (or torch, eager or compiled) on one case: seconds forward and backward, of torch's.
 
     `floor`: the share of its time that moving the bytes alone would take, at the speed of a copy here.
     `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
@@ -77,9 +78,15 @@ class Timing(NamedTuple):
 
 
 def bench(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, turns: int = 9, cases: Sequence[Case] = CASES
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    turns: int = 9,
+    cases: Sequence[Case] = CASES,
+    compiled: bool = False,
 ) -> Iterator[Timing]:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
+
+    With `compiled` also what `torch.compile` makes of torch's norm; compiling is not counted.
 
     A backend whose answer is wrong is not timed (its seconds are None); answers are checked on memory full
     of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on the device, on
@@ -91,10 +98,12 @@ def bench(
     """
     keep_freed_memory()
     for case in cases:
-        yield from _bench(case, torch.device(device), dtype, turns)
+        yield from _bench(case, torch.device(device), dtype, turns, compiled)
 
 
-def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> Iterator[Timing]:
+def _bench(
+    case: Case, device: torch.device, dtype: torch.dtype, turns: int, compiled: bool
+) -> Iterator[Timing]:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(case.shape, generator=generator).to(device, dtype) for _ in range(2))
     weight, bias = (torch.rand(case.features, generator=generator).to(device, dtype) + 0.5 for _ in range(2))
@@ -102,28 +111,32 @@ def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> 
     serving = [name for name, reasons in explain(*leaves).items() if not reasons]
     exact = _answers(case.torchs, [v.detach().double().requires_grad_() for v in leaves], dy.double())
     stock = _answers(case.torchs, leaves, dy)
-    correct = {"torch": True}
+    correct, run_of = {"torch": True}, {"torch": case.torchs}
+    if compiled:
+        run_of[COMPILED] = torch.compile(case.torchs, dynamic=False)  # each case's shape has its own kernels
+        correct[COMPILED] = within_budget(_answers(run_of[COMPILED], leaves, dy), stock, exact)
     for name in serving:
+        run_of[name] = case.ours
         with use_backend(name), poisoned_memory():
             correct[name] = within_budget(_answers(case.ours, leaves, dy), stock, exact)
     sets = [(leaves, dy)]
     for _ in range(sets_past_the_cache(4 * x.nbytes, device) - 1):
         sets.append(([x.detach().clone().requires_grad_(), *leaves[1:]], dy.clone()))
-    sides = {"torch": case.torchs} | {name: case.ours for name in serving if correct[name]}
-    runs = {name: [partial(_answers, side, *each) for each in sets] for name, side in sides.items()}
+    right = {name: run for name, run in run_of.items() if correct[name]}
+    runs = {name: [partial(_answers, run, *each) for each in sets] for name, run in right.items()}
     targets = [torch.empty_like(dy) for _ in sets]
     copy_calls = [partial(target.copy_, each[1]) for target, each in zip(targets, sets, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     copies: list[float] = []
     for turn in range(turns + 2):  # the first two warm up; the sides take turns
         for name, calls in runs.items():
-            with use_backend(name) if name != "torch" else nullcontext():
+            with use_backend(name) if name in serving else nullcontext():
                 taken = device_seconds(calls, device, len(calls))
             seconds[name] += taken if turn >= 2 else []
         copies += device_seconds(copy_calls, device, len(copy_calls))
     floor = median(copies) * _TENSORS_MOVED / 2  # a copy moves two tensors
-    for name, right in correct.items():
-        took = median(seconds[name]) if right else None
+    for name in correct:
+        took = median(seconds[name]) if name in right else None
         yield Timing(
             case.name,
             case.shape,
@@ -132,7 +145,7 @@ def _bench(case: Case, device: torch.device, dtype: torch.dtype, turns: int) -> 
             took,
             median(a / b for a, b in zip(seconds[name], seconds["torch"], strict=True)) if took else None,
             floor / took if took else None,
-            right,
+            name in right,
         )
 
 

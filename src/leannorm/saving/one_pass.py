@@ -51,9 +51,9 @@ def exact(act: str, dtype: torch.dtype) -> bool:
     if act not in _ACTIVATIONS or cpu.why_not():
         return False
     with unset_fake_temporarily(), torch.no_grad():
-        x = torch.linspace(-9, 9, 4096, dtype=dtype).view(1, 2, 32, 64).clone()
-        x[0, 0, 0, :5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
-        scale, shift = (torch.tensor(pair, dtype=dtype) for pair in ((1.0, 0.7), (0.0, 0.3)))
+        x = torch.linspace(-9, 9, 6144, dtype=dtype).view(1, 3, 32, 64).clone()
+        x[0, :, 0, :5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
+        scale, shift = (torch.tensor(v, dtype=dtype) for v in ((1.0, 0.7, 0.5), (0.0, 0.3, -0.0)))
         zero, one = _zero_and_one(scale, torch.float64)
         ours = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
         stock = _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
