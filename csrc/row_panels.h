@@ -18,8 +18,17 @@ struct Panel {
   }
 };
 
+// One value for every column, where each vector of them is a line of the nearest cache.
+template <class S> struct alignas(64) Columns {
+  S of[kMostColumns];
+
+  void copy(const S* from, int64_t columns) {
+    for (int64_t j = 0; j < columns; ++j) of[j] = from[j];
+  }
+};
+
 // Two sums for every column.
-struct PanelSums {
+struct alignas(64) PanelSums {
   double first[kMostColumns], second[kMostColumns];
 
   template <class V> void add(int64_t at, Pair<Wide<V>> v) {
@@ -62,8 +71,12 @@ inline void column_sums(int64_t kept, int64_t columns, PanelSums& sums, Value va
 }
 
 // Every row of a panel is another page, which the machine's own prefetching does not cross: each vector asks
-// for the one that is read kShort rows later, and while a panel is written, for its place in the next one.
+// for the one that is read kShort rows later, and while a panel is written, for its place in the next one and
+// for what is written some rows later.
 inline int64_t rows_later(const RowShape& shape) { return kShort * shape.inner; }
+template <class T> inline int64_t written_later(const RowShape& shape, int64_t columns) {
+  return larger(1, kLookAhead<T> / columns) * shape.inner;
+}
 inline int64_t next_panel(const RowShape& shape, int64_t unit, int64_t end) {
   return Panel(shape, smaller(unit + 1, end - 1)).start - Panel(shape, unit).start;
 }
@@ -77,7 +90,7 @@ inline void deviations(const T* x, const RowShape& shape, int64_t columns, const
   column_sums<V>(shape.kept, columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
     using E = decltype(extent);
     const T* const p = x + k * shape.inner + j;
-    if constexpr (!kWide) fetch(p + later);
+    if constexpr (!kWide) fetch_near(p + later);
     const V value = load<E>(p, count), from = load<E>(centre + j, count);
     if constexpr (kWide) {
       const Wide<V> d = widen(value) - widen(from);
@@ -134,12 +147,14 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
   constexpr int W = lanes<V>;
   const int64_t kept = a.shape.kept, inner = a.shape.inner;
   const S *weight = static_cast<const S*>(a.weight), *bias = static_cast<const S*>(a.bias);
+  Columns<S> means, rstds;
+  S *const mean = means.of, *const rstd = rstds.of;
   for (int64_t unit = begin; unit < end; ++unit) {
     const Panel panel(a.shape, unit);
     const T* x = static_cast<const T*>(a.x) + panel.start;
     T* y = static_cast<T*>(a.y) + panel.start;
     const T* const source = x;
-    const int64_t next = next_panel(a.shape, unit, end);
+    const int64_t next = next_panel(a.shape, unit, end), ahead = written_later<T>(a.shape, panel.columns);
     if (a.residual != nullptr) {
       const T* residual = static_cast<const T*>(a.residual) + panel.start;
       T* sum = static_cast<T*>(a.total) + panel.start;
@@ -151,15 +166,18 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
       }
       x = sum;
     }
-    S *mean = static_cast<S*>(a.mean) + panel.statistics, *rstd = static_cast<S*>(a.rstd) + panel.statistics;
     panel_moments(x, a, panel.columns, mean, rstd);
+    for (int64_t j = 0; j < panel.columns; ++j) {
+      static_cast<S*>(a.mean)[panel.statistics + j] = mean[j];
+      static_cast<S*>(a.rstd)[panel.statistics + j] = rstd[j];
+    }
     for (int64_t k = 0; k < kept; ++k) {
       const V w = splat<V>(weight == nullptr ? 1 : weight[k]), b = splat<V>(bias == nullptr ? 0 : bias[k]);
       const int64_t at = k * inner;
       each_vector<W>(panel.columns, [&](auto extent, int64_t j, int64_t count) {
         using E = decltype(extent);
         fetch(source + at + j + next);
-        if constexpr (!kStream) fetch_to_write(y + at + j + inner);
+        if constexpr (!kStream) fetch_to_write(y + at + j + ahead);
         const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * load<E>(rstd + j, count);
         put<E, kStream>(y + at + j, xhat * w + b, count);
       });
@@ -183,20 +201,22 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
   const S* weight = static_cast<const S*>(a.weight);
   S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
   PanelSums sums;
-  S first[kMostColumns], second[kMostColumns];
+  Columns<S> means, rstds, firsts, seconds;
+  S *const mean = means.of, *const rstd = rstds.of, *const first = firsts.of, *const second = seconds.of;
   for (int64_t unit = begin; unit < end; ++unit) {
     const Panel panel(a.shape, unit);
     const T *x = static_cast<const T*>(a.x) + panel.start, *dy = static_cast<const T*>(a.dy) + panel.start;
     const T* dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + panel.start;
     T* dx = static_cast<T*>(a.dx) + panel.start;
-    const int64_t later = rows_later(a.shape), next = next_panel(a.shape, unit, end);
-    const S *mean = static_cast<const S*>(a.mean) + panel.statistics,
-            *rstd = static_cast<const S*>(a.rstd) + panel.statistics;
+    const int64_t later = rows_later(a.shape), next = next_panel(a.shape, unit, end),
+                  ahead = written_later<T>(a.shape, panel.columns);
+    means.copy(static_cast<const S*>(a.mean) + panel.statistics, panel.columns);
+    rstds.copy(static_cast<const S*>(a.rstd) + panel.statistics, panel.columns);
     column_sums<V>(kept, panel.columns, sums, [&](auto extent, int64_t k, int64_t j, int64_t count) {
       using E = decltype(extent);
       const int64_t at = k * inner + j;
-      fetch(x + at + later);
-      fetch(dy + at + later);
+      fetch_near(x + at + later);
+      fetch_near(dy + at + later);
       const V centred = load<E>(x + at, count) - load<E>(mean + j, count);
       const V h = load<E>(dy + at, count) * splat<V>(weight == nullptr ? 1 : weight[k]);
       return Pair<V>{h, h * (centred * load<E>(rstd + j, count))};
@@ -213,7 +233,7 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
         using E = decltype(extent);
         fetch(x + at + j + next);
         fetch(dy + at + j + next);
-        if constexpr (!kStream) fetch_to_write(dx + at + j + inner);
+        if constexpr (!kStream) fetch_to_write(dx + at + j + ahead);
         const V d = load<E>(dy + at + j, count), r = load<E>(rstd + j, count);
         const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * r;
         V v = r * (d * w - load<E>(first + j, count) - xhat * load<E>(second + j, count));

@@ -13,7 +13,9 @@ namespace leannorm {
 namespace {
 
 constexpr int64_t kGrain = 32768;           // elements that are worth a thread
-constexpr int64_t kPanelBytes = 192 << 10;  // of one tensor: the second cache holds two, and the two that come next
+// Of one tensor in a panel: the second cache holds two, and the two that come next. Where that is enough for
+// all rows that lie side by side, a panel is a line of memory; else narrow ones are read at the same speed.
+constexpr int64_t kWholeBytes = 320 << 10, kPanelBytes = 96 << 10;
 
 int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, int64_t end) {
   int64_t p = 1;
@@ -61,10 +63,10 @@ struct Rows {
       found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1, 1};
     }
     shape = *found;
-    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size());
-    int64_t most = std::clamp<int64_t>(kPanelBytes / std::max<int64_t>(column, 1), vector, 1024);
-    most = most / vector * vector;
     if (shape.inner == 1) return;
+    const int64_t vector = 16, column = shape.kept * static_cast<int64_t>(x.element_size());
+    const int64_t bytes = shape.inner * column <= kWholeBytes ? kWholeBytes : kPanelBytes;
+    const int64_t most = std::clamp<int64_t>(bytes / std::max<int64_t>(column, 1), vector, 1024) / vector * vector;
     const int64_t panels = (shape.inner + most - 1) / most;
     shape.panel = ((shape.inner + panels - 1) / panels + vector - 1) / vector * vector;
     shape.panels = (shape.inner + shape.panel - 1) / shape.panel;
