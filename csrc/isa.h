@@ -10,7 +10,7 @@
 
 namespace leannorm {
 
-constexpr int64_t kStreamed = 4 << 20;  // bytes of output from which on the caches are better left to others
+constexpr int64_t kStreamed = 8 << 20;  // bytes of output from which on the caches are better left to others
 
 // The same as bytes that a call reads and writes, by the size of the last cache: while a good part of it takes
 // them all, a line written past it would have to be driven out first, at twice the time.
