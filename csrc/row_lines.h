@@ -31,15 +31,36 @@ template <class T> inline LineMoments wide_line_moments(const T* x, int64_t n, d
   return {mean, rstd_of(total(square) - past * off * off, 0, n, eps)};
 }
 
-template <class T> inline LineMoments line_moments(const T* x, int64_t n, double eps, bool rms) {
+constexpr int64_t kLongLine = 2048;
+
+// The mean of a row, or nearly: what the deviations from it add up to mends it. The sum of a short row need not
+// be good, it must be there soon.
+template <class T> inline ScalarOf<T> line_centre(const T* x, int64_t n) {
   using V = VectorOf<T>;
-  double mean = 0;
-  if (!rms) {
+  constexpr int W = lanes<V>;
+  if (n >= kLongLine) {
     const auto value = [&](auto extent, int64_t i, int64_t count) {
       return Pair<V>{load<decltype(extent)>(x + i, count), V{}};
     };
-    mean = static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
+    return static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
   }
+  V a{}, b{}, c{}, d{};
+  int64_t i = 0;
+  for (; i + 4 * W <= n; i += 4 * W) {
+    a = a + load<Whole>(x + i, W);
+    b = b + load<Whole>(x + i + W, W);
+    c = c + load<Whole>(x + i + 2 * W, W);
+    d = d + load<Whole>(x + i + 3 * W, W);
+  }
+  each_vector<W>(n - i, [&](auto extent, int64_t j, int64_t count) {
+    a = a + load<decltype(extent)>(x + i + j, count);
+  });
+  return lane_sum((a + b) + (c + d)) / n;
+}
+
+template <class T>
+inline LineMoments line_moments(const T* x, int64_t n, ScalarOf<T> mean, double eps, bool rms) {
+  using V = VectorOf<T>;
   const V centre = splat<V>(mean);
   const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
     const V d = load<decltype(extent)>(x + i, count, centre) - centre;
@@ -51,34 +72,39 @@ template <class T> inline LineMoments line_moments(const T* x, int64_t n, double
   return {mean + rest, rstd_of(sums.second, rest, n, eps)};
 }
 
-template <class T, bool kStream> inline void line_forward_as(const RowForward& a, int64_t begin, int64_t end) {
+// kRows rows at once: while the sums of one come together, which takes long, the next one is read.
+template <class T, int kRows, bool kStream> inline void line_forward_rows(const RowForward& a, int64_t row) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
   const int64_t n = a.shape.kept;
   const S *weight = static_cast<const S*>(a.weight), *bias = static_cast<const S*>(a.bias);
-  for (int64_t row = begin; row < end; ++row) {
-    const T* x = static_cast<const T*>(a.x) + row * n;
-    T* y = static_cast<T*>(a.y) + row * n;
-    const T* const source = x;
-    if (a.residual != nullptr) {
-      const T* residual = static_cast<const T*>(a.residual) + row * n;
-      T* sum = static_cast<T*>(a.total) + row * n;
-      each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
-        using E = decltype(extent);
-        store<E>(sum + i, load<E>(x + i, count) + load<E>(residual + i, count), count);
-      });
-      x = sum;
-    }
-    const LineMoments moments = line_moments(x, n, a.eps, a.rms);
-    const S mean = moments.mean, rstd = moments.rstd;
-    static_cast<S*>(a.mean)[row] = mean;
-    static_cast<S*>(a.rstd)[row] = rstd;
-    const V m = splat<V>(mean), r = splat<V>(rstd);
-    const int64_t next = larger(n, kLookAhead<T>);
+  const T *const source = static_cast<const T*>(a.x) + row * n, *x = source;
+  T* y = static_cast<T*>(a.y) + row * n;
+  if (a.residual != nullptr) {
+    const T* residual = static_cast<const T*>(a.residual) + row * n;
+    T* sum = static_cast<T*>(a.total) + row * n;
+    each_vector<W>(kRows * n, [&](auto extent, int64_t i, int64_t count) {
+      using E = decltype(extent);
+      store<E>(sum + i, load<E>(source + i, count) + load<E>(residual + i, count), count);
+    });
+    x = sum;
+  }
+  S *mean = static_cast<S*>(a.mean) + row, *rstd = static_cast<S*>(a.rstd) + row;
+  S centre[kRows];
+  for (int k = 0; k < kRows; ++k) centre[k] = a.rms ? 0 : line_centre(x + k * n, n);
+  for (int k = 0; k < kRows; ++k) {
+    const LineMoments moments = line_moments(x + k * n, n, centre[k], a.eps, a.rms);
+    mean[k] = moments.mean;
+    rstd[k] = moments.rstd;
+  }
+  const int64_t next = larger(kRows * n, kLookAhead<T>);
+  for (int k = 0; k < kRows; ++k, x += n, y += n) {
+    const T* const coming = source + k * n + next;
+    const V m = splat<V>(mean[k]), r = splat<V>(rstd[k]);
     each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
-      fetch_near(source + i + next);
+      fetch_near(coming + i);
       if constexpr (!kStream) fetch_to_write(y + i + kLookAhead<T>);
       V v = (load<E>(x + i, count) - m) * r;
       if (weight != nullptr) v = v * load<E>(weight + i, count);
@@ -86,6 +112,13 @@ template <class T, bool kStream> inline void line_forward_as(const RowForward& a
       put<E, kStream>(y + i, v, count);
     });
   }
+}
+
+template <class T, bool kStream> inline void line_forward_as(const RowForward& a, int64_t begin, int64_t end) {
+  int64_t row = begin;
+  if (a.shape.kept < kLongLine)
+    for (; row + 2 <= end; row += 2) line_forward_rows<T, 2, kStream>(a, row);
+  for (; row < end; ++row) line_forward_rows<T, 1, kStream>(a, row);
 }
 
 template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
@@ -113,8 +146,6 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
   });
   return {m, r, splat<V>(a.rms ? 0 : sums.first / n), splat<V>(sums.second / n)};
 }
-
-constexpr int64_t kLongLine = 2048;
 
 // kRows rows at once, so that the parameters' gradients are loaded and stored once for all of them.
 template <class T, int kRows, bool kParameters, bool kStream>
