@@ -44,13 +44,15 @@ class Packing:
         self._missing: list[tuple[Node, int]] = []
         self._seconds: float | None = None
         self._anything_waits = False
+        self._largest = 0
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook."""
         node = tensor.grad_fn
         if node is None:
             return self._without_node(tensor).used()
-        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+        size = tensor.numel()
+        if type(tensor) not in _PLAIN or size < SMALLEST:
             value = self._hold(tensor)
             value.eps = eps_of_call(sys._getframe(1))
             return value.used()
@@ -61,7 +63,9 @@ class Packing:
         if known is not None and known.layout == seen_as and known.version == tensor._version:
             self.outcomes.append(None)  # counted when it was first packed
             return known.used()
-        may = self.choose is None or self.choose(len(self.calls) - 1, call)
+        self._largest = max(self._largest, size)
+        may = self.policy.is_worth(size, self._largest)
+        may = may and (self.choose is None or self.choose(len(self.calls) - 1, call))
         rebuilt = None
         if may and (known is not None or name in self._recipes):
             self._missing.clear()
@@ -217,7 +221,7 @@ class Packing:
 
         if name == "CatBackward0" and like is not None:
             edges = node.next_functions
-            if len(edges) <= self.policy.copied_for:
+            if self.policy.may_copy(len(edges)):
                 recipe = views.cat_of_copied_parts
         return recipe(node, output, given, like)
 
