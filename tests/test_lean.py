@@ -192,10 +192,28 @@ def test_concatenations_of_many_parts_are_held_but_for_a_budget():
     def rebuilt(**settings):
         model, x = lean_cases.DenseBlock(layers=5), torch.randn(2, 16, 14, 14)
         _, saved = step(model, x, lean(**settings))
-        return [record.shape[1] for record in saved.records if record.node == "CatBackward0" and record.rebuilt]
+        return [
+            record.shape[1] for record in saved.records if record.node == "CatBackward0" and record.rebuilt
+        ]
 
-    assert rebuilt() == [16, 24, 32]  # of up to three parts, the last one copied
+    assert rebuilt() == [16, 24, 32, 40]  # of up to four parts, the last one copied
     assert rebuilt(budget=0.1) == [16, 24, 32, 40, 48, 56]
+
+
+def test_what_is_small_beside_the_largest_is_held_but_for_a_budget():
+    norms = lambda: nn.Sequential(nn.BatchNorm2d(16), nn.ReLU())  # noqa: E731
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 1), norms(), nn.MaxPool2d(4), norms(), nn.Conv2d(16, 16, 1), norms()
+    )
+
+    def rebuilt(pool, **settings):
+        model[2].kernel_size = model[2].stride = pool
+        _, saved = step(model, torch.randn(2, 3, 64, 64), lean(**settings))
+        return [record.rebuilt for record in saved.records if record.node == "ReluBackward0"]
+
+    assert rebuilt(4) == [True, True, True]  # a sixteenth of the size
+    assert rebuilt(8) == [True, False, False]  # less than a thirty-second
+    assert rebuilt(8, budget=0.01) == [True, True, True]
 
 
 def test_buffers_move_once_and_no_random_number_is_drawn_in_the_backward_pass():

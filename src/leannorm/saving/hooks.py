@@ -44,13 +44,15 @@ class Packing:
         self._missing: list[tuple[Node, int]] = []
         self._seconds: float | None = None
         self._anything_waits = False
+        self._largest = 0
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook."""
         node = tensor.grad_fn
         if node is None:
             return self._without_node(tensor).used()
-        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+        size = tensor.numel()
+        if type(tensor) not in _PLAIN or size < SMALLEST:
             value = self._hold(tensor)
             value.eps = eps_of_call(sys._getframe(1))
             return value.used()
@@ -61,18 +63,20 @@ class Packing:
         if known is not None and known.layout == seen_as and known.version == tensor._version:
             self.outcomes.append(None)  # counted when it was first packed
             return known.used()
-        may = self.choose is None or self.choose(len(self.calls) - 1, call)
+        self._largest = max(self._largest, size)
+        may = self.policy.is_worth(size, self._largest)
+        may = may and (self.choose is None or self.choose(len(self.calls) - 1, call))
         rebuilt = None
         if may and (known is not None or name in self._recipes):
             self._missing.clear()
             rebuilt = self._rebuilt(tensor, node, known, seen_as)
         self.outcomes.append(rebuilt is not None and self._seconds)
-        value = rebuilt or self._hold(tensor)
+        value = rebuilt or self._hold(tensor, name)
         value.layout, value.place, value.eps = seen_as, len(self.outcomes) - 1, eps_of_call(sys._getframe(1))
         reference = weakref.ref(value)
         register(node, output, reference)
         if value.step is None:
-            self._offer(value, tensor, node, may)
+            self._offer(value, tensor, node, name, may)
         else:
             self._rebuilt_at[value.place] = reference
         if self._anything_waits:
@@ -116,8 +120,8 @@ class Packing:
         value.alone = alone
         return value
 
-    def _hold(self, tensor: Tensor) -> Value:
-        value = held(tensor)
+    def _hold(self, tensor: Tensor, made_by: str = "") -> Value:
+        value = Value(tensor.detach(), tensor._version, None, made_by) if made_by else held(tensor)
         self.ledger.holds(value, tensor)
         return value
 
@@ -148,14 +152,14 @@ class Packing:
             self.ledger.holds(narrow, narrow.tensor)
             self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
 
-    def _offer(self, value: Value, tensor: Tensor, node: Any, may: bool) -> None:
+    def _offer(self, value: Value, tensor: Tensor, node: Any, name: str, may: bool) -> None:
         """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
 
         And the other way round: if the tensor itself could be rebuilt from something that is not held
         now, it waits for the case that it will be (attention scales q and k before v is saved, a view of
         the memory that q and k came from).
         """
-        if node.name() == "CatBackward0":
+        if name == "CatBackward0":
             views.find_parts_in(value, node)
         base = tensor._base
         if base is not None and base.grad_fn is not None and base.grad_fn is not node:
@@ -163,7 +167,7 @@ class Packing:
                 value.whole = held(base)
                 register(base.grad_fn, base.output_nr, weakref.ref(value.whole))
                 self._retry(base.grad_fn, base.output_nr)
-        elif may and len(self._missing) == 1 and node.name() not in SAVE_THEIR_OUTPUT:
+        elif may and len(self._missing) == 1 and name not in SAVE_THEIR_OUTPUT:
             value.origin = node, tensor.output_nr
             wait(*self._missing[0], weakref.ref(value))
             self._anything_waits = True
@@ -217,8 +221,10 @@ class Packing:
 
         if name == "CatBackward0" and like is not None:
             edges = node.next_functions
-            if len(edges) <= self.policy.copied_for:
+            if self.policy.may_copy(len(edges)):
                 recipe = views.cat_of_copied_parts
+            elif given(node, len(edges) - 1) is None:  # what is new comes last, most often
+                return None
         return recipe(node, output, given, like)
 
     def _may_add(self, node: Node) -> bool:

@@ -14,8 +14,13 @@ FLOPS_PER_BYTE = 160.0
 """`recompute="conv"`: a convolution's output is rebuilt if it takes fewer operations per byte of it."""
 
 
-FEW_PARTS = 3
-"""Of so many parts may a concatenation be for which one that is not at hand is copied."""
+FEW_PARTS = 4
+"""A concatenation of so many parts is rebuilt even where a part, not at hand, must be copied for it."""
+
+
+MUCH_LARGER = 32
+"""A tensor is held if the largest one so far is so many times its size: a rebuild takes as many calls for
+little memory."""
 
 
 LONGEST_CHAIN = 3
@@ -45,32 +50,41 @@ class Record(NamedTuple):
 
 
 class Policy:
-    """Decides by the kind of step alone. Convolutions: up to `flops_per_byte`. Sums: of what is held.
+    """Decides by the kind of step and by size, or for `everything` that can be rebuilt.
 
-    A sum of norms' outputs (a residual connection) would take those norms' time again for one tensor; one
-    of tensors that are held, scaled or seen from another side takes an addition.
-    Concatenations: of parts that are at hand; of up to `copied_for` parts, what is not at hand is copied. A
-    dense block, which concatenates ever more parts, would spend more time on this than on its norms.
+    Convolutions: up to `flops_per_byte`. Sums: of what is held. A sum of norms' outputs (a residual
+    connection) would take those norms' time again for one tensor; one of tensors that are held, scaled or
+    seen from another side takes an addition.
+    Concatenations: of parts that are at hand, or can be copied. A dense block concatenates ever more parts,
+    one of them new, and would spend more time on this than on its norms.
     """
 
-    def __init__(self, flops_per_byte: float, any_sum: bool = False, copied_for: float = FEW_PARTS) -> None:
-        self.flops_per_byte, self.any_sum, self.copied_for = flops_per_byte, any_sum, copied_for
+    def __init__(self, flops_per_byte: float, everything: bool = False) -> None:
+        self.flops_per_byte, self.everything = flops_per_byte, everything
 
     def considers(self, node: str) -> bool:
         return self.flops_per_byte > 0 or node not in CONVOLUTIONS
 
     def may_add(self, value: Value | None) -> bool:
         """May a sum take this input? None: it is not at hand, and would first have to be rebuilt itself."""
-        return self.any_sum or (value is not None and _of_held(value))
+        return self.everything or (value is not None and _of_held(value))
+
+    def is_worth(self, size: int, largest: int) -> bool:
+        """Has a tensor size enough, beside the largest one so far?"""
+        return self.everything or size * MUCH_LARGER > largest
+
+    def may_copy(self, parts: int) -> bool:
+        """May parts be copied for a concatenation of so many?"""
+        return self.everything or parts <= FEW_PARTS
 
     def allows(self, step: Step, nbytes: int) -> bool:
         if step.kind == "sum":
-            return self.any_sum or all(map(_of_held, step.inputs))
+            return self.everything or all(map(_of_held, step.inputs))
         return step.kind != "conv" or step.flops <= self.flops_per_byte * nbytes
 
 
 CONVOLUTIONS = ("ConvolutionBackward0", "ConvNormBackward")
-NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), any_sum=True, copied_for=float("inf"))
+NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), everything=True)
 
 
 def _of_held(value: Value) -> bool:

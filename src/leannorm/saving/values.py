@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -80,6 +79,11 @@ class Value:
         step = self.step
         return step is not None and (step.kind == "conv" or any(v.rests_on_convolution for v in step.inputs))
 
+    @property
+    def at_hand(self) -> bool:
+        """Is there a tensor to be read, without rebuilding it?"""
+        return self.step is None or self._rebuilt is not None
+
     def read(self) -> Tensor:
         """The tensor, for one of its users; raises autograd's error if it was edited in place."""
         return self._held() if self.step is None else self._read()[0]
@@ -119,7 +123,7 @@ class Value:
         return tensor
 
     def _there(self, tensor: Tensor) -> Tensor:
-        if type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
+        if tensor.requires_grad and type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
             raise RuntimeError(
                 f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
                 " forward pass, as sharding does with weights, and rebuilding a convolution needs it: use"
@@ -165,17 +169,12 @@ def waiting(node: Any, output: int) -> list[Value]:
 
 # ------------------------------------------------ from a node's saved tensor to the value that was packed
 
-_peek = threading.local()
-_NOTHING, _AS_IT_IS = torch.empty(0), nullcontext()
+_AS_IT_IS = nullcontext()
 
 
 def unpack(value: Value) -> Tensor:
     """The unpack hook."""
-    seen = getattr(_peek, "seen", None)
-    if seen is not None:
-        seen.append(value)
-        return torch.empty(0) if torch._C._len_torch_dispatch_stack() else _NOTHING
-    if value.step is None:
+    if value.at_hand or not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
         return value.read()
     with torch.no_grad(), without_autocast():
         return value.read()
@@ -193,18 +192,21 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def saved(node: Any, name: str) -> Value | None:
-    """What the node saved under `name`: the value packed here, or a reading of what others packed."""
+    """What the node saved under `name`: the value packed here, or a reading of what nobody packed.
+
+    What others' hooks packed is not at hand: a checkpoint's would compute its part, for one reading alone.
+    """
+    raw = getattr(node, f"_raw_saved_{name}")
+    packed = raw.data
+    if packed is None or type(packed) is Value:
+        return packed
+    if raw.unpack_hook is not None:
+        return None
     attribute = f"_saved_{name}"
-    seen: list[Value] = []
-    _peek.seen = seen
     try:
         tensor = getattr(node, attribute)
-    except RuntimeError:  # edited since, or already freed: autograd will say so where it matters
+    except RuntimeError:  # edited since: autograd will say so where it matters
         return None
-    finally:
-        _peek.seen = None
-    if seen or tensor is None:
-        return seen[0] if seen else None
     layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
     step = Step(lambda: getattr(node, attribute).detach(), (), ("saved", *layout), view=True)
     return Value(None, tensor._version, step, name=node.name())
@@ -212,18 +214,12 @@ def saved(node: Any, name: str) -> Value | None:
 
 def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
     """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
-    seen: list[Value] = []
-    _peek.seen = seen
     try:
-        tensors = node.saved_tensors
-    except RuntimeError:
+        packed = [tensor.data for tensor in node._raw_saved_tensors]
+    except RuntimeError:  # freed
         return None
-    finally:
-        _peek.seen = None
-    if len(tensors) != count or len(seen) != sum(tensor is not None for tensor in tensors):
-        return None
-    values = iter(seen)
-    return [None if tensor is None else next(values) for tensor in tensors]
+    ours = all(value is None or type(value) is Value for value in packed)
+    return packed if ours and len(packed) == count else None
 
 
 def held(tensor: Tensor) -> Value:

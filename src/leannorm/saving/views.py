@@ -129,12 +129,7 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
 @recipe("CatBackward0")
 def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """From parts that are all at hand."""
-    parts = []
-    for i in reversed(range(len(node.next_functions))):  # what is new comes last, most often
-        parts.append(given(node, i))
-        if parts[-1] is None:
-            return None
-    return _cat(_constant(node, "dim"), parts[::-1])
+    return _cat(_constant(node, "dim"), [given(node, i) for i in range(len(node.next_functions))])
 
 
 def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
