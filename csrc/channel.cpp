@@ -53,18 +53,14 @@ int64_t count_of(const Shape& s, int64_t groups) {
 
 // Mean, M2 and rstd of a set, from the moments of its chunks.
 struct Statistics {
-  const Shape& s;
-  const Cut& cut;
-  int64_t groups;
+  const Cut cut;
+  int64_t count;
   double eps, *mean, *m2, *rstd;
 
   void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t channels = cut.channels(), per_group = groups == 0 ? 1 : s.c / groups;
-    const int64_t per_set = !cut.columns ? 1 : channels / per_group;
-    const int64_t base = set * (!cut.columns ? 1 : cut.channels() / per_group);
-    const int64_t count = std::max<int64_t>(count_of(s, groups), 1);
-    std::fill_n(mean + base, per_set, 0.0);
-    std::fill_n(m2 + base, per_set, 0.0);
+    const int64_t base = cut.first_statistic(set), statistics = cut.statistics(set), channels = cut.channels(set);
+    std::fill_n(mean + base, statistics, 0.0);
+    std::fill_n(m2 + base, statistics, 0.0);
     struct Slot { int64_t at, n; double mean, m2, left; };
     std::vector<Slot> slots;  // several to a statistic: merged from the mean of all, which costs no digit
     partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2, double left) {
@@ -72,11 +68,11 @@ struct Statistics {
         mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
         return;
       }
-      const int64_t i = base + slot % channels / per_group;
+      const int64_t i = base + slot % channels / cut.per_statistic;
       slots.push_back({i, n, slot_mean, slot_m2, left});
       mean[i] += slot_mean * (double(n) / double(count));
     });
-    std::vector<double> rest(slots.empty() ? 0 : per_set);  // what rounding left of the mean
+    std::vector<double> rest(slots.empty() ? 0 : statistics);  // what rounding left of the mean
     for (const Slot& part : slots) {
       const double difference = (part.mean - mean[part.at]) + part.left;
       m2[part.at] += part.m2 + difference * difference * double(part.n);
@@ -84,37 +80,27 @@ struct Statistics {
     }
     for (size_t i = 0; i < rest.size(); ++i) mean[base + i] += rest[i];
     if (rstd == nullptr) return;
-    for (int64_t i = base; i < base + per_set; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
+    for (int64_t i = base; i < base + statistics; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
   }
 };
 
-std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
-  const Shape s(x, groups);
-  const Cut cut = moments_cut(s, groups);
-  const Tensor mean = new_doubles(x, statistics_sizes(s, groups)), m2 = new_doubles(x, statistics_sizes(s, groups));
-  const Statistics statistics{s, cut, groups, 0, doubles(mean), doubles(m2), nullptr};
-  MomentPartials partials(cut, x);
-  in_two_passes(
-      cut, cut, [&](int64_t set, int64_t i) { partials.add(kernels(), set, i); },
-      [&](int64_t set) { statistics.merge(partials, set); }, [](int64_t, int64_t) {});
-  return {mean, m2};
-}
-
-// One call's tensors, its cut and its coefficients: what the four operators below share.
+// One call's tensors, its cut and its parameters: what the operators below share.
 struct Call {
   const Shape s;
   const ElementType type;
-  const int64_t groups;
+  const int64_t groups, count;  // count: elements of a statistic
   const int act;
   const Cut cut;
-  ChannelCoefficients coefficients;
+  const Values weight, bias;
   Tensors tensors;
 
   Call(const Tensor& x, int64_t groups, const Optional& weight, const Optional& bias, const Optional& residual,
        const std::string& act)
-      : s(x, groups), type(element_type(x)), groups(groups), act(activation_index(act)), cut(channel_cut(s, groups)),
-        coefficients(type, s, cut, groups, weight, bias),
+      : s(x, groups), type(element_type(x)), groups(groups), count(std::max<int64_t>(count_of(s, groups), 1)),
+        act(activation_index(act)), cut(channel_cut(s, groups)), weight(weight), bias(bias),
         tensors{data(x), data(residual), nullptr, nullptr, nullptr, nullptr, element_size(type)} {
+    STD_TORCH_CHECK(!this->weight.given() || this->weight.n == s.c, "leannorm: weight must have one value a channel");
+    STD_TORCH_CHECK(!this->bias.given() || this->bias.n == s.c, "leannorm: bias must have one value a channel");
     check(s, x, residual, "residual");
   }
   void backward(const Tensor& dy, const Tensor& x, const Optional& out) {
@@ -129,46 +115,99 @@ struct Call {
     tensors.past = result.numel() * tensors.bytes >= kStreamed && tensors.result != tensors.x;
     if (dz.numel() > 0) tensors.dz = mutable_data(dz);
   }
-  void given_statistics(const std::vector<double>& mean, const std::vector<double>& rstd) {
-    const int64_t n = groups == 0 ? s.c : s.n * groups;
-    STD_TORCH_CHECK(int64_t(mean.size()) == n && int64_t(rstd.size()) == n,
-                    "leannorm: mean and rstd must have one value for each statistic");
-    for (int64_t set = 0; set < cut.sets; ++set) coefficients.set_forward(set, mean.data(), rstd.data());
+  int64_t statistics() const { return groups == 0 ? s.c : s.n * groups; }
+  SetCoefficients coefficients() const { return {type, cut, s.c, weight, bias}; }
+  Statistics make_statistics(const Cut& moments, double eps, const Tensor& mean, const Tensor& m2, double* rstd) const {
+    return {moments, count, eps, doubles(mean), doubles(m2), rstd};
   }
 
-  void normalize(int64_t set, int64_t i) const {
+  void normalize(const SetCoefficients& c, int64_t set, int64_t i) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().normalize[cut.columns][type](tensors.at(chunk.offset), chunk.block, coefficients.at(chunk.index), act);
+    kernels().normalize[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act);
   }
-  void grad_sums(GradPartials& partials, int64_t set, int64_t i) const {
+  void grad_sums(const SetCoefficients& c, GradPartials& partials, int64_t set, int64_t i) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().grad_sums[cut.columns][type](tensors.at(chunk.offset), chunk.block, coefficients.at(chunk.index), act,
-                                           partials.dz(set, i), partials.dz_centred(set, i));
+    kernels().grad_sums[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act, partials.dz(i),
+                                           partials.dz_centred(i));
   }
-  void input_grad(int64_t set, int64_t i) const {
+  void input_grad(const SetCoefficients& c, int64_t set, int64_t i) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().input_grad[cut.columns][type](tensors.at(chunk.offset), chunk.block, coefficients.at(chunk.index), act);
+    kernels().input_grad[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act);
   }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
-  void merge(GradPartials& partials, int64_t set, const double* rstd, double* sum_dz, double* sum_dz_xhat) const {
-    const int64_t first = coefficients.first(set), n = cut.channels();
+  void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
+    const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
     std::fill_n(sum_dz + first, n, 0.0);
     std::fill_n(sum_dz_xhat + first, n, 0.0);
     partials.merge(set, [&](int64_t channel, double dz, double dz_centred) {
-      sum_dz[channel] += dz;
-      sum_dz_xhat[channel] += dz_centred;
+      sum_dz[first + channel] += dz;
+      sum_dz_xhat[first + channel] += dz_centred;
     });
-    for (int64_t i = first; i < first + n; ++i) sum_dz_xhat[i] *= rstd[coefficients.statistic(set, i % s.c)];
+    for (int64_t j = 0; j < n; ++j) sum_dz_xhat[first + j] *= rstd[statistic + j / cut.per_statistic];
   }
 };
+
+// The statistics of an operator's arguments.
+struct Given {
+  const Values mean, rstd;
+
+  Given(const Call& call, const Tensor& mean, const Tensor& rstd) : mean(mean), rstd(rstd) {
+    STD_TORCH_CHECK(this->mean.n == call.statistics() && this->rstd.n == call.statistics(),
+                    "leannorm: mean and rstd must have one value for each statistic");
+  }
+};
+
+// A worker (see `in_two_passes`) that has nothing to do but in the passes that it says.
+struct Worker {
+  const Call& call;
+  SetCoefficients coefficients;
+  int64_t set = 0;
+
+  explicit Worker(const Call& call) : call(call), coefficients(call.coefficients()) {}
+  void begin(int64_t next) { set = next; }
+  void first(int64_t) {}
+  void between() {}
+  void second(int64_t) {}
+};
+struct GivenWorker : Worker {
+  const Given& given;
+
+  GivenWorker(const Call& call, const Given& given) : Worker(call), given(given) {}
+  void begin(int64_t next) {
+    set = next;
+    coefficients.set_forward(set, given.mean, given.rstd);
+  }
+};
+
+std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
+  const Call call(x, groups, {}, {}, {}, "identity");
+  const Cut cut = moments_cut(call.s, groups);
+  const Tensor mean = new_doubles(x, statistics_sizes(call.s, groups)), m2 = new_doubles(x, statistics_sizes(call.s, groups));
+  const Statistics statistics = call.make_statistics(cut, 0, mean, m2, nullptr);
+  struct Moments : Worker {
+    const Statistics& statistics;
+    MomentPartials partials;
+
+    Moments(const Call& call, const Statistics& statistics, const Tensor& x)
+        : Worker(call), statistics(statistics), partials(statistics.cut, x) {}
+    void first(int64_t i) { partials.add(kernels(), set, i); }
+    void between() { statistics.merge(partials, set); }
+  };
+  in_first_pass(cut, [&] { return Moments(call, statistics, x); });
+  return {mean, m2};
+}
 
 Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Optional& weight,
                          const Optional& bias, const Optional& residual, const std::string& act) {
   Call call(x, groups_of(mean), weight, bias, residual, act);
   const Tensor y = new_like(x);
   call.results(y, no_tensor(x));
-  call.given_statistics(values(mean), values(rstd));
-  in_one_pass(call.cut, [&](int64_t set, int64_t i) { call.normalize(set, i); });
+  const Given given(call, mean, rstd);
+  struct Normalize : GivenWorker {
+    using GivenWorker::GivenWorker;
+    void second(int64_t i) { call.normalize(coefficients, set, i); }
+  };
+  in_one_pass(call.cut, [&] { return Normalize(call, given); });
   return y;
 }
 
@@ -181,15 +220,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, cons
   const auto sizes = statistics_sizes(call.s, groups);
   const Tensor mean = new_doubles(x, sizes), m2 = new_doubles(x, sizes), rstd = new_doubles(x, sizes);
   const Cut moments = moments_cut(call.s, groups);
-  const Statistics statistics{call.s, moments, groups, eps, doubles(mean), doubles(m2), doubles(rstd)};
-  MomentPartials partials(moments, x);
-  in_two_passes(
-      moments, call.cut, [&](int64_t set, int64_t i) { partials.add(kernels(), set, i); },
-      [&](int64_t set) {
-        statistics.merge(partials, set);
-        call.coefficients.set_forward(set, statistics.mean, statistics.rstd);
-      },
-      [&](int64_t set, int64_t i) { call.normalize(set, i); });
+  const Statistics statistics = call.make_statistics(moments, eps, mean, m2, doubles(rstd));
+  struct Forward : Worker {
+    const Statistics& statistics;
+    const Values mean, rstd;
+    MomentPartials partials;
+
+    Forward(const Call& call, const Statistics& statistics, const Tensor& x, const Tensor& mean, const Tensor& rstd)
+        : Worker(call), statistics(statistics), mean(mean), rstd(rstd), partials(statistics.cut, x) {}
+    void first(int64_t i) { partials.add(kernels(), set, i); }
+    void between() {
+      statistics.merge(partials, set);
+      coefficients.set_forward(set, mean, rstd);
+    }
+    void second(int64_t i) { call.normalize(coefficients, set, i); }
+  };
+  in_two_passes(moments, call.cut, [&] { return Forward(call, statistics, x, mean, rstd); });
   return {y, mean, m2, rstd};
 }
 
@@ -198,15 +244,23 @@ std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, 
                                              const Optional& out, const std::string& act) {
   Call call(x, groups_of(mean), weight, bias, residual, act);
   call.backward(dy, x, out);
-  const auto rstds = values(rstd);
-  call.given_statistics(values(mean), rstds);
+  const Given given(call, mean, rstd);
   const auto sizes = call.groups == 0 ? std::vector<int64_t>{call.s.c} : std::vector<int64_t>{call.s.n, call.s.c};
   const Tensor sum_dz = new_doubles(x, sizes), sum_dz_xhat = new_doubles(x, sizes);
-  GradPartials partials(call.cut);
-  double *a = doubles(sum_dz), *b = doubles(sum_dz_xhat);
-  in_two_passes(
-      call.cut, call.cut, [&](int64_t set, int64_t i) { call.grad_sums(partials, set, i); },
-      [&](int64_t set) { call.merge(partials, set, rstds.data(), a, b); }, [](int64_t, int64_t) {});
+  struct GradSums : GivenWorker {
+    double *const sum_dz, *const sum_dz_xhat;
+    GradPartials partials;
+
+    GradSums(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
+        : GivenWorker(call, given), sum_dz(sum_dz), sum_dz_xhat(sum_dz_xhat), partials(call.cut) {}
+    void begin(int64_t next) {
+      GivenWorker::begin(next);
+      partials.clear();
+    }
+    void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
+    void between() { call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat); }
+  };
+  in_first_pass(call.cut, [&] { return GradSums(call, given, doubles(sum_dz), doubles(sum_dz_xhat)); });
   return {sum_dz, sum_dz_xhat};
 }
 
@@ -216,17 +270,26 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
                                               const std::string& act, bool want_dz) {
   Call call(x, groups_of(mean), weight, bias, residual, act);
   call.backward(dy, x, out);
+  const Given given(call, mean, rstd);
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
-  const auto rstds = values(rstd), ps = values(p), qs = values(q);
-  call.given_statistics(values(mean), rstds);
-  if (!ps.empty() && !qs.empty()) {
-    STD_TORCH_CHECK(ps.size() == rstds.size() && qs.size() == rstds.size(),
-                    "leannorm: p and q must have one value for each statistic");
-    for (int64_t set = 0; set < call.cut.sets; ++set)
-      call.coefficients.set_backward(set, rstds.data(), ps.data(), qs.data());
-  }
-  in_one_pass(call.cut, [&](int64_t set, int64_t i) { call.input_grad(set, i); });
+  const Values ps(p), qs(q);
+  const bool constant = !ps.given() || !qs.given();
+  STD_TORCH_CHECK(constant || (ps.n == call.statistics() && qs.n == call.statistics()),
+                  "leannorm: p and q must have one value for each statistic");
+  struct InputGrad : GivenWorker {
+    const Values p, q;
+    const bool constant;
+
+    InputGrad(const Call& call, const Given& given, const Values& p, const Values& q, bool constant)
+        : GivenWorker(call, given), p(p), q(q), constant(constant) {}
+    void begin(int64_t next) {
+      GivenWorker::begin(next);
+      if (!constant) coefficients.set_backward(set, given.rstd, p, q, 0);
+    }
+    void second(int64_t i) { call.input_grad(coefficients, set, i); }
+  };
+  in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs, constant); });
   return {dx, dz};
 }
 
@@ -236,38 +299,48 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
                                                  const std::string& act, int64_t groups, bool want_dz) {
   Call call(x, groups, weight, bias, residual, act);
   call.backward(dy, x, out);
+  const Given given(call, mean, rstd);
   const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
-  const auto rstds = values(rstd);
-  call.given_statistics(values(mean), rstds);
-  const Shape& s = call.s;
-  const ChannelCoefficients& coefficients = call.coefficients;
-  const Tensor dweight = new_doubles(x, {s.c}), dbias = new_doubles(x, {s.c});
-  std::vector<double> by_sample(groups == 0 ? 0 : 2 * s.n * s.c), p(rstds.size()), q(rstds.size());
-  double* const sum_dz = groups == 0 ? doubles(dbias) : by_sample.data();
-  double* const sum_dz_xhat = groups == 0 ? doubles(dweight) : sum_dz + s.n * s.c;
-  const double count = std::max<int64_t>(count_of(s, groups), 1);
-  GradPartials partials(call.cut);
-  in_two_passes(
-      call.cut, call.cut, [&](int64_t set, int64_t i) { call.grad_sums(partials, set, i); },
-      [&](int64_t set) {
-        call.merge(partials, set, rstds.data(), sum_dz, sum_dz_xhat);
-        const int64_t first = coefficients.first(set);
-        for (int64_t i = first; i < first + call.cut.channels(); ++i) {
-          const int64_t statistic = coefficients.statistic(set, i % s.c);
-          const double scaled = coefficients.weight(i % s.c) / count;
-          p[statistic] += scaled * sum_dz[i];
-          q[statistic] += scaled * sum_dz_xhat[i];
-        }
-        call.coefficients.set_backward(set, rstds.data(), p.data(), q.data());
-      },
-      [&](int64_t set, int64_t i) { call.input_grad(set, i); });
+  const int64_t channels = call.s.c, sums = groups == 0 ? 0 : call.s.n * channels;
+  const Tensor dweight = new_doubles(x, {channels}), dbias = new_doubles(x, {channels});
+  const std::unique_ptr<double[]> by_sample(new double[2 * sums]);
+  struct Backward : GivenWorker {
+    double *const sum_dz, *const sum_dz_xhat;
+    GradPartials partials;
+    std::vector<double> p, q;
+
+    Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
+        : GivenWorker(call, given), sum_dz(sum_dz), sum_dz_xhat(sum_dz_xhat), partials(call.cut) {}
+    void begin(int64_t next) {
+      GivenWorker::begin(next);
+      partials.clear();
+    }
+    void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
+    void between() {
+      call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat);
+      const Cut& cut = call.cut;
+      const int64_t first = cut.first_channel(set), n = cut.channels(set);
+      p.assign(cut.statistics(set), 0.0);
+      q.assign(cut.statistics(set), 0.0);
+      for (int64_t j = 0; j < n; ++j) {
+        const double scaled = coefficients.weight(coefficients.channel(set, j)) / call.count;
+        p[j / cut.per_statistic] += scaled * sum_dz[first + j];
+        q[j / cut.per_statistic] += scaled * sum_dz_xhat[first + j];
+      }
+      coefficients.set_backward(set, given.rstd, Values(p), Values(q), cut.first_statistic(set));
+    }
+    void second(int64_t i) { call.input_grad(coefficients, set, i); }
+  };
+  double* const sum_dz = groups == 0 ? doubles(dbias) : by_sample.get();
+  double* const sum_dz_xhat = groups == 0 ? doubles(dweight) : sum_dz + sums;
+  in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat); });
   if (groups != 0) {
-    std::fill_n(doubles(dbias), s.c, 0.0);
-    std::fill_n(doubles(dweight), s.c, 0.0);
-    for (int64_t i = 0; i < s.n * s.c; ++i) {
-      doubles(dbias)[i % s.c] += sum_dz[i];
-      doubles(dweight)[i % s.c] += sum_dz_xhat[i];
+    std::fill_n(doubles(dbias), channels, 0.0);
+    std::fill_n(doubles(dweight), channels, 0.0);
+    for (int64_t i = 0; i < sums; ++i) {
+      doubles(dbias)[i % channels] += sum_dz[i];
+      doubles(dweight)[i % channels] += sum_dz_xhat[i];
     }
   }
   return {dweight, dbias, dz};

@@ -131,6 +131,16 @@ template <class V> struct Sums {
     first = first + widen(run.first);
     second = second + widen(run.second);
   }
+  // Adds a run and empties it; adds the sums to two numbers and empties them.
+  LEANNORM_INLINE void take(Run<V>& run) {
+    add(run);
+    run = {};
+  }
+  LEANNORM_INLINE void put(double* a, double* b) {
+    *a += total(first);
+    *b += total(second);
+    *this = {};
+  }
   LEANNORM_INLINE void add_moments(V x, Wide<V> shift) {
     const Wide<V> d = widen(x) - shift;
     first = first + d;

@@ -46,7 +46,7 @@ struct Shape {
   }
 };
 
-// One chunk: where it starts, its block, and the first channel (or statistic) it belongs to.
+// One chunk: where it starts, its block, and the first channel of its set that it belongs to.
 struct Chunk { int64_t offset; Block block; int64_t index; };
 
 // At most this many elements are summed before the sums are merged.
@@ -62,6 +62,8 @@ struct Cut {
   int64_t slots = 1;             // sums of a chunk, at most
   int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
   int64_t step = 0;              // planes: 1 where each has its own coefficients
+  int64_t all = 0, most = 1;     // channels of all sets and of a set, at most
+  int64_t per_statistic = 1;     // channels of a set that share one
   bool columns = false;
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
@@ -70,33 +72,36 @@ struct Cut {
   int64_t rows = 0, width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
 
   Chunk chunk(int64_t set, int64_t i) const { return columns ? column_chunk(set, i) : plane_chunk(set, i); }
-
   Chunk plane_chunk(int64_t set, int64_t i) const {
-    const int64_t ahead = set_elements() <= kAhead ? set_stride : 0, start = set * set_stride;
+    const int64_t start = set * set_stride;
     if (segments > 1) {
       const int64_t plane = i / segments, at = i % segments * kChunk;
-      return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead},
-              step == 0 ? set : set * planes + plane};
+      return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead()}, plane * step};
     }
     const int64_t first = i * per_chunk;
-    return {start + first * stride, {std::min(per_chunk, planes - first), stride, length, ahead},
-            step == 0 ? set : set * planes + first};
+    return {start + first * stride, {std::min(per_chunk, planes - first), stride, length, ahead()}, first * step};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
-    const int64_t ahead = set_elements() <= kAhead ? set_stride : 0, start = set * set_stride, first = i * rows_per_chunk;
-    if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, set * width};
-    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, width, ahead}, set * width};
+    const int64_t start = set * set_stride, first = i * rows_per_chunk;
+    if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, 0};
+    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, width, ahead()}, 0};
   }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
-  // The channels of a set.
-  int64_t channels() const { return !columns ? (step == 0 ? 1 : planes) : width / fold; }
+  int64_t ahead() const { return set_elements() <= kAhead ? set_stride : 0; }
 
+  // The channels and statistics of a set; the first of them in the numbering of all samples.
+  int64_t channels(int64_t set) const { return std::min(most, all - set * most); }
+  int64_t first_channel(int64_t set) const { return set * most; }
+  int64_t statistics(int64_t set) const { return channels(set) / per_statistic; }
+  int64_t first_statistic(int64_t set) const { return first_channel(set) / per_statistic; }
   static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
                        int64_t step) {
     Cut cut;
     cut.sets = sets, cut.planes = planes, cut.stride = stride, cut.length = length;
     cut.set_stride = set_stride, cut.step = step;
+    cut.most = cut.per_statistic = step == 0 ? 1 : std::max<int64_t>(planes, 1);
+    cut.all = sets * (step == 0 ? 1 : planes);
     cut.segments = std::max<int64_t>(1, (length + kChunk - 1) / kChunk);
     cut.per_chunk = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, length));
     cut.chunks = cut.segments > 1 ? planes * cut.segments : (planes + cut.per_chunk - 1) / cut.per_chunk;
@@ -105,11 +110,13 @@ struct Cut {
     return cut;
   }
   // `samples` matrices of rows x channels.
-  static Cut of_columns(int64_t samples, int64_t rows, int64_t channels) {
+  static Cut of_columns(int64_t samples, int64_t rows, int64_t channels, int64_t groups) {
     Cut cut;
     cut.columns = true;
     cut.sets = samples;
-    cut.fold = std::max<int64_t>(1, std::min(rows, kNarrow / channels));
+    cut.most = channels, cut.all = samples * channels;
+    cut.per_statistic = groups == 0 ? 1 : std::max<int64_t>(channels / groups, 1);
+    cut.fold = std::max<int64_t>(1, std::min(rows, kNarrow / std::max<int64_t>(channels, 1)));
     cut.width = cut.stride = channels * cut.fold;
     cut.rows = rows / cut.fold;
     cut.tail = rows % cut.fold * channels;
@@ -127,7 +134,7 @@ struct Cut {
 // The cut into channels: what normalizing and the gradient sums walk over.
 inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (s.columns)
-    return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c) : Cut::of_columns(s.n, s.inner, s.c);
+    return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, 0) : Cut::of_columns(s.n, s.inner, s.c, groups);
   if (groups == 0) return Cut::of_planes(s.c, s.n, s.c * s.inner, s.inner, s.inner, 0);
   return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
 }
@@ -142,39 +149,50 @@ inline Cut moments_cut(const Shape& s, int64_t groups) {
 constexpr int64_t kGrain = 32768;
 inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
 
-// work(set, chunk) for every chunk.
-template <class Work> void in_one_pass(const Cut& cut, Work work) {
-  torch::stable::parallel_for(0, cut.sets * cut.chunks, grain(cut.chunk_elements()), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) work(i / cut.chunks, i % cut.chunks);
-  });
-}
-
-// first(set, chunk) for every chunk, between(set) once they are done, second(set, chunk) after that, last
-// chunks first since those are still in the cache. Where there are sets enough, each is carried through
-// by one thread while it is in its cache.
-template <class First, class Between, class Second>
-void in_two_passes(const Cut& first_cut, const Cut& second_cut, First first, Between between, Second second) {
+// A worker holds what is known of one set: begin(set), then first(i) for every chunk, between() once they are
+// done, second(i) for every chunk after that, last chunks first since those are still in the cache. Where there
+// are sets enough, each is carried through by one thread while it is in its cache, and so is what is known of it.
+template <class Make> void in_two_passes(const Cut& first_cut, const Cut& second_cut, Make make) {
   const int64_t sets = first_cut.sets, threads = torch::stable::get_num_threads();
   const int64_t set_size = first_cut.set_elements();
   if (sets >= 4 * threads || sets * set_size <= kGrain) {
     torch::stable::parallel_for(0, sets, grain(set_size), [&](int64_t begin, int64_t end) {
+      auto worker = make();
       for (int64_t set = begin; set < end; ++set) {
-        for (int64_t i = 0; i < first_cut.chunks; ++i) first(set, i);
-        between(set);
-        for (int64_t i = second_cut.chunks; i-- > 0;) second(set, i);
+        worker.begin(set);
+        for (int64_t i = 0; i < first_cut.chunks; ++i) worker.first(i);
+        worker.between();
+        for (int64_t i = second_cut.chunks; i-- > 0;) worker.second(i);
       }
     });
     return;
   }
-  torch::stable::parallel_for(0, sets * first_cut.chunks, grain(first_cut.chunk_elements()),
-                              [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) first(i / first_cut.chunks, i % first_cut.chunks);
+  std::vector<decltype(make())> workers;
+  workers.reserve(sets);
+  for (int64_t set = 0; set < sets; ++set) {
+    workers.push_back(make());
+    workers.back().begin(set);
+  }
+  const int64_t first = first_cut.chunks, second = second_cut.chunks;
+  torch::stable::parallel_for(0, sets * first, grain(first_cut.chunk_elements()), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) workers[i / first].first(i % first);
   });
-  for (int64_t set = 0; set < sets; ++set) between(set);
-  torch::stable::parallel_for(0, sets * second_cut.chunks, grain(second_cut.chunk_elements()),
-                              [&](int64_t begin, int64_t end) {
-    for (int64_t i = end; i-- > begin;) second(i / second_cut.chunks, i % second_cut.chunks);
+  for (auto& worker : workers) worker.between();
+  torch::stable::parallel_for(0, sets * second, grain(second_cut.chunk_elements()), [&](int64_t begin, int64_t end) {
+    for (int64_t i = end; i-- > begin;) workers[i / second].second(i % second);
   });
+}
+
+// second(i) alone, or first(i) and between().
+template <class Make> void in_one_pass(const Cut& cut, Make make) {
+  Cut nothing = cut;
+  nothing.chunks = 0;
+  in_two_passes(nothing, cut, make);
+}
+template <class Make> void in_first_pass(const Cut& cut, Make make) {
+  Cut nothing = cut;
+  nothing.chunks = 0;
+  in_two_passes(cut, nothing, make);
 }
 
 }  // namespace leannorm

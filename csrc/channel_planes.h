@@ -18,31 +18,40 @@ template <class V> LEANNORM_INLINE Backward<V> plane_backward(const Coefficients
   return {affine, all_lanes<V>(c.rstd, i), all_lanes<V>(c.slope, i), all_lanes<V>(c.shift, i), c.constant};
 }
 
-// take(i, n, whole) for every vector of a block's planes, n of its lanes; done() after every kRun of them
-// at most; plane(p) before each plane.
-template <int W, class Plane, class Take, class Done>
-LEANNORM_INLINE void each_run(Block block, Plane plane, Take take, Done done) {
-  const int64_t vectors = (block.length + W - 1) / W, whole_runs = block.length / (kRun * W);
+// take(i, n, whole) for every vector of `planes` planes from element `start` on, n of its lanes; done() after
+// every kRun of them at most.
+template <int W, class Take, class Done>
+LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take take, Done done) {
+  const int64_t whole_runs = block.length / (kRun * W), rest = (block.length + W - 1) / W - whole_runs * kRun;
   int64_t pending = 0;
-  for (int64_t p = 0; p < block.count; ++p) {
-    if (plane(p) || pending + vectors - whole_runs * kRun > kRun) {
+  for (int64_t p = 0; p < planes; ++p) {
+    int64_t i = start + p * block.stride;
+    const int64_t end = i + block.length;
+    if (pending + rest > kRun || (pending != 0 && whole_runs != 0)) {
       done();
       pending = 0;
     }
-    const int64_t end = p * block.stride + block.length;
-    int64_t i = p * block.stride;
     for (int64_t run = 0; run < whole_runs; ++run, i += kRun * W) {
-      if (pending != 0) done();
-      pending = 0;
 #pragma GCC unroll 8
       for (int j = 0; j < kRun; ++j) take(i + j * W, W, std::true_type());
       done();
     }
-    pending += vectors - whole_runs * kRun;
+    pending += rest;
     for (; i + W <= end; i += W) take(i, W, std::true_type());
     if (i < end) take(i, end - i, std::false_type());
   }
-  done();
+  if (pending != 0) done();
+}
+
+// For every statistic of a block: begin(s), its runs, end(s). `step` is 0 where all planes share one.
+template <int W, class Begin, class Take, class Done, class End>
+LEANNORM_INLINE void each_statistic(Block block, int64_t step, Begin begin, Take take, Done done, End end) {
+  const int64_t statistics = step == 0 ? 1 : block.count, planes = step == 0 ? block.count : 1;
+  for (int64_t s = 0; s < statistics; ++s) {
+    begin(s);
+    each_run<W>(s * block.stride, planes, block, take, done);
+    end(s);
+  }
 }
 
 template <class T>
@@ -50,22 +59,17 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
   using E = Element<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  const V k = splat<V>(*shift);
+  V k{};
   Run<V> run;
   Sums<V> sum;
-  each_run<E::W>(
-      block, [](int64_t) LEANNORM_BODY { return false; },
+  each_statistic<E::W>(
+      block, 0, [&](int64_t s) LEANNORM_BODY { k = splat<V>(shift[s]); },
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         // Lanes past the end hold the shift, which adds nothing.
         if constexpr (whole) run.add_moments(E::load(x + i), k);
         else run.add_moments(E::load(x + i, n, k), k);
       },
-      [&]() LEANNORM_BODY {
-        sum.add(run);
-        run = {};
-      });
-  *sums += total(sum.first);
-  *squares += total(sum.second);
+      [&]() LEANNORM_BODY { sum.take(run); }, [&](int64_t s) LEANNORM_BODY { sum.put(sums + s, squares + s); });
 }
 
 // The same in float64 throughout, for values of which float32 cannot hold the squares or the shift is far
@@ -75,18 +79,20 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   using E = Element<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  const V k = splat<V>(*shift);  // an element, so exact
-  const Wide<V> wide_k = splat_wide<V>(*shift);
+  V k{};  // an element, so exact
+  Wide<V> wide_k{};
   Sums<V> sum;
-  each_run<E::W>(
-      block, [](int64_t) LEANNORM_BODY { return false; },
+  each_statistic<E::W>(
+      block, 0,
+      [&](int64_t s) LEANNORM_BODY {
+        k = splat<V>(shift[s]);
+        wide_k = splat_wide<V>(shift[s]);
+      },
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
         else sum.add_moments(E::load(x + i, n, k), wide_k);
       },
-      []() LEANNORM_BODY {});
-  *sums += total(sum.first);
-  *squares += total(sum.second);
+      []() LEANNORM_BODY {}, [&](int64_t s) LEANNORM_BODY { sum.put(sums + s, squares + s); });
 }
 
 template <class T, Form form>
@@ -110,32 +116,13 @@ template <class T, Form form>
 void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
                      double* sum_dz_centred) {
   using V = typename Element<T>::V;
-  Affine<V> affine = plane_affine<V>(c, 0);
+  Affine<V> affine{};
   Run<V> run;
   Sums<V> sum;
-  const auto take_run = [&]() LEANNORM_BODY {
-    sum.add(run);
-    run = {};
-  };
-  const auto put = [&](int64_t p) LEANNORM_BODY {
-    sum_dz[p] += total(sum.first);
-    sum_dz_centred[p] += total(sum.second);
-    sum = {};
-  };
-  each_run<Element<T>::W>(
-      block,
-      [&](int64_t p) LEANNORM_BODY {
-        if (c.step == 0) return false;
-        affine = plane_affine<V>(c, p);
-        if (p > 0) {
-          take_run();
-          put(p - 1);
-        }
-        return true;
-      },
+  each_statistic<Element<T>::W>(
+      block, c.step, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY { run.add(gradient<T, form, whole>({o, i}, n, affine, act)); },
-      take_run);
-  put(c.step == 0 ? 0 : block.count - 1);
+      [&]() LEANNORM_BODY { sum.take(run); }, [&](int64_t s) LEANNORM_BODY { sum.put(sum_dz + s, sum_dz_centred + s); });
 }
 
 template <class T, Form form>

@@ -1,4 +1,4 @@
-// The two kinds of sums of a cut, held for each chunk until they are merged in order.
+// The two kinds of sums of a set, held for each chunk until they are merged in order.
 #pragma once
 
 #include <cmath>
@@ -16,19 +16,19 @@ inline double add_rounded(double& a, double b) {
   return left;
 }
 
-// Mean and sum of squared deviations of every chunk; `merge` makes them those of a whole set. Of float64
-// input also what rounding left of the means: they are subtracted from each other, and no type is wider.
+// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of
+// float64 input also what rounding left of the means: they are subtracted from each other, and no type is wider.
 class MomentPartials {
  public:
   MomentPartials(const Cut& cut, const Tensor& x)
-      : cut_(cut), type_(element_type(x)), x_(data(x)), size_(cut.sets * cut.chunks * cut.slots),
+      : cut_(cut), type_(element_type(x)), x_(data(x)), size_(cut.chunks * cut.slots),
         values_(new double[(type_ == kDouble ? 4 : 3) * size_]) {}
 
   void add(const ChannelKernels& kernels, int64_t set, int64_t i) {
     const Chunk chunk = cut_.chunk(set, i);
     const char* x = x_ + chunk.offset * element_size(type_);
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
-    double *mean = mean_at(set, i), *m2 = mean + size_, *sum = m2 + size_;
+    double *mean = mean_at(i), *m2 = mean + size_, *sum = m2 + size_;
     if (type_ != kDouble && fast(kernels, chunk, x, mean, m2, sum)) return;
     for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j);
     // Differences from one of the values; float64 input, which has no wider type to be summed in, goes
@@ -48,13 +48,13 @@ class MomentPartials {
   // merged(slot, count, mean, m2, left) for every slot of the set.
   template <class Merged> void merge(int64_t set, Merged merged) {
     if (cut_.chunks == 0) return;
-    double *mean = mean_at(set, 0), *m2 = mean + size_;
+    double *mean = mean_at(0), *m2 = mean + size_;
     const Chunk first = cut_.chunk(set, 0);
     const bool with_left = type_ == kDouble;
     int64_t count = count_of(first), slots = slots_of(first), with_tail = 0;
     for (int64_t i = 1; i < cut_.chunks; ++i) {
       const Chunk chunk = cut_.chunk(set, i);
-      double *const other = mean_at(set, i), *const other_m2 = other + size_;
+      double *const other = mean_at(i), *const other_m2 = other + size_;
       const int64_t more = count_of(chunk), n = slots_of(chunk);
       const double weight = double(more) / double(count + more), between = double(count) * weight;
       for (int64_t j = 0; j < n; ++j) {
@@ -117,36 +117,35 @@ class MomentPartials {
     return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
   }
   double* left_of(double* mean) const { return mean + 3 * size_; }
-  double* mean_at(int64_t set, int64_t i) { return values_.get() + (set * cut_.chunks + i) * cut_.slots; }
+  double* mean_at(int64_t i) { return values_.get() + i * cut_.slots; }
 
   const Cut cut_;
   const ElementType type_;
   const char* const x_;
   const int64_t size_;
-  const std::unique_ptr<double[]> values_;  // written before they are read
+  std::unique_ptr<double[]> values_;  // written before they are read
 };
 
-// Sums of dz and of dz * (x - mean) of every chunk.
+// Sums of dz and of dz * (x - mean) of every chunk of a set.
 class GradPartials {
  public:
   explicit GradPartials(const Cut& cut)
-      : cut_(cut), size_(cut.sets * cut.chunks * cut.slots), values_(2 * size_) {}
+      : cut_(cut), size_(cut.chunks * cut.slots), values_(new double[2 * size_]) {}
 
-  double* dz(int64_t set, int64_t i) { return values_.data() + (set * cut_.chunks + i) * cut_.slots; }
-  double* dz_centred(int64_t set, int64_t i) { return dz(set, i) + size_; }
+  void clear() { std::fill_n(values_.get(), 2 * size_, 0.0); }
+  double* dz(int64_t i) { return values_.get() + i * cut_.slots; }
+  double* dz_centred(int64_t i) { return dz(i) + size_; }
 
-  // summed(channel, sum_dz, sum_dz_centred) for every sum, chunk by chunk; where statistics are by sample
-  // the channels are numbered on from one sample to the next.
+  // summed(channel of the set, sum_dz, sum_dz_centred) for every sum, chunk by chunk.
   template <class Summed> void merge(int64_t set, Summed summed) {
     for (int64_t i = 0; i < cut_.chunks; ++i) {
       const Chunk chunk = cut_.chunk(set, i);
       const int64_t n = cut_.columns ? chunk.block.length : cut_.step == 0 ? 1 : chunk.block.count;
-      const double *a = dz(set, i), *b = dz_centred(set, i);
+      const double *a = dz(i), *b = dz_centred(i);
       if (cut_.fold == 1) {
         for (int64_t j = 0; j < n; ++j) summed(chunk.index + j, a[j], b[j]);
       } else {
-        const int64_t channels = cut_.channels();
-        for (int64_t j = 0; j < n; ++j) summed(set * channels + j % channels, a[j], b[j]);
+        for (int64_t j = 0; j < n; ++j) summed(j % cut_.most, a[j], b[j]);
       }
     }
   }
@@ -154,7 +153,7 @@ class GradPartials {
  private:
   const Cut cut_;
   const int64_t size_;
-  std::vector<double> values_;
+  std::unique_ptr<double[]> values_;
 };
 
 }  // namespace leannorm

@@ -9,7 +9,7 @@
 
 namespace leannorm {
 
-constexpr int64_t kStreamed = 4 << 20;  // bytes of output from which on the caches are better left to others
+constexpr int64_t kStreamed = 8 << 20;  // bytes of output from which on the caches are better left to others
 
 
 enum class Isa { base, v3, v4 };

@@ -307,6 +307,17 @@ template <class V> LEANNORM_INLINE Wide<V> splat_wide(double value) {
   else return {splat<D>(value), splat<D>(value)};
 }
 
+#if defined(__AVX512F__) || defined(__AVX2__)  // the sum below, in registers
+LEANNORM_INLINE double total(D v) {
+#if defined(__AVX512F__)
+  const __m256d four = _mm512_castpd512_pd256((__m512d)v) + _mm512_extractf64x4_pd((__m512d)v, 1);
+#else
+  const __m256d four = (__m256d)v;
+#endif
+  const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
+  return two[0] + two[1];
+}
+#else
 LEANNORM_INLINE double total(D v) {
   double lane[lanes<D>];
   std::memcpy(lane, &v, sizeof v);
@@ -314,6 +325,7 @@ LEANNORM_INLINE double total(D v) {
     for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
   return lane[0];
 }
+#endif
 LEANNORM_INLINE double total(Wide<D> v) { return total(v.a); }
 LEANNORM_INLINE double total(Wide<F> v) { return total(v.a + v.b); }
 

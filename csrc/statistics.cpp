@@ -130,11 +130,11 @@ std::tuple<Tensor, Tensor> means_of(const Tensor& total, const Optional& weight,
   const Tensor p = new_doubles(total, c), q = new_doubles(total, c);
   const double* const sums = doubles(total) + 1;
   const double n = std::max(*doubles(count), 1.0);
-  const auto weights = values(weight);
-  STD_TORCH_CHECK(weights.empty() || int64_t(weights.size()) == c, "leannorm: weight must have one value a channel");
+  const Values weights(weight);
+  STD_TORCH_CHECK(!weights.given() || weights.size() == c, "leannorm: weight must have one value a channel");
   double *const ps = mutable_doubles(p), *const qs = mutable_doubles(q);
   for (int64_t i = 0; i < c; ++i) {
-    const double w = weights.empty() ? 1.0 : weights[i];
+    const double w = weights.given() ? weights[i] : 1.0;
     ps[i] = sums[i] * w / n;
     qs[i] = sums[c + i] * w / n;
   }

@@ -68,17 +68,24 @@ inline double value_at(ElementType type, const void* p, int64_t i) {
 }
 inline int64_t element_size(ElementType type) { return type == kDouble ? 8 : type == kFloat ? 4 : 2; }
 
-// Every value of a small contiguous tensor of any floating type, as float64.
-inline std::vector<double> values(const Tensor& v) {
-  STD_TORCH_CHECK(v.is_contiguous(), "leannorm: per-channel values must be contiguous");
-  const ElementType type = element_type(v);
-  const void* p = v.const_data_ptr();
-  std::vector<double> read(v.numel());
-  for (size_t i = 0; i < read.size(); ++i) read[i] = value_at(type, p, i);
-  return read;
-}
-inline std::vector<double> values(const Optional& v) {
-  return v.has_value() ? values(*v) : std::vector<double>();
-}
+// A small contiguous tensor of any floating type, read as float64 where it lies: a copy that one thread makes
+// for all would have to travel from its cache to theirs.
+struct Values {
+  ElementType type = kDouble;
+  const void* p = nullptr;
+  int64_t n = 0;
+
+  Values() = default;
+  Values(const Tensor& v) : type(element_type(v)), p(v.const_data_ptr()), n(v.numel()) {
+    STD_TORCH_CHECK(v.is_contiguous(), "leannorm: per-channel values must be contiguous");
+  }
+  explicit Values(const std::vector<double>& v) : p(v.data()), n(v.size()) {}
+  Values(const Optional& v) {
+    if (v.has_value()) *this = Values(*v);
+  }
+  double operator[](int64_t i) const { return value_at(type, p, i); }
+  int64_t size() const { return n; }
+  bool given() const { return p != nullptr; }
+};
 
 }  // namespace leannorm
