@@ -37,7 +37,7 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own; 10 minutes.
+# The kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer, on a build of their own; some 6 minutes.
 SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 sanitize: $(VENV)/.ready
 	CXXFLAGS="-O1 $(SANITIZE)" LDFLAGS="$(SANITIZE)" $(BIN)/python setup.py -q build \

@@ -1,4 +1,5 @@
 // The per-channel operators: what `channel_*` of ops/backends/reference.py computes, over dense tensors.
+#include "caches.h"
 #include "channel_coefficients.h"
 #include "channel_sums.h"
 

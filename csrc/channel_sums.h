@@ -16,8 +16,8 @@ inline double add_rounded(double& a, double b) {
   return left;
 }
 
-// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of float64
-// input also what rounding left of the means: they are subtracted from each other, and no type is wider.
+// Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of
+// float64 input also what rounding left of the means: they are subtracted from each other, and no type is wider.
 class MomentPartials {
  public:
   MomentPartials(const Cut& cut, const Tensor& x)

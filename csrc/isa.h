@@ -2,32 +2,11 @@
 // namespace that LEANNORM_ISA names, so that nothing compiled for one leaks into another.
 #pragma once
 
-#include <unistd.h>
-
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
 namespace leannorm {
-
-constexpr int64_t kStreamed = 8 << 20;  // bytes of output from which on the caches are better left to others
-
-// The same as bytes that a call reads and writes, by the size of the last cache: while a good part of it takes
-// them all, a line written past it would have to be driven out first, at twice the time.
-// LEANNORM_CACHE in the environment is another size in bytes, so that a test can have either way.
-inline int64_t last_cache() {
-  if (const char* bytes = std::getenv("LEANNORM_CACHE")) return std::atoll(bytes);
-#if defined(_SC_LEVEL3_CACHE_SIZE)
-  return sysconf(_SC_LEVEL3_CACHE_SIZE);
-#else
-  return 0;
-#endif
-}
-
-inline int64_t streamed_traffic() {
-  static const int64_t share = last_cache() / 6, least = 2 * kStreamed;
-  return share > least ? share : least;
-}
 
 enum class Isa { base, v3, v4 };
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "caches.h"
 #include "tensors.h"
 
 namespace leannorm {

@@ -230,7 +230,7 @@ def test_buffers_move_once_and_no_random_number_is_drawn_in_the_backward_pass():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("act", [nn.Identity, nn.ReLU, nn.ReLU6, nn.Hardswish], ids=lambda act: act.__name__)
 def test_a_zero_is_rebuilt_with_its_sign(act, layout):
-    """A bias of -0 and a mean of 0 shift by -0, which leaves -0 what it is; the factor's gradient shows it."""
+    """A bias of -0 and a mean of 0 shift by -0, which leaves -0 as it is; the factor's gradient shows it."""
     x = torch.randint(-9, 9, (2, 4, 16, 16)).float()
     x[:, :, 0] = 0
     zeros = torch.cat((x, -x))  # whose sum is 0 in any order
