@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leannorm import functional
 from leannorm.ops.select import explain, use_backend
-from leannorm.report.answers import poisoned_memory, within_budget
+from leannorm.report.answers import error_of, largest_error, poisoned_memory, within_budget
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
@@ -86,7 +86,8 @@ def bench(
 ) -> Iterator[Timing]:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
-    With `compiled` also what `torch.compile` makes of torch's norm; compiling is not counted.
+    With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
+    compiling is not counted.
 
     A backend whose answer is wrong is not timed (its seconds are None); answers are checked on memory full
     of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on the device, on
@@ -114,7 +115,7 @@ def _bench(
     correct, run_of = {"torch": True}, {"torch": case.torchs}
     if compiled:
         run_of[COMPILED] = torch.compile(case.torchs, dynamic=False)  # each case's shape has its own kernels
-        correct[COMPILED] = within_budget(_answers(run_of[COMPILED], leaves, dy), stock, exact)
+        correct[COMPILED] = _near(_answers(run_of[COMPILED], leaves, dy), stock, exact)
     for name in serving:
         run_of[name] = case.ours
         with use_backend(name), poisoned_memory():
@@ -147,6 +148,13 @@ def _bench(
             floor / took if took else None,
             name in right,
         )
+
+
+def _near(answers: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
+    """Right, though not by the measure that we hold ourselves to: the compiler's sums have other errors."""
+    outputs = zip(answers, stock, exact, strict=True)
+    errors = [error_of(answer, want, largest_error(torchs, want)) for answer, torchs, want in outputs]
+    return all(error.found <= 8 * error.allowed for error in errors)
 
 
 def _answers(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
