@@ -6,6 +6,7 @@ A sample on every run; all of timm's and torchvision's with `-m conformance` (`m
 from __future__ import annotations
 
 import contextlib
+import inspect
 
 import pytest
 import torch
@@ -57,9 +58,11 @@ def build(architecture: str, **options: object) -> nn.Module:
         import timm
 
         return timm.create_model(name, num_classes=10, **options)
-    from torchvision.models import get_model
+    from torchvision.models import get_model, get_model_builder
 
-    return get_model(name, weights=None, **options)
+    takes = inspect.signature(get_model_builder(name)).parameters
+    none = {key: None for key in ("weights", "weights_backbone") if key in takes}  # by default it is fetched
+    return get_model(name, **none, **options)
 
 
 def parameters(architecture: str) -> int:
