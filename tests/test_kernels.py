@@ -190,7 +190,7 @@ def test_every_instruction_set(isa):
     assert run.returncode == 0, run.stdout[-3000:]
 
 
-@pytest.mark.skipif("LEANNORM_LARGE" not in os.environ, reason="takes 20 GiB; set LEANNORM_LARGE to run")
+@pytest.mark.skipif("LEANNORM_LARGE" not in os.environ, reason="takes 14 GiB; set LEANNORM_LARGE to run")
 @pytest.mark.parametrize("shape", [(2, 3, 2**29 // 3 + 5), (2**29 + 9, 2), (3, 2, 2**28 + 7)], ids=str)
 def test_more_elements_than_an_int_counts(shape):
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -199,7 +199,8 @@ def test_more_elements_than_an_int_counts(shape):
     x.fill_(1)
     x[-1, -1] = 3
     y, mean, _, rstd = cpu.channel_forward(x, None, None, None, 1e-5, "identity", 0)
-    last, count = 3 * (x[:, -1] == 3).sum().item() + (x[:, -1] == 1).sum().item(), x[:, -1].numel()
+    count = x[:, -1].numel()
+    last = count + 2 * x[-1, -1].numel()
     assert abs(mean[-1].item() - last / count) < 1e-6
     assert y[-1, -1].flatten()[-1] == ((3 - mean[-1]) * rstd[-1]).bfloat16()
     torch.ops.leannorm.channel_backward_(y, x, mean, rstd, None, None, None, None, "identity", 0, False)
