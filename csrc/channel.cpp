@@ -113,7 +113,8 @@ struct Call {
   // dx, or null where it takes the place of x; dz where there is one.
   void results(const Tensor& result, const Tensor& dz) {
     tensors.result = mutable_data(result);
-    tensors.past = result.numel() * tensors.bytes >= kStreamed && tensors.result != tensors.x;
+    const int64_t least = cut.columns ? kStreamedColumns : kStreamedPlanes;
+    tensors.past = result.numel() * tensors.bytes >= least && tensors.result != tensors.x;
     if (dz.numel() > 0) tensors.dz = mutable_data(dz);
   }
   int64_t statistics() const { return groups == 0 ? s.c : s.n * groups; }
