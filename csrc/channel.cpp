@@ -181,6 +181,20 @@ struct GivenWorker : Worker {
   }
 };
 
+struct GradSums : GivenWorker {
+  double *const sum_dz, *const sum_dz_xhat;
+  GradPartials partials;
+
+  GradSums(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
+      : GivenWorker(call, given), sum_dz(sum_dz), sum_dz_xhat(sum_dz_xhat), partials(call.cut) {}
+  void begin(int64_t next) {
+    GivenWorker::begin(next);
+    partials.clear();
+  }
+  void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
+  void between() { call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat); }
+};
+
 std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
   const Call call(x, groups, {}, {}, {}, "identity");
   const Cut cut = moments_cut(call.s, groups);
@@ -249,19 +263,6 @@ std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, 
   const Given given(call, mean, rstd);
   const auto sizes = call.groups == 0 ? std::vector<int64_t>{call.s.c} : std::vector<int64_t>{call.s.n, call.s.c};
   const Tensor sum_dz = new_doubles(x, sizes), sum_dz_xhat = new_doubles(x, sizes);
-  struct GradSums : GivenWorker {
-    double *const sum_dz, *const sum_dz_xhat;
-    GradPartials partials;
-
-    GradSums(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
-        : GivenWorker(call, given), sum_dz(sum_dz), sum_dz_xhat(sum_dz_xhat), partials(call.cut) {}
-    void begin(int64_t next) {
-      GivenWorker::begin(next);
-      partials.clear();
-    }
-    void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
-    void between() { call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat); }
-  };
   in_first_pass(call.cut, [&] { return GradSums(call, given, doubles(sum_dz), doubles(sum_dz_xhat)); });
   return {sum_dz, sum_dz_xhat};
 }
@@ -307,20 +308,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   const int64_t channels = call.s.c, sums = groups == 0 ? 0 : call.s.n * channels;
   const Tensor dweight = new_doubles(x, {channels}), dbias = new_doubles(x, {channels});
   const std::unique_ptr<double[]> by_sample(new double[2 * sums]);
-  struct Backward : GivenWorker {
-    double *const sum_dz, *const sum_dz_xhat;
-    GradPartials partials;
+  struct Backward : GradSums {
+    using GradSums::GradSums;
     std::vector<double> p, q;
 
-    Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
-        : GivenWorker(call, given), sum_dz(sum_dz), sum_dz_xhat(sum_dz_xhat), partials(call.cut) {}
-    void begin(int64_t next) {
-      GivenWorker::begin(next);
-      partials.clear();
-    }
-    void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
     void between() {
-      call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat);
+      GradSums::between();
       const Cut& cut = call.cut;
       const int64_t first = cut.first_channel(set), n = cut.channels(set);
       p.assign(cut.statistics(set), 0.0);
