@@ -59,7 +59,7 @@ struct Statistics {
   double eps, *mean, *m2, *rstd;
 
   void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t base = cut.first_statistic(set), statistics = cut.statistics(set), channels = cut.channels(set);
+    const int64_t base = cut.first_statistic(set), statistics = cut.statistics;
     std::fill_n(mean + base, statistics, 0.0);
     std::fill_n(m2 + base, statistics, 0.0);
     struct Slot { int64_t at, n; double mean, m2, left; };
@@ -69,7 +69,7 @@ struct Statistics {
         mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
         return;
       }
-      const int64_t i = base + slot % channels / cut.per_statistic;
+      const int64_t i = base + slot % cut.channels() / cut.per_statistic;
       slots.push_back({i, n, slot_mean, slot_m2, left});
       mean[i] += slot_mean * (double(n) / double(count));
     });
@@ -119,9 +119,6 @@ struct Call {
   }
   int64_t statistics() const { return groups == 0 ? s.c : s.n * groups; }
   SetCoefficients coefficients() const { return {type, cut, s.c, weight, bias}; }
-  Statistics make_statistics(const Cut& moments, double eps, const Tensor& mean, const Tensor& m2, double* rstd) const {
-    return {moments, count, eps, doubles(mean), doubles(m2), rstd};
-  }
 
   void normalize(const SetCoefficients& c, int64_t set, int64_t i) const {
     const Chunk chunk = cut.chunk(set, i);
@@ -138,7 +135,7 @@ struct Call {
   }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
-    const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
+    const int64_t first = cut.first_channel(set), n = cut.channels(), statistic = cut.first_statistic(set);
     std::fill_n(sum_dz + first, n, 0.0);
     std::fill_n(sum_dz_xhat + first, n, 0.0);
     partials.merge(set, [&](int64_t channel, double dz, double dz_centred) {
@@ -162,21 +159,31 @@ struct Given {
 // A worker (see `in_two_passes`) that has nothing to do but in the passes that it says.
 struct Worker {
   const Call& call;
-  SetCoefficients coefficients;
   int64_t set = 0;
 
-  explicit Worker(const Call& call) : call(call), coefficients(call.coefficients()) {}
+  explicit Worker(const Call& call) : call(call) {}
   void begin(int64_t next) { set = next; }
   void first(int64_t) {}
   void between() {}
   void second(int64_t) {}
 };
+struct Moments : Worker {
+  const Statistics& statistics;
+  MomentPartials partials;
+
+  Moments(const Call& call, const Statistics& statistics, const Tensor& x)
+      : Worker(call), statistics(statistics), partials(statistics.cut, x) {}
+  void first(int64_t i) { partials.add(kernels(), set, i); }
+  void between() { statistics.merge(partials, set); }
+};
+
 struct GivenWorker : Worker {
   const Given& given;
+  SetCoefficients coefficients;
 
-  GivenWorker(const Call& call, const Given& given) : Worker(call), given(given) {}
+  GivenWorker(const Call& call, const Given& given) : Worker(call), given(given), coefficients(call.coefficients()) {}
   void begin(int64_t next) {
-    set = next;
+    Worker::begin(next);
     coefficients.set_forward(set, given.mean, given.rstd);
   }
 };
@@ -199,16 +206,7 @@ std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
   const Call call(x, groups, {}, {}, {}, "identity");
   const Cut cut = moments_cut(call.s, groups);
   const Tensor mean = new_doubles(x, statistics_sizes(call.s, groups)), m2 = new_doubles(x, statistics_sizes(call.s, groups));
-  const Statistics statistics = call.make_statistics(cut, 0, mean, m2, nullptr);
-  struct Moments : Worker {
-    const Statistics& statistics;
-    MomentPartials partials;
-
-    Moments(const Call& call, const Statistics& statistics, const Tensor& x)
-        : Worker(call), statistics(statistics), partials(statistics.cut, x) {}
-    void first(int64_t i) { partials.add(kernels(), set, i); }
-    void between() { statistics.merge(partials, set); }
-  };
+  const Statistics statistics{cut, call.count, 0, doubles(mean), doubles(m2), nullptr};
   in_first_pass(cut, [&] { return Moments(call, statistics, x); });
   return {mean, m2};
 }
@@ -236,22 +234,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, cons
   const auto sizes = statistics_sizes(call.s, groups);
   const Tensor mean = new_doubles(x, sizes), m2 = new_doubles(x, sizes), rstd = new_doubles(x, sizes);
   const Cut moments = moments_cut(call.s, groups);
-  const Statistics statistics = call.make_statistics(moments, eps, mean, m2, doubles(rstd));
-  struct Forward : Worker {
-    const Statistics& statistics;
-    const Values mean, rstd;
-    MomentPartials partials;
+  const Statistics statistics{moments, call.count, eps, doubles(mean), doubles(m2), doubles(rstd)};
+  const Given taken(call, mean, rstd);
+  struct Forward : Moments {
+    const Given taken;
+    SetCoefficients coefficients;
 
-    Forward(const Call& call, const Statistics& statistics, const Tensor& x, const Tensor& mean, const Tensor& rstd)
-        : Worker(call), statistics(statistics), mean(mean), rstd(rstd), partials(statistics.cut, x) {}
-    void first(int64_t i) { partials.add(kernels(), set, i); }
+    Forward(const Call& call, const Statistics& statistics, const Tensor& x, const Given& taken)
+        : Moments(call, statistics, x), taken(taken), coefficients(call.coefficients()) {}
     void between() {
-      statistics.merge(partials, set);
-      coefficients.set_forward(set, mean, rstd);
+      Moments::between();
+      coefficients.set_forward(set, taken.mean, taken.rstd);
     }
     void second(int64_t i) { call.normalize(coefficients, set, i); }
   };
-  in_two_passes(moments, call.cut, [&] { return Forward(call, statistics, x, mean, rstd); });
+  in_two_passes(moments, call.cut, [&] { return Forward(call, statistics, x, taken); });
   return {y, mean, m2, rstd};
 }
 
@@ -277,7 +274,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
   const Values ps(p), qs(q);
-  const bool constant = !ps.given() || !qs.given();
+  const bool constant = !ps.given() || !qs.given();  // statistics
   STD_TORCH_CHECK(constant || (ps.n == call.statistics() && qs.n == call.statistics()),
                   "leannorm: p and q must have one value for each statistic");
   struct InputGrad : GivenWorker {
@@ -315,9 +312,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
     void between() {
       GradSums::between();
       const Cut& cut = call.cut;
-      const int64_t first = cut.first_channel(set), n = cut.channels(set);
-      p.assign(cut.statistics(set), 0.0);
-      q.assign(cut.statistics(set), 0.0);
+      const int64_t first = cut.first_channel(set), n = cut.channels();
+      p.assign(cut.statistics, 0.0);
+      q.assign(cut.statistics, 0.0);
       for (int64_t j = 0; j < n; ++j) {
         const double scaled = coefficients.weight(coefficients.channel(set, j)) / call.count;
         p[j / cut.per_statistic] += scaled * sum_dz[first + j];

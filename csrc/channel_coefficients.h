@@ -12,12 +12,12 @@ namespace leannorm {
 class SetCoefficients {
  public:
   SetCoefficients(ElementType type, const Cut& cut, int64_t channels, const Values& weight, const Values& bias)
-      : double_(type == kDouble), cut_(cut), channels_(channels), weight_(weight), bias_(bias),
-        size_(cut.most * cut.fold), values_(new float[7 * size_ * (double_ ? 2 : 1)]) {}
+      : double_(type == kDouble), cut_(cut), channels_(std::max<int64_t>(1, channels)), weight_(weight), bias_(bias),
+        size_(cut.channels() * cut.fold), values_(new float[7 * size_ * (double_ ? 2 : 1)]) {}
 
   double weight(int64_t channel) const { return weight_.given() ? weight_[channel] : 1.0; }
   // The parameters of a set's channel j.
-  int64_t channel(int64_t set, int64_t j) const { return (cut_.first_channel(set) + j) % channels_; }
+  int64_t channel(int64_t set, int64_t j) const { return cut_.first_channel(set) % channels_ + j; }
 
   // mean and rstd: of all statistics.
   void set_forward(int64_t set, const Values& mean, const Values& rstd) {
@@ -45,19 +45,18 @@ class SetCoefficients {
 
  private:
   void put(int64_t row, int64_t at, double value) {
-    for (int64_t f = 0, n = cut_.most; f < cut_.fold; ++f) {
-      const int64_t i = row * size_ + f * n + at;
+    for (int64_t f = 0; f < cut_.fold; ++f) {
+      const int64_t i = row * size_ + f * cut_.channels() + at;
       if (double_) std::memcpy(values_.get() + 2 * i, &value, sizeof value);
       else values_[i] = float(value);
     }
   }
 
   template <class Visit> void each(int64_t set, Visit visit) {
-    const int64_t n = cut_.channels(set), first = cut_.first_statistic(set);
-    int64_t c = channel(set, 0), statistic = first, left = cut_.per_statistic;
+    const int64_t n = cut_.channels(), c = channel(set, 0);
+    int64_t statistic = cut_.first_statistic(set), left = cut_.per_statistic;
     for (int64_t j = 0; j < n; ++j) {
-      visit(j, statistic, c);
-      if (++c == channels_) c = 0;
+      visit(j, statistic, c + j);
       if (--left == 0) ++statistic, left = cut_.per_statistic;
     }
   }

@@ -62,8 +62,8 @@ struct Cut {
   int64_t slots = 1;             // sums of a chunk, at most
   int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
   int64_t step = 0;              // planes: 1 where each has its own coefficients
-  int64_t all = 0, most = 1;     // channels of all sets and of a set, at most
-  int64_t per_statistic = 1;     // channels of a set that share one
+  int64_t statistics = 1;        // of each set
+  int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
@@ -90,18 +90,17 @@ struct Cut {
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : 0; }
 
-  // The channels and statistics of a set; the first of them in the numbering of all samples.
-  int64_t channels(int64_t set) const { return std::min(most, all - set * most); }
-  int64_t first_channel(int64_t set) const { return set * most; }
-  int64_t statistics(int64_t set) const { return channels(set) / per_statistic; }
-  int64_t first_statistic(int64_t set) const { return first_channel(set) / per_statistic; }
+  // The channels of each set; a set's first channel and statistic in the numbering of all samples.
+  int64_t channels() const { return statistics * per_statistic; }
+  int64_t first_channel(int64_t set) const { return set * channels(); }
+  int64_t first_statistic(int64_t set) const { return set * statistics; }
+
   static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
                        int64_t step) {
     Cut cut;
     cut.sets = sets, cut.planes = planes, cut.stride = stride, cut.length = length;
     cut.set_stride = set_stride, cut.step = step;
-    cut.most = cut.per_statistic = step == 0 ? 1 : std::max<int64_t>(planes, 1);
-    cut.all = sets * (step == 0 ? 1 : planes);
+    cut.per_statistic = step == 0 ? 1 : planes;
     cut.segments = std::max<int64_t>(1, (length + kChunk - 1) / kChunk);
     cut.per_chunk = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, length));
     cut.chunks = cut.segments > 1 ? planes * cut.segments : (planes + cut.per_chunk - 1) / cut.per_chunk;
@@ -114,9 +113,9 @@ struct Cut {
     Cut cut;
     cut.columns = true;
     cut.sets = samples;
-    cut.most = channels, cut.all = samples * channels;
-    cut.per_statistic = groups == 0 ? 1 : std::max<int64_t>(channels / groups, 1);
-    cut.fold = std::max<int64_t>(1, std::min(rows, kNarrow / std::max<int64_t>(channels, 1)));
+    cut.statistics = groups == 0 ? channels : groups;
+    cut.per_statistic = channels / cut.statistics;
+    cut.fold = std::max<int64_t>(1, std::min(rows, kNarrow / channels));
     cut.width = cut.stride = channels * cut.fold;
     cut.rows = rows / cut.fold;
     cut.tail = rows % cut.fold * channels;

@@ -43,33 +43,23 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
   if (pending != 0) done();
 }
 
-// For every statistic of a block: begin(s), its runs, end(s). `step` is 0 where all planes share one.
-template <int W, class Begin, class Take, class Done, class End>
-LEANNORM_INLINE void each_statistic(Block block, int64_t step, Begin begin, Take take, Done done, End end) {
-  const int64_t statistics = step == 0 ? 1 : block.count, planes = step == 0 ? block.count : 1;
-  for (int64_t s = 0; s < statistics; ++s) {
-    begin(s);
-    each_run<W>(s * block.stride, planes, block, take, done);
-    end(s);
-  }
-}
-
 template <class T>
 void plane_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = Element<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  V k{};
+  const V k = splat<V>(*shift);
   Run<V> run;
   Sums<V> sum;
-  each_statistic<E::W>(
-      block, 0, [&](int64_t s) LEANNORM_BODY { k = splat<V>(shift[s]); },
+  each_run<E::W>(
+      0, block.count, block,
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         // Lanes past the end hold the shift, which adds nothing.
         if constexpr (whole) run.add_moments(E::load(x + i), k);
         else run.add_moments(E::load(x + i, n, k), k);
       },
-      [&]() LEANNORM_BODY { sum.take(run); }, [&](int64_t s) LEANNORM_BODY { sum.put(sums + s, squares + s); });
+      [&]() LEANNORM_BODY { sum.take(run); });
+  sum.put(sums, squares);
 }
 
 // The same in float64 throughout, for values of which float32 cannot hold the squares or the shift is far
@@ -79,20 +69,17 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   using E = Element<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  V k{};  // an element, so exact
-  Wide<V> wide_k{};
+  const V k = splat<V>(*shift);  // an element, so exact
+  const Wide<V> wide_k = splat_wide<V>(*shift);
   Sums<V> sum;
-  each_statistic<E::W>(
-      block, 0,
-      [&](int64_t s) LEANNORM_BODY {
-        k = splat<V>(shift[s]);
-        wide_k = splat_wide<V>(shift[s]);
-      },
+  each_run<E::W>(
+      0, block.count, block,
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
         else sum.add_moments(E::load(x + i, n, k), wide_k);
       },
-      []() LEANNORM_BODY {}, [&](int64_t s) LEANNORM_BODY { sum.put(sums + s, squares + s); });
+      []() LEANNORM_BODY {});
+  sum.put(sums, squares);
 }
 
 template <class T, Form form>
@@ -116,13 +103,17 @@ template <class T, Form form>
 void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
                      double* sum_dz_centred) {
   using V = typename Element<T>::V;
-  Affine<V> affine{};
+  const int64_t statistics = c.step == 0 ? 1 : block.count, planes = c.step == 0 ? block.count : 1;
   Run<V> run;
   Sums<V> sum;
-  each_statistic<Element<T>::W>(
-      block, c.step, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY { run.add(gradient<T, form, whole>({o, i}, n, affine, act)); },
-      [&]() LEANNORM_BODY { sum.take(run); }, [&](int64_t s) LEANNORM_BODY { sum.put(sum_dz + s, sum_dz_centred + s); });
+  for (int64_t s = 0; s < statistics; ++s) {
+    const Affine<V> affine = plane_affine<V>(c, s);
+    each_run<Element<T>::W>(
+        s * block.stride, planes, block,
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY { run.add(gradient<T, form, whole>({o, i}, n, affine, act)); },
+        [&]() LEANNORM_BODY { sum.take(run); });
+    sum.put(sum_dz + s, sum_dz_centred + s);
+  }
 }
 
 template <class T, Form form>

@@ -145,7 +145,7 @@ class GradPartials {
       if (cut_.fold == 1) {
         for (int64_t j = 0; j < n; ++j) summed(chunk.index + j, a[j], b[j]);
       } else {
-        for (int64_t j = 0; j < n; ++j) summed(j % cut_.most, a[j], b[j]);
+        for (int64_t j = 0; j < n; ++j) summed(j % cut_.channels(), a[j], b[j]);
       }
     }
   }

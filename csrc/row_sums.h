@@ -52,24 +52,6 @@ template <class V> inline Pair<V> operator+(Pair<V> a, Pair<V> b) { return {a.fi
 template <class V> inline Pair<Wide<V>> widen(Pair<V> p) { return {widen(p.first), widen(p.second)}; }
 template <class V> inline Pair<Wide<V>> widen(Pair<Wide<V>> p) { return p; }
 
-// The sum of all lanes, in the compute type.
-template <int kLanes, class S> inline S halves_sum(const S* lane) {
-  if constexpr (kLanes == 1) {
-    return *lane;
-  } else {
-    typedef S Half __attribute__((vector_size(kLanes / 2 * sizeof(S))));
-    const Half sum = read<Half>(lane) + read<Half>(lane + kLanes / 2);
-    S both[kLanes / 2];
-    std::memcpy(both, &sum, sizeof sum);
-    return halves_sum<kLanes / 2>(both);
-  }
-}
-template <class V> inline typename Scalar<V>::type lane_sum(V v) {
-  typename Scalar<V>::type lane[lanes<V>];
-  std::memcpy(lane, &v, sizeof v);
-  return halves_sum<lanes<V>>(lane);
-}
-
 // Lanes that are added in the compute type before float64 takes over: the rounding of a few additions.
 constexpr int kShort = 16;
 

@@ -307,25 +307,24 @@ template <class V> LEANNORM_INLINE Wide<V> splat_wide(double value) {
   else return {splat<D>(value), splat<D>(value)};
 }
 
-#if defined(__AVX512F__) || defined(__AVX2__)  // the sum below, in registers
-LEANNORM_INLINE double total(D v) {
-#if defined(__AVX512F__)
-  const __m256d four = _mm512_castpd512_pd256((__m512d)v) + _mm512_extractf64x4_pd((__m512d)v, 1);
-#else
-  const __m256d four = (__m256d)v;
-#endif
-  const __m128d two = _mm256_castpd256_pd128(four) + _mm256_extractf128_pd(four, 1);
-  return two[0] + two[1];
+// The sum of all lanes, in the compute type.
+template <int kLanes, class S> LEANNORM_INLINE S halves_sum(const S* lane) {
+  if constexpr (kLanes == 1) {
+    return *lane;
+  } else {
+    typedef S Half __attribute__((vector_size(kLanes / 2 * sizeof(S))));
+    const Half sum = read<Half>(lane) + read<Half>(lane + kLanes / 2);
+    S both[kLanes / 2];
+    std::memcpy(both, &sum, sizeof sum);
+    return halves_sum<kLanes / 2>(both);
+  }
 }
-#else
-LEANNORM_INLINE double total(D v) {
-  double lane[lanes<D>];
+template <class V> LEANNORM_INLINE typename Scalar<V>::type lane_sum(V v) {
+  typename Scalar<V>::type lane[lanes<V>];
   std::memcpy(lane, &v, sizeof v);
-  for (int step = lanes<D> / 2; step > 0; step /= 2)
-    for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
-  return lane[0];
+  return halves_sum<lanes<V>>(lane);
 }
-#endif
+LEANNORM_INLINE double total(D v) { return lane_sum(v); }
 LEANNORM_INLINE double total(Wide<D> v) { return total(v.a); }
 LEANNORM_INLINE double total(Wide<F> v) { return total(v.a + v.b); }
 

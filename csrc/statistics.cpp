@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor> means_of(const Tensor& total, const Optional& weight,
   const double* const sums = doubles(total) + 1;
   const double n = std::max(*doubles(count), 1.0);
   const Values weights(weight);
-  STD_TORCH_CHECK(!weights.given() || weights.size() == c, "leannorm: weight must have one value a channel");
+  STD_TORCH_CHECK(!weights.given() || weights.n == c, "leannorm: weight must have one value a channel");
   double *const ps = mutable_doubles(p), *const qs = mutable_doubles(q);
   for (int64_t i = 0; i < c; ++i) {
     const double w = weights.given() ? weights[i] : 1.0;

@@ -84,7 +84,6 @@ struct Values {
     if (v.has_value()) *this = Values(*v);
   }
   double operator[](int64_t i) const { return value_at(type, p, i); }
-  int64_t size() const { return n; }
   bool given() const { return p != nullptr; }
 };
 

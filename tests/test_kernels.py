@@ -59,6 +59,16 @@ def test_nothing_in_it(shape):
     assert dbias.eq(0).all()
 
 
+@pytest.mark.parametrize("shape", [(3, 0, 4), (0, 4, 5), (2, 4, 0)], ids=str)
+def test_groups_of_nothing(shape):
+    x = torch.empty(shape)
+    y, mean, _, rstd = cpu.channel_forward(x, None, None, None, 1e-5, "identity", 2)
+    assert (y.shape, mean.shape) == (shape, (shape[0], 2))
+    assert mean.eq(0).all()
+    dx, dweight, dbias, _ = cpu.channel_backward(x, x, mean, rstd, None, None, None, None, "identity", 2)
+    assert (dx.shape, dweight.shape, dbias.shape) == (shape, shape[1:2], shape[1:2])
+
+
 CUTS = [
     ((4, 64, 30, 30), 0), ((2, 3, 160, 160), 0), ((6, 512, 7, 7), 0), ((3, 24, 20, 20), 4),
     ((1, 6, 200, 200), 2), ((300, 700), 0), ((5, 3, 5001), 0),
