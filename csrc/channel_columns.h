@@ -149,7 +149,7 @@ LEANNORM_INLINE void column_normalize_as(Operands o, Block block, Coefficients c
     const Affine<V> affine = column_affine<V, whole>(c, at, n);
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i, x += block.stride)
-      normalize_vector<T, form, whole, Past>({o, x}, n, ahead, affine, act);
+      normalize_batch<InOrder<T>, form, whole, Past>({o, x}, n, ahead, affine, act);
   });
 }
 template <class T, Form form>
@@ -170,10 +170,10 @@ void column_grad_sums(Operands o, Block block, Coefficients c, int act, double* 
         const Affine<V> affine = column_affine<V, whole>(c, at, n);
 #pragma GCC unroll 8
         for (int i = 0; i < rows; ++i, x += block.stride) {
-          const Place<T> place{o, x};
+          const Place<InOrder<T>> place{o, x};
           place.fetch(o.x, ahead);
           place.fetch(o.dy, ahead);
-          run.add(gradient<T, form, whole>(place, n, affine, act));
+          run.add(gradient<InOrder<T>, form, whole>(place, n, affine, act).of[0]);
         }
       });
 }
@@ -186,7 +186,7 @@ LEANNORM_INLINE void column_input_grad_as(Operands o, Block block, Coefficients 
     const Backward<V> backward = column_backward<V, whole>(c, at, n);
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i, x += block.stride)
-      input_grad_vector<T, form, whole, Past>({o, x}, n, ahead, backward, act);
+      input_grad_batch<InOrder<T>, form, whole, Past>({o, x}, n, ahead, backward, act);
   });
 }
 template <class T, Form form>

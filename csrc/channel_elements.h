@@ -2,8 +2,8 @@
 #pragma once
 
 #include "activations.h"
+#include "batches.h"
 #include "channel.h"
-#include "past.h"
 
 namespace leannorm::LEANNORM_ISA {
 
@@ -31,39 +31,49 @@ LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
 }
 
-// Operands at one place, `n` lanes of them if that is less than a vector.
-template <class T> struct Place {
-  using E = Element<T>;
+// Operands at one place, and a batch of elements there (`InOrder` or `AnyOrder`): `n` of them if that is less than
+// a whole one.
+template <class E> struct Place {
+  using T = typename E::Scalar;
   using V = typename E::V;
+  using Batch = typename E::Batch;
   const Operands& o;
   int64_t at;
 
   LEANNORM_INLINE void fetch(const void* p, int64_t ahead) const {
     __builtin_prefetch(static_cast<const T*>(p) + at + ahead, 0, 2);
   }
-  template <bool Whole> LEANNORM_INLINE V load(const void* p, int64_t n, V rest) const {
+  template <bool Whole> LEANNORM_INLINE Batch load(const void* p, int64_t n, V rest) const {
     const T* q = static_cast<const T*>(p) + at;
     if constexpr (Whole) return E::load(q);
     else return E::load(q, n, rest);
   }
-  template <bool Whole, bool Past = false> LEANNORM_INLINE void store(void* p, V v, int64_t n) const {
+  template <bool Whole, bool Past = false> LEANNORM_INLINE void store(void* p, const Batch& v, int64_t n) const {
     T* q = static_cast<T*>(p) + at;
-    if constexpr (Whole && Past) stream(q, v);
+    if constexpr (Whole && Past) E::stream(q, v);
     else if constexpr (Whole) E::store(q, v);
     else E::store(q, v, n);
   }
 };
 
-template <class T, Form form, bool Whole, bool Past = false>
-LEANNORM_INLINE void normalize_vector(Place<T> place, int64_t n, int64_t ahead, const Affine<typename Element<T>::V>& affine, int act) {
-  using V = typename Element<T>::V;
+template <class E, Form form, bool Whole, bool Past = false>
+LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine, int act) {
+  using V = typename E::V;
   const Operands& o = place.o;
   place.fetch(o.x, ahead);
   if (o.residual != nullptr) place.fetch(o.residual, ahead);
-  V z = affine.apply(affine.centre(place.template load<Whole>(o.x, n, V{})));
-  if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
-  if constexpr (form == kReluFromInput) z = activate(z, kRelu);
-  if constexpr (form == kAny) z = activate(z, act);
+  auto z = place.template load<Whole>(o.x, n, V{});
+#pragma GCC unroll 2
+  for (V& each : z.of) each = affine.apply(affine.centre(each));
+  if (o.residual != nullptr) {
+    const auto r = place.template load<Whole>(o.residual, n, V{});
+#pragma GCC unroll 2
+    for (int j = 0; j < z.size; ++j) z.of[j] = z.of[j] + r.of[j];
+  }
+  if constexpr (form == kReluFromInput || form == kAny) {
+#pragma GCC unroll 2
+    for (V& each : z.of) each = activate(each, form == kAny ? act : kRelu);
+  }
   place.template store<Whole, Past>(o.result, z, n);
 }
 
@@ -76,33 +86,52 @@ template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t a
 // dz, and x - mean with it. Lanes past the end hold dz = 0.
 template <class V> struct Gradient { V dz, centred; };
 
-template <class T, Form form, bool Whole>
-LEANNORM_INLINE Gradient<typename Element<T>::V> gradient(Place<T> place, int64_t n,
-                                                 const Affine<typename Element<T>::V>& affine, int act) {
-  using V = typename Element<T>::V;
+template <class E, Form form, bool Whole>
+LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E::V>& affine, int act) {
+  using V = typename E::V;
   const Operands& o = place.o;
-  const V dy = place.template load<Whole>(o.dy, n, V{});
-  const V centred = affine.centre(place.template load<Whole>(o.x, n, affine.mean));
-  if constexpr (form == kPlain) return {dy, centred};
+  const auto dy = place.template load<Whole>(o.dy, n, V{}), x = place.template load<Whole>(o.x, n, affine.mean);
+  constexpr int kVectors = decltype(dy)::size;
+  Several<Gradient<V>, kVectors> result;
+#pragma GCC unroll 2
+  for (int j = 0; j < kVectors; ++j) result.of[j] = {dy.of[j], affine.centre(x.of[j])};
+  if constexpr (form == kPlain) return result;
   if (form == kReluFromOutput || (form == kAny && o.out != nullptr)) {
-    const V y = place.template load<Whole>(o.out, n, V{});
-    if constexpr (form == kAny) return {dy * slope_from_output(y, act), centred};
-    else return {y > V{} ? dy : V{}, centred};
+    const auto y = place.template load<Whole>(o.out, n, V{});
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; ++j) {
+      V& dz = result.of[j].dz;
+      if constexpr (form == kAny) dz = dz * slope_from_output(y.of[j], act);
+      else dz = y.of[j] > V{} ? dz : V{};
+    }
+    return result;
   }
-  V z = affine.apply(centred);
-  if (o.residual != nullptr) z = z + place.template load<Whole>(o.residual, n, V{});
-  if constexpr (form == kAny) return {dy * slope_from_input(z, act), centred};
-  else return {z > V{} ? dy : V{}, centred};
+  typename E::Batch r{};
+  if (o.residual != nullptr) r = place.template load<Whole>(o.residual, n, V{});
+#pragma GCC unroll 2
+  for (int j = 0; j < kVectors; ++j) {
+    auto& [dz, centred] = result.of[j];
+    V z = affine.apply(centred);
+    if (o.residual != nullptr) z = z + r.of[j];
+    if constexpr (form == kAny) dz = dz * slope_from_input(z, act);
+    else dz = z > V{} ? dz : V{};
+  }
+  return result;
 }
 
-template <class T, Form form, bool Whole, bool Past = false>
-LEANNORM_INLINE void input_grad_vector(Place<T> place, int64_t n, int64_t ahead, const Backward<typename Element<T>::V>& c, int act) {
+template <class E, Form form, bool Whole, bool Past = false>
+LEANNORM_INLINE void input_grad_batch(Place<E> place, int64_t n, int64_t ahead, const Backward<typename E::V>& c, int act) {
   place.fetch(place.o.x, ahead);
   place.fetch(place.o.dy, ahead);
   if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
-  const auto g = gradient<T, form, Whole>(place, n, c, act);
-  const auto dx = c.input_grad(g.dz, g.centred);
-  if (place.o.dz != nullptr) place.template store<Whole, Past>(place.o.dz, g.dz, n);
+  const auto g = gradient<E, form, Whole>(place, n, c, act);
+  typename E::Batch dx, dz;
+#pragma GCC unroll 2
+  for (int j = 0; j < dx.size; ++j) {
+    dz.of[j] = g.of[j].dz;
+    dx.of[j] = c.input_grad(g.of[j].dz, g.of[j].centred);
+  }
+  if (place.o.dz != nullptr) place.template store<Whole, Past>(place.o.dz, dz, n);
   place.template store<Whole, Past>(place.o.result, dx, n);
 }
 

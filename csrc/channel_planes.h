@@ -18,7 +18,13 @@ template <class V> LEANNORM_INLINE Backward<V> plane_backward(const Coefficients
   return {affine, all_lanes<V>(c.rstd, i), all_lanes<V>(c.slope, i), all_lanes<V>(c.shift, i), c.constant};
 }
 
-// take(i, n, whole) for every vector of `planes` planes from element `start` on, n of its lanes; done() after
+template <class E> using Runs = Several<Run<typename E::V>, E::Batch::size>;
+template <class V, int N> LEANNORM_INLINE void take(Sums<V>& sum, Several<Run<V>, N>& runs) {
+#pragma GCC unroll 2
+  for (Run<V>& run : runs.of) sum.take(run);
+}
+
+// take(i, n, whole) for every batch of `planes` planes from element `start` on, n of its elements; done() after
 // every kRun of them at most.
 template <int W, class Take, class Done>
 LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take take, Done done) {
@@ -45,20 +51,23 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
 
 template <class T>
 void plane_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
-  using E = Element<T>;
+  using E = AnyOrder<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
   const V k = splat<V>(*shift);
-  Run<V> run;
+  Runs<E> runs;
   Sums<V> sum;
   each_run<E::W>(
       0, block.count, block,
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         // Lanes past the end hold the shift, which adds nothing.
-        if constexpr (whole) run.add_moments(E::load(x + i), k);
-        else run.add_moments(E::load(x + i, n, k), k);
+        typename E::Batch b;
+        if constexpr (whole) b = E::load(x + i);
+        else b = E::load(x + i, n, k);
+#pragma GCC unroll 2
+        for (int j = 0; j < b.size; ++j) runs.of[j].add_moments(b.of[j], k);
       },
-      [&]() LEANNORM_BODY { sum.take(run); });
+      [&]() LEANNORM_BODY { take(sum, runs); });
   sum.put(sums, squares);
 }
 
@@ -84,17 +93,18 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
 
 template <class T, Form form>
 void plane_normalize(Operands o, Block block, Coefficients c, int act) {
-  using V = typename Element<T>::V;
-  constexpr int W = Element<T>::W;
+  using E = AnyOrder<T>;
+  using V = typename E::V;
+  constexpr int W = E::W;
   Affine<V> affine = plane_affine<V>(c, 0);
   for (int64_t p = 0; p < block.count; ++p) {
     if (c.step != 0) affine = plane_affine<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
     int64_t i = start;
     if (writes_past<T>(o, i))
-      for (; i + W <= end; i += W) normalize_vector<T, form, true, true>({o, i}, W, block.ahead, affine, act);
-    for (; i + W <= end; i += W) normalize_vector<T, form, true>({o, i}, W, block.ahead, affine, act);
-    if (i < end) normalize_vector<T, form, false>({o, i}, end - i, block.ahead, affine, act);
+      for (; i + W <= end; i += W) normalize_batch<E, form, true, true>({o, i}, W, block.ahead, affine, act);
+    for (; i + W <= end; i += W) normalize_batch<E, form, true>({o, i}, W, block.ahead, affine, act);
+    if (i < end) normalize_batch<E, form, false>({o, i}, end - i, block.ahead, affine, act);
   }
   if (o.past) settle();
 }
@@ -102,33 +112,39 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
 template <class T, Form form>
 void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
                      double* sum_dz_centred) {
-  using V = typename Element<T>::V;
+  using E = AnyOrder<T>;
+  using V = typename E::V;
   const int64_t statistics = c.step == 0 ? 1 : block.count, planes = c.step == 0 ? block.count : 1;
-  Run<V> run;
+  Runs<E> runs;
   Sums<V> sum;
   for (int64_t s = 0; s < statistics; ++s) {
     const Affine<V> affine = plane_affine<V>(c, s);
-    each_run<Element<T>::W>(
+    each_run<E::W>(
         s * block.stride, planes, block,
-        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY { run.add(gradient<T, form, whole>({o, i}, n, affine, act)); },
-        [&]() LEANNORM_BODY { sum.take(run); });
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          const auto g = gradient<E, form, whole>({o, i}, n, affine, act);
+#pragma GCC unroll 2
+          for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
+        },
+        [&]() LEANNORM_BODY { take(sum, runs); });
     sum.put(sum_dz + s, sum_dz_centred + s);
   }
 }
 
 template <class T, Form form>
 void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
-  using V = typename Element<T>::V;
-  constexpr int W = Element<T>::W;
+  using E = AnyOrder<T>;
+  using V = typename E::V;
+  constexpr int W = E::W;
   Backward<V> backward = plane_backward<V>(c, 0);
   for (int64_t p = 0; p < block.count; ++p) {
     if (c.step != 0) backward = plane_backward<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
     int64_t i = start;
     if (writes_past<T>(o, i))
-      for (; i + W <= end; i += W) input_grad_vector<T, form, true, true>({o, i}, W, block.ahead, backward, act);
-    for (; i + W <= end; i += W) input_grad_vector<T, form, true>({o, i}, W, block.ahead, backward, act);
-    if (i < end) input_grad_vector<T, form, false>({o, i}, end - i, block.ahead, backward, act);
+      for (; i + W <= end; i += W) input_grad_batch<E, form, true, true>({o, i}, W, block.ahead, backward, act);
+    for (; i + W <= end; i += W) input_grad_batch<E, form, true>({o, i}, W, block.ahead, backward, act);
+    if (i < end) input_grad_batch<E, form, false>({o, i}, end - i, block.ahead, backward, act);
   }
   if (o.past) settle();
 }

@@ -109,11 +109,12 @@ LEANNORM_INLINE HalfU16 narrow_bits(U u) {
 
 LEANNORM_INLINE F from_bfloat16(HalfU16 h) { return bits<F>(widen_bits(h) << 16); }
 
-LEANNORM_INLINE HalfU16 to_bfloat16(F v) {
-  const U u = bits<U>(v);
-  const U rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  return narrow_bits(v == v ? rounded : U{} + 0x7fc0);
+// A bfloat16, in the upper half of each lane.
+LEANNORM_INLINE U rounded_to_upper_half(F v) {
+  const U u = bits<U>(v), rounded = u + 0x7fff + ((u >> 16) & 1);
+  return v == v ? rounded : U{} + 0x7fc00000u;
 }
+LEANNORM_INLINE HalfU16 to_bfloat16(F v) { return narrow_bits(rounded_to_upper_half(v) >> 16); }
 
 LEANNORM_INLINE F from_float16(HalfU16 h) {
 #if defined(__AVX512F__)
@@ -198,6 +199,12 @@ LEANNORM_INLINE HalfU16 read_some(const uint16_t* p, int64_t n) {
 LEANNORM_INLINE void write_some(uint16_t* p, HalfU16 h, int64_t n) {
   _mm256_mask_storeu_epi16(p, (__mmask16)((1u << n) - 1), (__m256i)h);
 }
+LEANNORM_INLINE U read_pairs(const uint16_t* p, int64_t n) {
+  return (U)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+}
+LEANNORM_INLINE void write_pairs(uint16_t* p, U u, int64_t n) {
+  _mm512_mask_storeu_epi16(p, (__mmask32)((1u << n) - 1), (__m512i)u);
+}
 #else
 #if defined(__AVX2__)
 LEANNORM_INLINE __m256i first(int64_t n) {
@@ -222,6 +229,12 @@ LEANNORM_INLINE HalfU16 read_some(const uint16_t* p, int64_t n) {
   return read<HalfU16>(lane);
 }
 LEANNORM_INLINE void write_some(uint16_t* p, HalfU16 h, int64_t n) { std::memcpy(p, &h, n * sizeof *p); }
+LEANNORM_INLINE U read_pairs(const uint16_t* p, int64_t n) {
+  uint16_t lane[2 * lanes<F>] = {};
+  std::memcpy(lane, p, n * sizeof *p);
+  return read<U>(lane);
+}
+LEANNORM_INLINE void write_pairs(uint16_t* p, U u, int64_t n) { std::memcpy(p, &u, n * sizeof *p); }
 #endif
 
 LEANNORM_INLINE F blend(F v, int64_t n, F rest) {
