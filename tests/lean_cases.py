@@ -97,6 +97,30 @@ class Attention(nn.Module):
         return self.proj(y.transpose(1, 2).reshape(b, n, c))
 
 
+class BiasedAttention(nn.Module):
+    """With a learned bias for every pair of positions, taken from a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.table = nn.Linear(32, 32), nn.Parameter(torch.randn(59, 1))
+        self.places = torch.arange(30)[:, None] - torch.arange(30) + 29
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table[self.places.view(-1)].view(30, 30, 1).permute(2, 0, 1)
+        return (self.q(x)[..., :8] @ x[..., :8].mT + bias).softmax(-1) @ x
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm1, self.norm2 = Attention(False), nn.LayerNorm(32), nn.LayerNorm(32)
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu, in place": lambda: nn.ReLU(inplace=True),
@@ -161,6 +185,13 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: on_tokens(Attention(False)),
     "attention by hand": lambda: on_tokens(Attention(True)),
+    "attention with a table of biases": lambda: on_tokens(BiasedAttention()),
+    "transformer": lambda: nn.Sequential(*(TransformerBlock() for _ in range(3))),
+    "linear layers in a row": lambda: on_tokens(
+        *(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(5))
+    ),
+    "no bias": lambda: on_tokens(nn.Linear(32, 64, bias=False), nn.SiLU(), width=64),
+    "added product": lambda: on_tokens(Apply(lambda x: torch.baddbmm(x, x, x.mT @ x, alpha=0.5, beta=2))),
     "three readers": lambda: on_tokens(
         Apply(lambda x, a, b: x + a(x) * b(x), nn.Linear(32, 32), nn.Linear(32, 32))
     ),

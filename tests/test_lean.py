@@ -180,6 +180,46 @@ def test_budget_is_met_and_can_be_looked_at():
     assert saved.plan.calls != plan.calls  # planned again for other shapes
 
 
+def test_a_transformer_meets_its_budgets():
+    model, x = lean_cases.SEQUENCES["transformer"](), torch.randn(lean_cases.TOKENS)
+    stock, counted = step(model, x, Stock())
+    kept = []
+    for budget in (0.9, 0.7, 0.5, 0.3):
+        for _ in range(2):
+            model.zero_grad()
+            ours, saved = step(model, x, lean(budget=budget))
+        assert_same(ours, stock)
+        assert saved.plan.stock_bytes == counted.kept_bytes  # q, k and v hold one storage, once
+        kept.append(saved.kept_bytes / counted.kept_bytes)
+        assert budget - 0.15 < kept[-1] <= budget
+
+
+def linear_outputs(setting, width, *layers):
+    """Which outputs of linear layers are rebuilt."""
+    _, saved = step(nn.Sequential(nn.LayerNorm(width), *layers), torch.randn(3, 30, width), lean(setting))
+    return [r.rebuilt for r in saved.records if r.node == "ViewBackward0" and len(r.shape) == 3]
+
+
+def test_linear_layers_are_rebuilt_that_do_not_narrow_and_take_few_operations():
+    layers = nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU()
+    assert linear_outputs("conv", 32, *layers) == [True, False, True]
+    assert linear_outputs("norm", 32, *layers) == [False, False, False]
+    assert linear_outputs("conv", 512, nn.Linear(512, 512), nn.GELU()) == [False]  # 256 operations a byte
+
+
+def test_of_linear_layers_in_a_row_every_third_is_held():
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6))
+    assert linear_outputs("conv", 32, *layers) == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("make", [lambda: lean_cases.Attention(True), lean_cases.BiasedAttention])
+def test_softmax_of_scores_is_rebuilt_from_what_they_were_made_of(make):
+    model = nn.Sequential(nn.LayerNorm(32), make())
+    for setting, rebuilt in (("norm", False), ("conv", True)):
+        _, saved = step(model, torch.randn(lean_cases.TOKENS), lean(setting))
+        assert rebuilt in {r.rebuilt for r in saved.records if r.shape[-2:] == (30, 30)}
+
+
 def test_records_say_what_became_of_each_tensor():
     model, x = lean_cases.IMAGES["silu"](), torch.randn(lean_cases.IMAGE)
     _, saved = step(model, x, lean())

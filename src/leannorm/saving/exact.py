@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.device import asynchronous, check_not_capturing, synchronize
+from leannorm.saving.device import check_not_capturing, synchronize
 from leannorm.saving.values import Step, Value, run, without_autocast
 
 _SEEN: dict[Hashable, float | None] = {}
@@ -49,10 +49,10 @@ def _try(step: Step, tensor: Tensor) -> float | None:
         spent, again = _timed(rebuilt, tensor)
         if layout(again) != layout(tensor) or not _same_bits(again, tensor.detach()):
             return None
-        if asynchronous(tensor):  # a device's first call may have compiled its kernel, or chosen it
-            del again
-            spent, _ = _timed(rebuilt, tensor)
-        return spent
+        del again
+        return min(
+            spent, _timed(rebuilt, tensor)[0]
+        )  # the first call may have compiled its kernel, or chosen it
 
 
 def _timed(rebuilt: Callable[[], Tensor], like: Tensor) -> tuple[float, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from leannorm.saving import own, views  # noqa: F401  (own registers its recipes)
+from leannorm.saving import own, products, views  # noqa: F401  (these register their recipes)
 from leannorm.saving.device import asynchronous
 from leannorm.saving.exact import layout, seconds
 from leannorm.saving.ledger import Ledger
@@ -94,8 +94,9 @@ class Packing:
         """What later passes like this one should rebuild."""
         known: dict[Value, int] = {}
         parts = [
+            # every view of a memory that nobody packed takes all of it anew
             Part(
-                places, nbytes, sum(float(self.outcomes[i] or 0) for i in places), sums_in_a_row(root, known)
+                places, nbytes, max(float(self.outcomes[i] or 0) for i in places), sums_in_a_row(root, known)
             )
             for root, places, nbytes in self.ledger.parts(self._rebuilt_at)
         ]

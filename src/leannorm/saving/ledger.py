@@ -27,7 +27,9 @@ class Ledger:
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
-        self._rebuilt[_root(value)] = tensor.nbytes if nbytes is None else nbytes
+        if nbytes is None:  # a view would hold the whole
+            nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
+        self._rebuilt[_root(value)] = nbytes
         self._closed = None
 
     def parts(self, values: Mapping[int, weakref.ref[Value]]) -> Iterator[tuple[Value, list[int], int]]:

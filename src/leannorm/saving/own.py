@@ -71,7 +71,7 @@ def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step
     if output or values is None:
         return None
     x, kernel, conv_bias, weight, mean, rstd = values
-    if x is None or kernel is None or mean is None or rstd is None or x.rests_on_convolution:
+    if x is None or kernel is None or mean is None or rstd is None or x.products:
         return None
     has_weight, has_bias = (dtype is not None for dtype in node.dtypes)
     known, b = _affine(None, node, 2 + (conv_bias is not None) + has_weight, given, has_bias)
@@ -85,4 +85,4 @@ def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step
 
     inputs = (x, kernel) if conv_bias is None else (x, kernel, conv_bias)
     flops = 2 * kernel.look()[0].numel() * prod(node._input_metadata[0].shape)
-    return Step(rebuild, inputs, (convolution, backend.__name__, w is None), kind="conv", flops=flops)
+    return Step(rebuild, inputs, (convolution, backend.__name__, w is None), kind="product", flops=flops)

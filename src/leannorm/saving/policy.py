@@ -11,7 +11,8 @@ from leannorm._errors import InputError
 from leannorm.saving.values import Step, Value
 
 FLOPS_PER_BYTE = 160.0
-"""`recompute="conv"`: a convolution's output is rebuilt if it takes fewer operations per byte of it."""
+"""`recompute="conv"`: a convolution's or matrix product's output is rebuilt if it takes fewer operations per
+byte of it."""
 
 
 FEW_PARTS = 4
@@ -52,9 +53,9 @@ class Record(NamedTuple):
 class Policy:
     """Decides by the kind of step and by size, or for `everything` that can be rebuilt.
 
-    Convolutions: up to `flops_per_byte`. Sums: of what is held. A sum of norms' outputs (a residual
-    connection) would take those norms' time again for one tensor; one of tensors that are held, scaled or
-    seen from another side takes an addition.
+    Convolutions and matrix products: up to `flops_per_byte`. Sums: of what is held. A sum of norms' outputs
+    (a residual connection) would take those norms' time again for one tensor; one of tensors that are held,
+    scaled or seen from another side takes an addition.
     Concatenations: of parts that are at hand, or can be copied. A dense block concatenates ever more parts,
     one of them new, and would spend more time on this than on its norms.
     """
@@ -63,7 +64,7 @@ class Policy:
         self.flops_per_byte, self.everything = flops_per_byte, everything
 
     def considers(self, node: str) -> bool:
-        return self.flops_per_byte > 0 or node not in CONVOLUTIONS
+        return self.flops_per_byte > 0 or node not in PRODUCTS
 
     def may_add(self, value: Value | None) -> bool:
         """May a sum take this input? None: it is not at hand, and would first have to be rebuilt itself."""
@@ -80,19 +81,26 @@ class Policy:
     def allows(self, step: Step, nbytes: int) -> bool:
         if step.kind == "sum":
             return self.everything or all(map(_of_held, step.inputs))
-        return step.kind != "conv" or step.flops <= self.flops_per_byte * nbytes
+        return step.kind != "product" or step.flops <= self.flops_per_byte * nbytes
 
 
-CONVOLUTIONS = ("ConvolutionBackward0", "ConvNormBackward")
+PRODUCTS = (
+    "ConvolutionBackward0",
+    "ConvNormBackward",
+    "MmBackward0",
+    "BmmBackward0",
+    "AddmmBackward0",
+    "BaddbmmBackward0",
+)
 NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), everything=True)
 
 
 def _of_held(value: Value) -> bool:
-    """Does it take no norm, activation or convolution to rebuild?"""
+    """Does it take no norm or activation to rebuild, but for a product, whose operations were weighed?"""
     step = value.step
-    return step is None or (
-        (step.view or step.kind in ("scale", "sum")) and all(_of_held(v) for v in step.inputs)
-    )
+    if step is None or step.kind == "product":
+        return True
+    return (step.view or step.kind in ("scale", "sum")) and all(_of_held(v) for v in step.inputs)
 
 
 def sums_in_a_row(value: Value, known: dict[Value, int]) -> int:

@@ -8,7 +8,6 @@ step, or None: then the tensor is held, as in stock autograd. Steps close over n
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from math import prod
 from types import FrameType
 from typing import Any
 
@@ -117,7 +116,7 @@ def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
 def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """The node does not keep eps; the call that made it said it (`eps_of_call`)."""
     x, rstd = saved(node, "input"), saved(node, "result2")
-    if output or x is None or rstd is None or rstd.eps is None or x.rests_on_convolution:
+    if output or x is None or rstd is None or rstd.eps is None:
         return None
     shape, (eps,) = tuple(node._saved_normalized_shape), rstd.eps
     w, b = _copy(saved(node, "weight")), _copy(saved(node, "bias"))
@@ -127,7 +126,7 @@ def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
 @recipe("FusedRmsNormBackward0")
 def rms_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, rstd = saved(node, "input"), saved(node, "result1")
-    if output or x is None or rstd is None or rstd.eps is None or x.rests_on_convolution:
+    if output or x is None or rstd is None or rstd.eps is None:
         return None
     shape, (eps,), w = tuple(node._saved_normalized_shape), rstd.eps, _copy(saved(node, "weight"))
     fused = torch.ops.aten._fused_rms_norm
@@ -167,6 +166,7 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise, tuple[str, ...]]] = {
     "LeakyReluBackward1": (F.leaky_relu, torch.ops.aten.leaky_relu_, ("negative_slope",)),
     "EluBackward1": (torch.ops.aten.elu, torch.ops.aten.elu_, ("alpha", "scale", "input_scale")),
     "CeluBackward1": (F.celu, torch.celu_, ("alpha",)),
+    "SoftmaxBackward0": (torch.softmax, torch.softmax, ("dim",)),  # there is none in place
 }
 
 
@@ -264,33 +264,6 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
 
 def _add_to(a: Tensor, b: Tensor) -> Tensor:
     return a.add_(b) if a.shape == b.shape and a.dtype == b.dtype else a + b
-
-
-# ---------------------------------------------------------------- convolution
-
-
-@recipe("ConvolutionBackward0")
-def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, weight = saved(node, "input"), saved(node, "weight")
-    if x is None or weight is None or x.rests_on_convolution:
-        return None
-    inputs = [x, weight]
-    if any(node._saved_bias_sym_sizes_opt or ()):
-        bias = given(node, 2)
-        if bias is None:  # frozen and out of reach
-            return None
-        inputs.append(bias)
-    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    constants = tuple(_constant(node, name) for name in names)
-    kernel = node.next_functions[1][0] and weight.look()
-    if kernel is None or constants[3]:
-        return None
-    flops = 2 * kernel[0].numel() * prod(node._input_metadata[0].shape)
-
-    def rebuild(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.convolution(x, weight, bias, *constants)
-
-    return Step(rebuild, tuple(inputs), constants, kind="conv", flops=flops)
 
 
 def _constant(node: Any, name: str) -> Any:

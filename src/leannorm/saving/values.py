@@ -59,8 +59,7 @@ class Value:
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
-        for value in step.inputs if step else ():
-            value.used()
+        self._rests_on(step)
 
     def used(self) -> Value:
         """One more node, or one more step, will read this value."""
@@ -71,13 +70,12 @@ class Value:
     def becomes(self, step: Step) -> None:
         """Let go of the tensor: from now on it is rebuilt."""
         self.step, self.tensor, self.origin = step, None, None
-        for value in step.inputs:
-            value.used()
+        self._rests_on(step)
 
-    @property
-    def rests_on_convolution(self) -> bool:
-        step = self.step
-        return step is not None and (step.kind == "conv" or any(v.rests_on_convolution for v in step.inputs))
+    def _rests_on(self, step: Step | None) -> None:
+        self.products = int(step is not None and step.kind == "product")  # in a row, at most
+        if step is not None:
+            self.products += max((value.used().products for value in step.inputs), default=0)
 
     @property
     def at_hand(self) -> bool:
@@ -123,10 +121,10 @@ class Value:
         return tensor
 
     def _there(self, tensor: Tensor) -> Tensor:
-        if tensor.requires_grad and type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
+        if type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
             raise RuntimeError(
                 f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
-                " forward pass, as sharding does with weights, and rebuilding a convolution needs it: use"
+                " forward pass, as sharding does with weights, and rebuilding a layer's product needs it: use"
                 ' leannorm.lean("norm"), which reads no parameters in the backward pass'
             )
         return tensor
@@ -208,7 +206,12 @@ def saved(node: Any, name: str) -> Value | None:
     except RuntimeError:  # edited since: autograd will say so where it matters
         return None
     layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    step = Step(lambda: getattr(node, attribute).detach(), (), ("saved", *layout), view=True)
+
+    def read() -> Tensor:
+        tensor: Tensor = getattr(node, attribute)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    step = Step(read, (), ("saved", *layout), view=True)
     return Value(None, tensor._version, step, name=node.name())
 
 

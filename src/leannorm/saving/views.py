@@ -88,6 +88,22 @@ def roll(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return None if x is None else Step(lambda x: torch.roll(x, shifts, dims), (x,), ("roll", shifts, dims))
 
 
+@recipe("IndexBackward0")
+def index(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A table's rows, such as the biases of relative positions."""
+    x, places = given(node, 0), [raw.data for raw in node._raw_saved_indices]
+    if x is None or not all(place is None or type(place) is Value for place in places):
+        return None
+    given_axes = tuple(place is not None for place in places)
+
+    def rebuild(x: Tensor, *places: Tensor) -> Tensor:
+        rest = iter(places)
+        return x[tuple(next(rest) if there else slice(None) for there in given_axes)]
+
+    inputs = x, *(place for place in places if place is not None)
+    return Step(rebuild, inputs, ("index", given_axes), kind="scale")
+
+
 @recipe("ConstantPadNdBackward0")
 def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """Padding by nothing is a copy; what real padding was filled with, the node does not keep."""
