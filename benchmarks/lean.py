@@ -122,10 +122,12 @@ class Row(NamedTuple):
 def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> list[Row]:
     model, x = network(name)
     norm, conv = REACH.get(name, (None, None))
-    sides = {"stock": Side(model, x, contextlib.nullcontext), "norm": Side(model, x, lean)}
+    sides = {
+        "stock": Side(model, x, contextlib.nullcontext),
+        "norm": Side(model, x, lean),
+        "conv": Side(model, x, lambda: lean("conv")),
+    }
     reaches = {"norm": norm, "conv": conv}
-    if conv is not None or name not in REACH:
-        sides["conv"] = Side(model, x, lambda: lean("conv"))
     for budget in BUDGETS if budgets else ():
         sides[f"budget {budget}"] = Side(model, x, lambda budget=budget: lean(budget=budget))
     if against_checkpoint:

@@ -140,8 +140,8 @@ def test_trains_to_the_same_bits(architecture: str) -> None:
         pytest.skip(f"does not train: {str(error).splitlines()[0][:80]}")
     if not all(same(v, again[k]) for k, v in stock.items()):
         pytest.skip("stock training itself does not repeat its bits")
-    for setting in ("norm", "conv"):
-        ours = trained(model, x, lean(setting))
+    for setting in ({"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.3}):
+        ours = trained(model, x, lean(**setting))
         assert ours.keys() == stock.keys()
         different = [name for name, value in stock.items() if not same(ours[name], value)]
         assert not different, f"{setting}: not equal bit for bit: {different[:5]} and {len(different)} in all"
