@@ -187,6 +187,13 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "attention by hand": lambda: on_tokens(Attention(True)),
     "attention with a table of biases": lambda: on_tokens(BiasedAttention()),
     "transformer": lambda: nn.Sequential(*(TransformerBlock() for _ in range(3))),
+    "torch's encoder": lambda: nn.TransformerEncoderLayer(32, 4, 64, batch_first=True),
+    "torch's encoder, norm first": lambda: nn.TransformerEncoderLayer(
+        32, 4, 64, 0.1, "gelu", norm_first=True, bias=False
+    ),
+    "torch's attention, with weights": lambda: on_tokens(
+        Apply(lambda x, attention: attention(x, x, x)[0], nn.MultiheadAttention(32, 4, add_bias_kv=True))
+    ),
     "linear layers in a row": lambda: on_tokens(
         *(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(5))
     ),

@@ -11,8 +11,8 @@ from leannorm._errors import InputError
 from leannorm.saving.values import Step, Value
 
 FLOPS_PER_BYTE = 192.0
-"""`recompute="conv"`: a convolution's or matrix product's output is rebuilt if it takes no more operations per
-byte of it: in float32, of a layer with up to 384 inputs to each output."""
+"""`recompute="conv"`: what a convolution or a matrix product puts out is rebuilt if it takes no more
+operations per byte: in float32, of a layer with up to 384 inputs to each output."""
 
 
 FEW_PARTS = 4
