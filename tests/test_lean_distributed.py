@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import lean_cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,9 +23,16 @@ def block(channels: int) -> nn.Module:
     )
 
 
-def trained(wrap: str, setting: dict[str, object] | None) -> list[torch.Tensor]:
+NETWORKS = {
+    "convolutions": (lambda: nn.Sequential(block(3), block(16), nn.Conv2d(16, 4, 1)), (4, 3, 12, 12)),
+    "transformer": (lean_cases.SEQUENCES["transformer"], lean_cases.TOKENS),
+}
+
+
+def trained(network: str, wrap: str, setting: dict[str, object] | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(block(3), block(16), nn.Conv2d(16, 4, 1))
+    make, shape = NETWORKS[network]
+    model = make()
     if setting is not None:
         make_lean(model, **setting)
     if wrap == "ddp":
@@ -40,26 +48,27 @@ def trained(wrap: str, setting: dict[str, object] | None) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
-        x = torch.randn(4, 3, 12, 12, generator=generator)
+        x = torch.randn(shape, generator=generator)
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
     return [getattr(v, "_local_tensor", v).detach().clone() for v in model.state_dict().values()]
 
 
-def work(rank: int, file: str, wrap: str) -> None:
+def work(rank: int, file: str, network: str, wrap: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     try:
-        stock = trained(wrap, None)
+        stock = trained(network, wrap, None)
         for setting in ({"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.5}):
-            ours = trained(wrap, setting)
+            ours = trained(network, wrap, setting)
             assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), setting
     finally:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_two_ranks_train_to_the_same_bits(wrap: str) -> None:
+def test_two_ranks_train_to_the_same_bits(network: str, wrap: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(os.path.join(folder, "store"), wrap), nprocs=2, join=True)
+        mp.spawn(work, args=(os.path.join(folder, "store"), network, wrap), nprocs=2, join=True)

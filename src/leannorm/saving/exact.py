@@ -50,9 +50,8 @@ def _try(step: Step, tensor: Tensor) -> float | None:
         if layout(again) != layout(tensor) or not _same_bits(again, tensor.detach()):
             return None
         del again
-        return min(
-            spent, _timed(rebuilt, tensor)[0]
-        )  # the first call may have compiled its kernel, or chosen it
+        second, _ = _timed(rebuilt, tensor)  # the first call may have compiled its kernel, or chosen it
+        return min(spent, second)
 
 
 def _timed(rebuilt: Callable[[], Tensor], like: Tensor) -> tuple[float, Tensor]:
