@@ -33,7 +33,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     each kind of step is tried once on the spot, and what does not come out equal is held.
 
     recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
-    convolution outputs that take few operations per byte, never one from another.
+    outputs of convolutions, linear layers and attention's scores that take few operations per byte.
     budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
     keeps as little as it can and measures; later ones (of the same shapes) rebuild the cheapest set that
     meets the budget, or nearly all there is if that is not enough.

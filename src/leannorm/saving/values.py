@@ -48,6 +48,7 @@ class Value:
     origin: tuple[Node, int] | None = None
     eps: tuple[float | None] | None = None  # what a norm that saved this was called with
     alone = False  # does nobody else hold the tensor?
+    products = 0  # convolutions and matrix products in a row, at most, that its rebuild takes
     _rebuilt: Tensor | None = None
 
     def __init__(
@@ -59,7 +60,8 @@ class Value:
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
-        self._rests_on(step)
+        if step is not None:
+            self._rests_on(step)
 
     def used(self) -> Value:
         """One more node, or one more step, will read this value."""
@@ -72,10 +74,9 @@ class Value:
         self.step, self.tensor, self.origin = step, None, None
         self._rests_on(step)
 
-    def _rests_on(self, step: Step | None) -> None:
-        self.products = int(step is not None and step.kind == "product")  # in a row, at most
-        if step is not None:
-            self.products += max((value.used().products for value in step.inputs), default=0)
+    def _rests_on(self, step: Step) -> None:
+        before = max((value.used().products for value in step.inputs), default=0)
+        self.products = before + (step.kind == "product")
 
     @property
     def at_hand(self) -> bool:
