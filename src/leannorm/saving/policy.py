@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from leannorm._errors import InputError
+from leannorm.saving.products import PRODUCTS
 from leannorm.saving.values import Step, Value
 
 FLOPS_PER_BYTE = 192.0
@@ -84,14 +85,6 @@ class Policy:
         return step.kind != "product" or step.flops <= self.flops_per_byte * nbytes
 
 
-PRODUCTS = (
-    "ConvolutionBackward0",
-    "ConvNormBackward",
-    "MmBackward0",
-    "BmmBackward0",
-    "AddmmBackward0",
-    "BaddbmmBackward0",
-)
 NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), everything=True)
 
 

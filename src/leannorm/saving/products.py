@@ -7,6 +7,7 @@ a convolution on no rebuilt product, a matrix product on one at most.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -47,6 +48,7 @@ _MATRIX_PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[str, str]]] = {
     "AddmmBackward0": (torch.addmm, ("mat1", "mat2")),
     "BaddbmmBackward0": (torch.baddbmm, ("batch1", "batch2")),
 }
+PRODUCTS = {"ConvolutionBackward0", "ConvNormBackward", *_MATRIX_PRODUCTS}
 
 
 @recipe(*_MATRIX_PRODUCTS)
@@ -64,18 +66,15 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
     if sizes is None or sizes[-1] > outputs[-1]:
         return None
+    inputs, factors = [a, b], {}
+    if first:
+        added = given(node, 0)
+        if added is None:  # frozen and out of reach
+            return None
+        inputs, factors = [added, a, b], {name: _constant(node, name) for name in ("beta", "alpha")}
+    key = node.name(), *factors.values()
     flops = 2 * sizes[-1] * prod(outputs)
-    if not first:
-        return Step(function, (a, b), node.name(), kind="product", flops=flops)
-    added, factors = given(node, 0), {name: _constant(node, name) for name in ("beta", "alpha")}
-    if added is None:  # frozen and out of reach
-        return None
-
-    def rebuild(added: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return function(added, a, b, **factors)
-
-    constants = (node.name(), *factors.values())
-    return Step(rebuild, (added, a, b), constants, kind="product", flops=flops)
+    return Step(partial(function, **factors), tuple(inputs), key, kind="product", flops=flops)
 
 
 def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:
