@@ -2,6 +2,7 @@
 #include "caches.h"
 #include "channel_coefficients.h"
 #include "channel_sums.h"
+#include "statistics.h"
 
 namespace leannorm {
 namespace {
@@ -252,6 +253,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, cons
   return {y, mean, m2, rstd};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward_tracked_(
+    const Tensor& x, const Optional& weight, const Optional& bias, const Optional& residual, double eps,
+    const std::string& act, const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
+    std::optional<double> momentum) {
+  auto result = channel_forward(x, weight, bias, residual, eps, act, 0);
+  const auto& [y, mean, m2, rstd] = result;
+  const int64_t count = x.numel() / std::max<int64_t>(1, mean.numel());
+  move_running_(running_mean, running_var, num_batches, momentum, mean, m2, count, {});
+  return result;
+}
+
 std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                                              const Optional& weight, const Optional& bias, const Optional& residual,
                                              const Optional& out, const std::string& act) {
@@ -293,6 +305,19 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   return {dx, dz};
 }
 
+// A parameter's gradient from its sums, over the samples where there are several; as float32 where the weight
+// holds no more.
+Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n, int64_t channels) {
+  for (int64_t i = channels; i < n; ++i) sums[i % channels] += sums[i];
+  const bool wide = !weight.has_value() || weight->scalar_type() == ScalarType::Double;
+  const Tensor result = new_tensor(x, &channels, 1, wide ? ScalarType::Double : ScalarType::Float);
+  if (wide)
+    std::copy_n(sums, channels, doubles(result));
+  else
+    std::copy_n(sums, channels, static_cast<float*>(result.mutable_data_ptr()));
+  return result;
+}
+
 std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor& dy, const Tensor& x,
                                                  const Tensor& mean, const Tensor& rstd, const Optional& weight,
                                                  const Optional& bias, const Optional& residual, const Optional& out,
@@ -302,9 +327,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   const Given given(call, mean, rstd);
   const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
-  const int64_t channels = call.s.c, sums = groups == 0 ? 0 : call.s.n * channels;
-  const Tensor dweight = new_doubles(x, {channels}), dbias = new_doubles(x, {channels});
-  const std::unique_ptr<double[]> by_sample(new double[2 * sums]);
+  const int64_t channels = call.s.c, sums = (groups == 0 ? 1 : std::max<int64_t>(1, call.s.n)) * channels;
+  std::vector<double> buffer(2 * sums);
+  double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   struct Backward : GradSums {
     using GradSums::GradSums;
     std::vector<double> p, q;
@@ -324,18 +349,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }
   };
-  double* const sum_dz = groups == 0 ? doubles(dbias) : by_sample.get();
-  double* const sum_dz_xhat = groups == 0 ? doubles(dweight) : sum_dz + sums;
   in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat); });
-  if (groups != 0) {
-    std::fill_n(doubles(dbias), channels, 0.0);
-    std::fill_n(doubles(dweight), channels, 0.0);
-    for (int64_t i = 0; i < sums; ++i) {
-      doubles(dbias)[i % channels] += sum_dz[i];
-      doubles(dweight)[i % channels] += sum_dz_xhat[i];
-    }
-  }
-  return {dweight, dbias, dz};
+  return {gradient(x, weight, sum_dz_xhat, sums, channels), gradient(x, weight, sum_dz, sums, channels), dz};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> channel_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
@@ -364,6 +379,7 @@ STABLE_TORCH_LIBRARY_IMPL(leannorm, CPU, m) {
   m.impl("channel_grad_sums", TORCH_BOX(&channel_grad_sums));
   m.impl("channel_input_grad", TORCH_BOX(&channel_input_grad));
   m.impl("channel_forward", TORCH_BOX(&channel_forward));
+  m.impl("channel_forward_tracked_", TORCH_BOX(&channel_forward_tracked_));
   m.impl("channel_backward", TORCH_BOX(&channel_backward));
   m.impl("channel_backward_", TORCH_BOX(&channel_backward_));
 }

@@ -2,7 +2,7 @@
 // again, made into sums that ranks add up, and taken from such sums. What ops/running.py and ops/sums.py say, as one call each.
 #include <cmath>
 
-#include "tensors.h"
+#include "statistics.h"
 
 namespace leannorm {
 namespace {
@@ -47,6 +47,8 @@ template <class Value> void move(const Tensor& running, double weight, Value val
   }
 }
 
+}  // namespace
+
 void move_running_(const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
                    std::optional<double> momentum, const Tensor& mean, const Tensor& m2, int64_t count,
                    const Optional& total_count) {
@@ -69,6 +71,8 @@ void move_running_(const Tensor& running_mean, const Tensor& running_var, const 
   }
   if (batches != nullptr) ++*batches;
 }
+
+namespace {
 
 // Mean and rstd of evaluation, as float64, whatever the running ones are.
 std::tuple<Tensor, Tensor> constants_of(const Tensor& running_mean, const Tensor& running_var, double eps) {

@@ -139,6 +139,7 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups):
     x, dy, weight, bias, residual, act, _, _ = call
     _, mean, m2, rstd = cpu.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
     saved = (dy, x, mean, rstd, weight, bias, residual, None)
+    buffers = torch.zeros(4), torch.ones(4), torch.tensor(0)
     ops = torch.ops.leannorm
     for op, arguments in (
         (ops.channel_moments, (x, groups)),
@@ -146,6 +147,7 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups):
         (ops.channel_grad_sums, (*saved, act)),
         (ops.channel_input_grad, (*saved, mean, m2, act, True)),
         (ops.channel_forward, (x, weight, bias, residual, 1e-5, act, groups)),
+        (ops.channel_forward_tracked_, (x, weight, bias, residual, 1e-5, act, *buffers, 0.1)),
         (ops.channel_backward, (*saved, act, groups, True)),
         (ops.channel_backward_, (dy, x.clone(), *saved[2:], act, groups, False)),
     ):

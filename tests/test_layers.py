@@ -184,6 +184,31 @@ def test_functional_derivatives_with_the_layers_own_buffers(training):
     assert layer.num_batches_tracked == (4 if training else 0)
 
 
+CONSTANTS = [
+    (lambda: nn.BatchNorm2d(4), (2, 4, 3, 3)),
+    (lambda: nn.BatchNorm2d(4).eval(), (2, 4, 3, 3)),
+    (lambda: nn.GroupNorm(2, 4), (2, 4, 3, 3)),
+    (lambda: nn.InstanceNorm2d(4, track_running_stats=True), (2, 4, 3, 3)),
+    (lambda: nn.LayerNorm(6), (2, 6)),
+    (lambda: nn.RMSNorm(6), (2, 6)),
+    (lambda: nn.ConvBatchNorm2d(4, 4, 1), (2, 4, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), CONSTANTS)
+def test_an_input_that_a_transform_does_not_see(make, shape):
+    """A layer may be called inside a transform on what is a constant there."""
+    layer, x = make(), torch.randn(shape)
+    with torch.no_grad():
+        total = copy.deepcopy(layer)(x).square().sum()
+    assert grad(lambda t: (layer(x) * t).square().sum())(torch.tensor(3.0)).item() == pytest.approx(
+        6 * total.item(), rel=1e-4
+    )
+    ones = vmap(lambda t: (layer(x) * t).square().sum())(torch.ones(3))
+    torch.testing.assert_close(ones, total.expand(3))
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
+
+
 def wrong(kind):
     return torch.randn(SHAPES["2d" if kind.startswith("1d") else "1d"])
 

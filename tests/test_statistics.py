@@ -87,6 +87,35 @@ def test_running_statistics_move_as_by_the_plain_formula(kernels, dtype, momentu
         torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 4)
 
 
+TRACKED = [(torch.float32, 0.1), (torch.bfloat16, None), (torch.float64, 1.0)]
+
+
+@pytest.mark.parametrize(("dtype", "momentum"), TRACKED, ids=str)
+@pytest.mark.parametrize("shape", [(6, 5, 3, 3), (4, 5), (0, 5, 2)], ids=str)
+def test_a_forward_pass_that_tracks_is_two_calls_in_one(kernels, dtype, momentum, shape):
+    x, weight, bias = torch.randn(shape), torch.rand(5), torch.rand(5)
+    arguments = x, weight, bias, torch.randn(shape), 1e-5, "relu"
+    together, apart = ((torch.randn(5).to(dtype), torch.rand(5).to(dtype), torch.tensor(3)) for _ in range(2))
+    for one, other in zip(together, apart, strict=True):
+        other.copy_(one)
+    found = kernels.channel_forward(*arguments, running=(*together, momentum))
+    want = kernels.channel_forward(*arguments)
+    kernels.move_running(*apart, momentum, want[1], want[2], x[:, 0].numel())
+    for one, other in zip((*found, *together), (*want, *apart), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_buffer_that_does_not_fit_leaves_all_as_they_were(kernels):
+    mean, var, batches = torch.zeros(5), torch.ones(4), torch.tensor(3)
+    with pytest.raises(RuntimeError, match="one value a channel"):
+        kernels.channel_forward(
+            torch.randn(2, 5, 3), None, None, None, 1e-5, running=(mean, var, batches, 0.1)
+        )
+    assert mean.eq(0).all()
+    assert var.eq(1).all()
+    assert batches == 3
+
+
 def test_a_strided_buffer_is_moved_in_place(kernels):
     pair = torch.zeros(5, 2)
     kernels.move_running(
@@ -95,11 +124,15 @@ def test_a_strided_buffer_is_moved_in_place(kernels):
     assert torch.equal(pair, torch.ones(5, 2))
 
 
-def test_autograd_notices_that_a_buffer_has_moved(kernels):
+@pytest.mark.parametrize("fused", [False, True])
+def test_autograd_notices_that_a_buffer_has_moved(kernels, fused):
     mean, var = torch.ones(3), torch.ones(3)
     weight = torch.ones(3, requires_grad=True)
     y = weight * mean
-    kernels.move_running(mean, var, None, 0.1, torch.zeros(3, dtype=F64), torch.zeros(3, dtype=F64), 2)
+    if fused:
+        kernels.channel_forward(torch.randn(2, 3), None, None, None, 1e-5, running=(mean, var, None, 0.1))
+    else:
+        kernels.move_running(mean, var, None, 0.1, torch.zeros(3, dtype=F64), torch.zeros(3, dtype=F64), 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -111,6 +144,9 @@ def test_buffers_of_inference_mode_move(kernels):
         kernels.move_running(mean, var, batches, 0.5, zeros + 1, zeros, 2)
         assert torch.equal(mean, torch.full((3,), 0.5))
         assert batches == 1
+        kernels.channel_forward(torch.ones(2, 3), None, None, None, 1e-5, running=(mean, var, batches, 0.5))
+        assert torch.equal(mean, torch.full((3,), 0.75))
+        assert batches == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

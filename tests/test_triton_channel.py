@@ -232,12 +232,14 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups, request):
     x, dy, weight, bias, residual, act, _, _ = call
     _, mean, m2, rstd = ops.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
     saved = (dy, x, mean, rstd, weight, bias, residual, None)
+    buffers = (torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE), torch.tensor(0, device=DEVICE))
     for op, arguments in (
         (ops.channel_moments, (x, groups)),
         (ops.channel_normalize, (x, mean, rstd, weight, bias, residual, act)),
         (ops.channel_grad_sums, (*saved, act)),
         (ops.channel_input_grad, (*saved, mean, m2, act, True)),
         (ops.channel_forward, (x, weight, bias, residual, 1e-5, act, groups)),
+        (ops.channel_forward_tracked_, (x, weight, bias, residual, 1e-5, act, *buffers, 0.1)),
         (ops.channel_backward, (*saved, act, groups, True)),
         (ops.channel_backward_, (dy, x.clone(), *saved[2:], act, groups, False)),
     ):

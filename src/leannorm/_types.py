@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
+
+# running mean and variance, the number of batches if it is counted, momentum (None: 1 / that number)
+Running: TypeAlias = tuple[Tensor, Tensor, Tensor | None, float | None]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ keeps anyway) where that tells the derivative, else the residual. Statistics are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from leannorm._types import Running
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import reference
 from leannorm.ops.layout import memory_format
@@ -26,10 +28,16 @@ def twice_differentiable() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What `function.apply` comes to where no transform is at work, as the caller has asked already."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
     """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
     return [
-        (g if g.dtype == dtype else g.to(dtype)) if need and g is not None else None
+        (g if g.dtype is dtype else g.to(dtype)) if need and g is not None else None
         for g, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
     ]
 
@@ -62,6 +70,12 @@ def keep_for_backward(
     ctx.dtypes = dtypes
 
 
+def _pick(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running: Running | None
+) -> ModuleType:
+    return pick(x, weight, bias, residual, *(() if running is None else running[:2]))
+
+
 class ChannelNorm(torch.autograd.Function):
     """act(norm(x) * weight + bias + residual) by the input's own statistics; also returns mean and M2."""
 
@@ -75,9 +89,10 @@ class ChannelNorm(torch.autograd.Function):
         eps: float,
         act: str,
         groups: int,
+        running: Running | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.backend = pick(x, weight, bias, residual)
-        y, mean, m2, rstd = ctx.backend.channel_forward(x, weight, bias, residual, eps, act, groups)
+        backend = ctx.backend = _pick(x, weight, bias, residual, running)
+        y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
@@ -87,7 +102,7 @@ class ChannelNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 7
+            return (None,) * 8
         x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
         backend = ctx.backend
         if twice_differentiable():
@@ -97,7 +112,7 @@ class ChannelNorm(torch.autograd.Function):
         dx, dweight, dbias, dz = backend.channel_backward(
             dy, x, mean, rstd, weight, bias, residual, out, ctx.act, ctx.groups, needed[3]
         )
-        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
+        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None, None)
 
 
 class ChannelAffine(torch.autograd.Function):
@@ -139,6 +154,9 @@ class ChannelAffine(torch.autograd.Function):
         return (dx, None, None, *others, None)
 
 
+_norm, _affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
+
+
 def channel_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -147,17 +165,16 @@ def channel_norm(
     eps: float,
     act: str,
     groups: int = 0,
+    running: Running | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
-    if transformed(x, weight, bias, residual):
-        y, mean, m2, _ = reference.channel_forward(x, weight, bias, residual, eps, act, groups)
+    looked_into = transformed(x, weight, bias, residual, *(() if running is None else running[:2]))
+    if looked_into or not recorded(x, weight, bias, residual):
+        backend = reference if looked_into else _pick(x, weight, bias, residual, running)
+        y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
-    if not recorded(x, weight, bias, residual):
-        y, mean, m2, _ = pick(x, weight, bias, residual).channel_forward(
-            x, weight, bias, residual, eps, act, groups
-        )
-        return y, mean, m2
-    result: tuple[Tensor, Tensor, Tensor] = ChannelNorm.apply(x, weight, bias, residual, eps, act, groups)
+    apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
+    result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, eps, act, groups, running)
     return result
 
 
@@ -176,7 +193,8 @@ def channel_affine(
     if not recorded(x, weight, bias, residual):
         backend = pick(x, weight, bias, residual)
         return cast(Tensor, backend.channel_normalize(x, mean, rstd, weight, bias, residual, act))
-    y: Tensor = ChannelAffine.apply(x, mean, rstd, weight, bias, residual, act)
+    apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
+    y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
     return y
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.autograd.channel import twice_differentiable
+from leannorm.autograd.channel import applied_directly, twice_differentiable
 from leannorm.ops.backends import reference
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -68,6 +68,9 @@ def _grads(
     return (*grads, None, None, None, None)
 
 
+_norm = applied_directly(RowNorm)
+
+
 def row_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -85,5 +88,6 @@ def row_norm(
         backend = reference if looked_into else pick(*tensors)
         y, total, _, _ = backend.row_forward(*tensors, start, stop, eps, rms)
         return y, total
-    out = RowNorm.apply(x, residual, weight, bias, start, stop, eps, rms)
+    apply = RowNorm.apply if torch.compiler.is_compiling() else _norm
+    out = apply(x, residual, weight, bias, start, stop, eps, rms)
     return (out, x) if residual is None else out

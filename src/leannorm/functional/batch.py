@@ -11,7 +11,11 @@ from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
-from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.running import (
+    in_the_same_call,
+    running_mean_and_rstd,
+    update_running_statistics,
+)
 
 
 def batch_norm(
@@ -209,7 +213,10 @@ def _batch_norm_act(
         return channel_affine(input, mean, rstd, weight, bias, residual, act)
     count: int | Tensor
     if sharing is None:
-        y, mean, m2 = channel_norm(input, weight, bias, residual, eps, act)
+        running = in_the_same_call(running_mean, running_var, num_batches_tracked, momentum)
+        y, mean, m2 = channel_norm(input, weight, bias, residual, eps, act, running=running)
+        if running is not None:
+            return y
         count = values_per_channel(input)
     else:
         y, mean, m2, count = sync_norm(input, weight, bias, residual, eps, act, sharing)

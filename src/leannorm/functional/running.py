@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from leannorm._types import Running
 from leannorm.ops.backends import reference
 from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.select import pick
@@ -24,6 +25,20 @@ def _serving(*tensors: Tensor | None) -> ModuleType:
     if torch.compiler.is_compiling() or transformed(*tensors):
         return reference
     return pick(*tensors)
+
+
+def in_the_same_call(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> Running | None:
+    """What the norm's own call moves: all, unless a compiler, a derivative or a repetition has a say."""
+    if running_mean is None or running_var is None or torch.compiler.is_compiling() or rebuilding():
+        return None
+    if running_mean.requires_grad or running_var.requires_grad:
+        return None
+    return running_mean, running_var, num_batches_tracked, momentum
 
 
 def update_running_statistics(

@@ -13,7 +13,10 @@ def transformed(*tensors: Tensor | None) -> bool:
         return False
     if forward_ad._current_level >= 0:
         return True
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None:  # also for a tensor that the transform does not see
+        return True
+    wrapped = functorch.is_functorch_wrapped_tensor
     for t in tensors:  # noqa: SIM110 (a generator would cost as much again)
         if t is not None and wrapped(t):
             return True

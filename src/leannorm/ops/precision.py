@@ -16,6 +16,11 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def gradient_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Gradients of per-channel parameters: the statistics' dtype, float32 where the weight holds no more."""
+    return statistics_dtype(x) if weight is None or weight.dtype == torch.float64 else torch.float32
+
+
 def sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Sum of squares over `dims` (kept as 1), scaled by the largest so that 1e30 squared is no infinity."""
     if deviation.numel() == 0:

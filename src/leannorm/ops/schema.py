@@ -4,21 +4,23 @@ The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
 given where the derivative is to be read from it. `dz` (the residual's gradient) and `total` (input plus
-residual) are empty tensors where there is no residual, since an op may not return its own input; `dweight`
-and `dbias` of a row are empty where they are not wanted, and `dbias` of RMS norm always is.
+residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
+and `dbias` of channels are float32 where the weight is, or is narrower, and else float64; of a row they are
+empty where they are not wanted, and `dbias` of RMS norm always is.
 Callers hand in tensors that are contiguous or channels_last, all of one layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from leannorm.ops.plan import row_statistics_shape, statistics_shape
-from leannorm.ops.precision import compute_dtype, statistics_dtype
+from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
 
 LIBRARY = torch.library.Library("leannorm", "DEF")
 
@@ -32,6 +34,9 @@ _SCHEMAS = (
     " Tensor? residual, Tensor? out, Tensor? p, Tensor? q, str act, bool want_dz) -> (Tensor dx, Tensor dz)",
     "channel_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
     " int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
+    "channel_forward_tracked_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
+    " Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum)"
+    " -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
     "channel_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
@@ -56,6 +61,10 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
+# by name, their overload already looked up
+OPS = SimpleNamespace(
+    **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)}
+)
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -144,6 +153,23 @@ def _(
     return torch.empty_like(x), mean, m2, rstd
 
 
+@_fake("channel_forward_tracked_")
+def _(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, m2, rstd = (_statistics(x, (x.shape[1],)) for _ in range(3))
+    return torch.empty_like(x), mean, m2, rstd
+
+
 @_fake("channel_backward")
 def _(
     dy: Tensor,
@@ -158,7 +184,7 @@ def _(
     groups: int,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dweight, dbias = (_statistics(x, (x.shape[1],)) for _ in range(2))
+    dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return torch.empty_like(x), dweight, dbias, _dz(x, want_dz)
 
 
@@ -176,7 +202,7 @@ def _(
     groups: int,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dweight, dbias = (_statistics(x, (x.shape[1],)) for _ in range(2))
+    dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)
 
 

@@ -12,7 +12,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments
+from leannorm._types import Moments, Running
 from leannorm.ops import running
 from leannorm.ops import schema as schema  # the schemas come before the kernels
 from leannorm.ops.plan import channel_plan
@@ -34,6 +34,8 @@ def why_not_these(*tensors: Tensor | None) -> list[str]:
 
 
 def _channels_last(x: Tensor) -> bool:
+    if x.dim() == 4:  # what the general rule says, without a view
+        return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(1, -1).is_contiguous()
 
 
@@ -67,8 +69,13 @@ def _given(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
     return dy if act == "identity" else dz
 
 
+def _written(buffers: tuple[Tensor | None, ...]) -> None:
+    """What torch's own in-place operations do, so that autograd notices a buffer it needed."""
+    torch.autograd.graph.increment_version([b for b in buffers if b is not None and not b.is_inference()])
+
+
 class Verbs:
-    """The verbs of both families; `ops` offers the operators by name, as `torch.ops.leannorm` does."""
+    """The verbs of both families; `ops` offers the operators by name, as `schema.OPS` does."""
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
@@ -168,12 +175,20 @@ class Verbs:
         eps: float,
         act: str = "identity",
         groups: int = 0,
+        running: Running | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """moments and normalize as one call, each channel while it is in the cache: y, mean, m2, rstd."""
+        """moments and normalize as one call, each channel while it is in the cache: y, mean, m2, rstd.
+
+        With `running` statistics, which nobody takes a gradient of, the call also moves them.
+        """
         x = _dense(x)
-        result: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.channel_forward(
-            x, _flat(weight), _flat(bias), _like(x, residual), eps, act, groups
-        )
+        result: tuple[Tensor, Tensor, Tensor, Tensor]
+        arguments = x, _flat(weight), _flat(bias), _like(x, residual), eps, act
+        if running is None:
+            result = self.ops.channel_forward(*arguments, groups)
+        else:
+            result = self.ops.channel_forward_tracked_(*arguments, *running)
+            _written(running[:3])
         return result
 
     def channel_backward(
@@ -191,7 +206,7 @@ class Verbs:
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """gradient sums and input gradient as one call: dx, dweight, dbias (float64, (C,)), dz."""
+        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
         x = _dense(x)
         dy = _like(x, dy)
         arguments: tuple[Any, ...] = (
@@ -258,14 +273,14 @@ class Verbs:
         count: int | Tensor,
     ) -> None:
         """`ops.running.move_running` as one call, where nobody takes a gradient of the buffers."""
-        buffers = [b for b in (running_mean, running_var, num_batches) if b is not None]
-        if running_mean is None or running_var is None or any(b.requires_grad for b in buffers):
+        if (running_mean is None or running_var is None) or (
+            running_mean.requires_grad or running_var.requires_grad
+        ):
             running.move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
             return
         given = (count, None) if isinstance(count, int) else (0, count)
         self.ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
-        # what torch's own in-place operations do, so that autograd notices a buffer it needed
-        torch.autograd.graph.increment_version([b for b in buffers if not b.is_inference()])
+        _written((running_mean, running_var, num_batches))
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """`ops.running.constants_of`"""

@@ -11,7 +11,7 @@ from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no
     channel_means,
     rstd_of,
 )
-from leannorm.ops.verbs import Verbs, why_not_these
+from leannorm.ops.verbs import Verbs, schema, why_not_these
 
 
 def _load() -> str | None:
@@ -43,7 +43,7 @@ def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
     return list(dict.fromkeys(reasons + why_not_these(*tensors)))
 
 
-_verbs = Verbs(torch.ops.leannorm)
+_verbs = Verbs(schema.OPS)
 move_running = _verbs.move_running
 constants_of = _verbs.constants_of
 sums_of = _verbs.sums_of

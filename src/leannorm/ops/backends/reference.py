@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments
+from leannorm._types import Moments, Running
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_rows import row_backward as row_backward
 from leannorm.ops.backends.reference_rows import row_forward as row_forward
@@ -26,6 +26,7 @@ from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
 from leannorm.ops.precision import compute_dtype as compute_dtype
+from leannorm.ops.precision import gradient_dtype
 from leannorm.ops.precision import statistics_dtype as statistics_dtype
 from leannorm.ops.precision import sum_of_squares
 from leannorm.ops.running import constants_of as constants_of
@@ -244,11 +245,14 @@ def channel_forward(
     eps: float,
     act: str = "identity",
     groups: int = 0,
+    running: Running | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """moments and normalize as one call: y, mean, m2, rstd."""
+    """moments and normalize as one call, which may also move running statistics: y, mean, m2, rstd."""
     moments = channel_moments(x, groups)
     rstd = rstd_of(moments, eps)
     y = channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
+    if running is not None:
+        move_running(*running, moments.mean, moments.m2, moments.count)
     return y, moments.mean, moments.m2, rstd
 
 
@@ -266,12 +270,13 @@ def channel_backward(
     want_dz: bool = False,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """gradient sums and input gradient as one call: dx, dweight, dbias (statistics dtype, (C,)), dz."""
+    """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
     plan = channel_plan(x.shape, groups)
     sums = channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
     p, q = channel_means(*sums, weight, groups, plan.outer * plan.inner)
     dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into)
-    dbias, dweight = sums if groups == 0 else (s.sum(0) for s in sums)
+    dtype = gradient_dtype(x, weight)
+    dbias, dweight = ((s if groups == 0 else s.sum(0)).to(dtype) for s in sums)
     return dx, dweight, dbias, dz
 
 

@@ -110,7 +110,7 @@ def _register() -> None:
 if _UNAVAILABLE is None:
     _register()
 
-_verbs = Verbs(_kernels if INTERPRETED else torch.ops.leannorm)
+_verbs = Verbs(_kernels if INTERPRETED else schema.OPS)
 move_running = _verbs.move_running
 constants_of = _verbs.constants_of
 sums_of = _verbs.sums_of

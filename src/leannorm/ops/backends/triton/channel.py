@@ -13,10 +13,13 @@ residual's gradient is dy or 0, the first pass backward writes it, and the secon
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.triton.between import move_running_
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
     moments_kernel,
@@ -189,4 +192,22 @@ def channel_forward(
         **plan.sets.constants,
         DOUBLE=x.dtype == torch.float64,
     )
+    return y, mean, m2, rstd
+
+
+def channel_forward_tracked_(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, mean, m2, rstd = channel_forward(x, weight, bias, residual, eps, act, 0)
+    count = x.shape[0] * prod(x.shape[2:])
+    move_running_(running_mean, running_var, num_batches, momentum, mean, m2, count, None)
     return y, mean, m2, rstd

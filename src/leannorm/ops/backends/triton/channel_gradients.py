@@ -16,6 +16,7 @@ from leannorm.ops.backends.triton.channel_gradient_kernels import (
 from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, SUMS_REGISTERS, merging
+from leannorm.ops.precision import gradient_dtype
 
 
 def _needed(
@@ -167,8 +168,9 @@ def _backward(
     channels = (x.shape[1],)
     dz = torch.empty_like(x) if want_dz else None
     returned_dz = x.new_empty(0) if dz is None else dz
+    dtype = gradient_dtype(x, weight)
     if x.numel() == 0:
-        return zeros(x, channels), zeros(x, channels), returned_dz
+        return zeros(x, channels).to(dtype), zeros(x, channels).to(dtype), returned_dz
     plan = plan_of(x, groups)
     geometry = plan.geometry
     if plan.sets is None:
@@ -199,9 +201,9 @@ def _backward(
             **plan.sets.constants,
             DOUBLE=x.dtype == torch.float64,
         )
-    if groups == 0:
-        return sum_dz_xhat, sum_dz, returned_dz
-    return sum_dz_xhat.sum(0), sum_dz.sum(0), returned_dz
+    if groups != 0:
+        sum_dz, sum_dz_xhat = sum_dz.sum(0), sum_dz_xhat.sum(0)
+    return sum_dz_xhat.to(dtype), sum_dz.to(dtype), returned_dz
 
 
 def channel_backward(

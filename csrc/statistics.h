@@ -1,0 +1,13 @@
+// What an operator of another file does to running statistics.
+#pragma once
+
+#include "tensors.h"
+
+namespace leannorm {
+
+// Moves running statistics (and a number of batches) towards those of a batch; checks all before it writes.
+void move_running_(const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
+                   std::optional<double> momentum, const Tensor& mean, const Tensor& m2, int64_t count,
+                   const Optional& total_count);
+
+}  // namespace leannorm
