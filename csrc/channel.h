@@ -11,8 +11,9 @@
 
 namespace leannorm {
 
-// The second pass over a set fetches what lies `ahead` elements further, where the next set begins.
-struct Block { int64_t count, stride, length, ahead; };
+// The first pass over a set fetches what lies `next` elements further, if that is not 0, and the second what lies
+// `ahead`: of a set that stays in the cache the next set, else the next plane.
+struct Block { int64_t count, stride, length, ahead, next = 0; };
 
 // Values of each column, or of each plane (`step` is 0 where all planes of a block share one), in the
 // compute type: float64 for float64 elements, else float32. The mean is in two parts, so that a large one

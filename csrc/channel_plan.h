@@ -53,6 +53,8 @@ struct Chunk { int64_t offset; Block block; int64_t index; };
 constexpr int64_t kChunk = 16384;
 // Sets larger than this are not fetched ahead: they would push each other out of the cache.
 constexpr int64_t kAhead = 1 << 16;
+// Planes of such a set are not fetched from further away than this.
+constexpr int64_t kFar = 1 << 12;
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -76,10 +78,10 @@ struct Cut {
     const int64_t start = set * set_stride;
     if (segments > 1) {
       const int64_t plane = i / segments, at = i % segments * kChunk;
-      return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead()}, plane * step};
+      return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead(), next()}, plane * step};
     }
     const int64_t first = i * per_chunk;
-    return {start + first * stride, {std::min(per_chunk, planes - first), stride, length, ahead()}, first * step};
+    return {start + first * stride, {std::min(per_chunk, planes - first), stride, length, ahead(), next()}, first * step};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = set * set_stride, first = i * rows_per_chunk;
@@ -88,7 +90,8 @@ struct Cut {
   }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
-  int64_t ahead() const { return set_elements() <= kAhead ? set_stride : 0; }
+  int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
+  int64_t next() const { return columns || set_elements() <= kAhead ? 0 : length <= kFar ? stride : kFar; }
 
   // The channels of each set; a set's first channel and statistic in the numbering of all samples.
   int64_t channels() const { return statistics * per_statistic; }

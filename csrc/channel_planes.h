@@ -1,6 +1,7 @@
 // Planes: runs of elements that share one statistic, its coefficients in every lane.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "channel_elements.h"
@@ -62,6 +63,7 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         // Lanes past the end hold the shift, which adds nothing.
         typename E::Batch b;
+        if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
         if constexpr (whole) b = E::load(x + i);
         else b = E::load(x + i, n, k);
 #pragma GCC unroll 2
@@ -100,7 +102,10 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   for (int64_t p = 0; p < block.count; ++p) {
     if (c.step != 0) affine = plane_affine<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
-    int64_t i = start;
+    const int64_t line = std::min(start + before_line<T>(o, start), end);
+    for (int64_t i = start; i < line; i += W)
+      normalize_batch<E, form, false>({o, i}, std::min<int64_t>(line - i, W), block.ahead, affine, act);
+    int64_t i = line;
     if (writes_past<T>(o, i))
       for (; i + W <= end; i += W) normalize_batch<E, form, true, true>({o, i}, W, block.ahead, affine, act);
     for (; i + W <= end; i += W) normalize_batch<E, form, true>({o, i}, W, block.ahead, affine, act);
@@ -122,7 +127,13 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
     each_run<E::W>(
         s * block.stride, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-          const auto g = gradient<E, form, whole>({o, i}, n, affine, act);
+          const Place<E> place{o, i};
+          if (block.next != 0) {
+            place.fetch(o.x, block.next);
+            place.fetch(o.dy, block.next);
+            if (o.out != nullptr) place.fetch(o.out, block.next);
+          }
+          const auto g = gradient<E, form, whole>(place, n, affine, act);
 #pragma GCC unroll 2
           for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
         },
@@ -140,7 +151,10 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   for (int64_t p = 0; p < block.count; ++p) {
     if (c.step != 0) backward = plane_backward<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
-    int64_t i = start;
+    const int64_t line = std::min(start + before_line<T>(o, start), end);
+    for (int64_t i = start; i < line; i += W)
+      input_grad_batch<E, form, false>({o, i}, std::min<int64_t>(line - i, W), block.ahead, backward, act);
+    int64_t i = line;
     if (writes_past<T>(o, i))
       for (; i + W <= end; i += W) input_grad_batch<E, form, true, true>({o, i}, W, block.ahead, backward, act);
     for (; i + W <= end; i += W) input_grad_batch<E, form, true>({o, i}, W, block.ahead, backward, act);

@@ -104,6 +104,31 @@ def test_float64_merges_far_means_without_losing_a_digit(shape, groups, layout):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plane", [(157, 157), (26, 26), (3, 3)], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
+    """Large results are, from a line's first element on: planes that begin anywhere in a line."""
+    samples = (9 << 20) // (5 * plane[0] * plane[1] * dtype.itemsize)
+    shape = (samples, 5, *plane)
+
+    def made(v):
+        flat = v.expand(shape).to(dtype).flatten()
+        return torch.cat((flat[:offset], flat))[offset:].view(shape)
+
+    x, dy, residual = (made(torch.randn(1, 5, *plane)) for _ in range(3))
+    given = torch.randn(5).double(), torch.rand(5).double(), torch.rand(5), torch.rand(5), residual
+    y = cpu.channel_normalize(x, *given, "relu")
+    dx, dz = cpu.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    alone = torch.ones(2, 5, *plane, dtype=dtype)  # too small for it
+    x, dy, residual = (alone * v[:1] for v in (x, dy, residual))
+    given = *given[:4], residual
+    small = cpu.channel_normalize(x, *given, "relu")
+    small_dx, small_dz = cpu.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    for large, want in ((y, small), (dx, small_dx), (dz, small_dz)):
+        assert torch.equal(large, want[:1].expand(shape))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["identity", "relu", "gelu"])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_a_rebuilt_output_is_the_same_bits(dtype, act, layout):
