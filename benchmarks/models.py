@@ -1,5 +1,7 @@
 """Whole networks after `convert`, alone and under `lean()`: held bytes, peak and step time beside stock's.
 
+Every block is traced for activations to fuse (`fuse="trace"`).
+
     python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile] [--json FILE]
 
 The loss in float64 is compared before anything is timed; the settings take turns in one process; freed
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 from pathlib import Path
 from statistics import median
@@ -24,11 +27,12 @@ from leannorm import convert, keep_freed_memory, lean
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
 
+CONVERT = functools.partial(convert, fuse="trace")
 SETTINGS = {
     "stock": (contextlib.nullcontext, None),
-    "convert": (contextlib.nullcontext, convert),
-    "convert + lean(norm)": (lean, convert),
-    "convert + lean(conv)": (lambda: lean("conv"), convert),
+    "convert": (contextlib.nullcontext, CONVERT),
+    "convert + lean(norm)": (lean, CONVERT),
+    "convert + lean(conv)": (lambda: lean("conv"), CONVERT),
 }
 COMPILE = {
     "torch.compile(0.5)": (

@@ -277,6 +277,38 @@ class PartOfASequence(Block):
         return self.layers[1](y) + y
 
 
+class Pair(Block):
+    """The norm is the last layer of a Sequential (of a Sequential), the activation stands behind it."""
+
+    fused, rewritten = 3, True
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(self.conv, self.bn)
+        del self.conv, self.bn
+        self.outer = nn.Sequential(nn.Conv2d(4, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
+        self.last = nn.Sequential(nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.inner(x), inplace=True)
+        return self.act(self.last(F.silu(self.outer(x))))
+
+
+class PairWithMore(Block):
+    """As `Pair`, where it must not be: an addition, a part that is called alone, a second use."""
+
+    def __init__(self):
+        super().__init__()
+        self.added = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.parts = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.twice = nn.Sequential(nn.BatchNorm2d(4))
+
+    def forward(self, x):
+        x = F.relu(self.added(x) + x)
+        x = F.relu(self.parts(x)) + self.parts[1](x)
+        return F.relu(self.twice(x)) + self.twice(x)
+
+
 class OfAnother(Block):
     """The norm belongs to a block that activates; here it is called without."""
 
@@ -289,6 +321,8 @@ class OfAnother(Block):
 
 
 BLOCKS = [
+    Pair,
+    PairWithMore,
     Modules,
     Function,
     Method,

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from convert_blocks import BLOCKS, Block, Downsampled, Function, Modules, Residual
+from convert_blocks import BLOCKS, Block, Downsampled, Function, Modules, Pair, Residual
 from torch import nn as stock
 
 from leannorm import convert, nn
@@ -132,6 +132,16 @@ def test_left_apart_where_it_is_not_certain(make):
     assert fused(convert(model)) == 0
     if type(model) is not stock.ModuleList:
         assert_same(model, original, torch.randn(3, 4, 4, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("which", ["outer", "outer.1", "outer.1.1"])
+def test_whoever_listens_inside_a_sequential_hears_the_norm(which):
+    model = Pair()
+    heard = []
+    model.get_submodule(which).register_forward_hook(lambda module, inputs, output: heard.append(output))
+    convert(model, fuse="trace")(torch.randn(3, 4, 5, 5))
+    assert fused(model) == 2
+    assert heard[0].min() < -0.5  # silu would have none of it
 
 
 def test_nothing_is_fused_on_request():

@@ -62,9 +62,7 @@ _BETWEEN = (
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
 # by name, their overload already looked up
-OPS = SimpleNamespace(
-    **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)}
-)
+OPS = SimpleNamespace(**{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)})
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:

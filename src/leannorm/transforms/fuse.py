@@ -67,15 +67,27 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
             for norm, act, name in _neighbours(block, fusable):
                 if alone(act) and not calls[id(norm)] and not calls[id(act)]:
                     _pair(fusion, fusable, norm, act, name)
+
+    def once(path: list[Module]) -> bool:
+        return all(alone(m) and calls[id(m)] == (m is path[0]) for m in path)
+
     for block, traced in traces.items():
-        _fuse_block(fusion, fusable, block, traced, lambda m: alone(m) and calls[id(m)] == 1)
+        _fuse_block(fusion, fusable, block, traced, once)
     return fusion
+
+
+def _path(module: Module) -> list[Module]:
+    """From a Sequential to its last layer, whose output is the Sequential's; any other module alone."""
+    path = [module]
+    while type(path[-1]).forward is torch.nn.Sequential.forward and path[-1]._modules:
+        path.append(list(path[-1].children())[-1])
+    return path
 
 
 def _traced(block: Module, fusable: Mapping[Module, type[Module]]) -> Traced | None:
     if type(block).forward is torch.nn.Sequential.forward or not _plain(block):
         return None
-    norms = {name: m for name, m in block.named_modules() if m in fusable}
+    norms = {name: m for name, m in block.named_modules() if _path(m)[-1] in fusable}
     return trace(block, norms) if norms else None
 
 
@@ -100,16 +112,18 @@ def _fuse_block(
     fusable: dict[Module, type[Module]],
     block: Module,
     traced: Traced,
-    alone: Callable[[Module], bool],
+    once: Callable[[list[Module]], bool],
 ) -> None:
+    """`once`: is the first of a path called in one place, the rest only within it, and nobody listens?"""
     rewritten: list[Match] = []
     for match in traced.matches:
-        norm = block.get_submodule(str(match.norm.target))
-        if norm not in fusable or not alone(norm):
+        path = _path(block.get_submodule(str(match.norm.target)))
+        norm = path[-1]
+        if norm not in fusable or not once(path) or (match.addition is not None and len(path) > 1):
             continue
         if match.addition is None and match.act.op == "call_module":
             act = block.get_submodule(str(match.act.target))
-            if alone(act):
+            if once([act]):
                 _pair(fusion, fusable, norm, act, match.name)
                 continue
         if traced.lasting:
@@ -118,7 +132,7 @@ def _fuse_block(
     if source is not None:
         fusion.forwards[block] = source
         for match in rewritten:
-            norm = block.get_submodule(str(match.norm.target))
+            norm = _path(block.get_submodule(str(match.norm.target)))[-1]
             fusion.entries[norm] = Entry(fusable.pop(norm), {"activation": match.name})
 
 
@@ -136,6 +150,8 @@ def _plain(block: Module) -> bool:
 def _rewrite(traced: Traced, matches: list[Match]) -> str | None:
     """The source of the forward with fused calls; None where it refers to what cannot be imported."""
     graph = traced.graph
+    for node in graph.nodes:
+        node.type = None  # an annotation may be a text, which no import gives
     for match in matches:
         input, norm = match.norm.args[0], str(match.norm.target)
         with graph.inserting_before(match.act):

@@ -26,9 +26,8 @@ from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
 from leannorm.ops.precision import compute_dtype as compute_dtype
-from leannorm.ops.precision import gradient_dtype
+from leannorm.ops.precision import gradient_dtype, sum_of_squares
 from leannorm.ops.precision import statistics_dtype as statistics_dtype
-from leannorm.ops.precision import sum_of_squares
 from leannorm.ops.running import constants_of as constants_of
 from leannorm.ops.running import move_running as move_running
 from leannorm.ops.sums import means_of as means_of
