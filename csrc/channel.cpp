@@ -1,4 +1,6 @@
 // The per-channel operators: what `channel_*` of ops/backends/reference.py computes, over dense tensors.
+#include <cstring>
+
 #include "caches.h"
 #include "channel_coefficients.h"
 #include "channel_sums.h"
@@ -9,13 +11,18 @@ namespace {
 
 const ChannelKernels& kernels() { return LEANNORM_PICK(channel_kernels); }
 
-int activation_index(const std::string& name) {
+// The activation of this name, which is freed: torch's own conversion, to std::string, forgets one in each call.
+int activation_index(StringHandle name) {
   static const char* const names[] = {"identity", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh",
                                       "hardswish", "hardtanh", "relu6", "elu", "mish"};
+  const std::unique_ptr<StringOpaque, decltype(&torch_delete_string)> freed(name, torch_delete_string);
+  const char* text = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &text));
   for (int i = 0; i < 11; ++i)
-    if (name == names[i]) return i;
-  STD_TORCH_CHECK(false, "leannorm: unknown activation ", name);
+    if (std::strcmp(text, names[i]) == 0) return i;
+  STD_TORCH_CHECK(false, "leannorm: unknown activation ", text);
 }
+constexpr int kIdentity = 0;
 // Does the output tell the derivative?
 bool from_output(int act) { return act == 1 || act == 2 || act == 7 || act == 8 || act == 9; }
 
@@ -97,9 +104,9 @@ struct Call {
   Tensors tensors;
 
   Call(const Tensor& x, int64_t groups, const Optional& weight, const Optional& bias, const Optional& residual,
-       const std::string& act)
+       int act)
       : s(x, groups), type(element_type(x)), groups(groups), count(std::max<int64_t>(count_of(s, groups), 1)),
-        act(activation_index(act)), cut(channel_cut(s, groups)), weight(weight), bias(bias),
+        act(act), cut(channel_cut(s, groups)), weight(weight), bias(bias),
         tensors{data(x), data(residual), nullptr, nullptr, nullptr, nullptr, element_size(type)} {
     STD_TORCH_CHECK(!this->weight.given() || this->weight.n == s.c, "leannorm: weight must have one value a channel");
     STD_TORCH_CHECK(!this->bias.given() || this->bias.n == s.c, "leannorm: bias must have one value a channel");
@@ -204,7 +211,7 @@ struct GradSums : GivenWorker {
 };
 
 std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
-  const Call call(x, groups, {}, {}, {}, "identity");
+  const Call call(x, groups, {}, {}, {}, kIdentity);
   const Cut cut = moments_cut(call.s, groups);
   const Tensor mean = new_doubles(x, statistics_sizes(call.s, groups)), m2 = new_doubles(x, statistics_sizes(call.s, groups));
   const Statistics statistics{cut, call.count, 0, doubles(mean), doubles(m2), nullptr};
@@ -213,8 +220,8 @@ std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
 }
 
 Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Optional& weight,
-                         const Optional& bias, const Optional& residual, const std::string& act) {
-  Call call(x, groups_of(mean), weight, bias, residual, act);
+                         const Optional& bias, const Optional& residual, StringHandle act) {
+  Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
   const Tensor y = new_like(x);
   call.results(y, no_tensor(x));
   const Given given(call, mean, rstd);
@@ -226,9 +233,8 @@ Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, const Optional& weight,
-                                                           const Optional& bias, const Optional& residual, double eps,
-                                                           const std::string& act, int64_t groups) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Optional& weight, const Optional& bias,
+                                                   const Optional& residual, double eps, int act, int64_t groups) {
   Call call(x, groups, weight, bias, residual, act);
   const Tensor y = new_like(x);
   call.results(y, no_tensor(x));
@@ -253,11 +259,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, cons
   return {y, mean, m2, rstd};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward(const Tensor& x, const Optional& weight,
+                                                           const Optional& bias, const Optional& residual, double eps,
+                                                           StringHandle act, int64_t groups) {
+  return forward(x, weight, bias, residual, eps, activation_index(act), groups);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward_tracked_(
     const Tensor& x, const Optional& weight, const Optional& bias, const Optional& residual, double eps,
-    const std::string& act, const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
+    StringHandle act, const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
     std::optional<double> momentum) {
-  auto result = channel_forward(x, weight, bias, residual, eps, act, 0);
+  auto result = forward(x, weight, bias, residual, eps, activation_index(act), 0);
   const auto& [y, mean, m2, rstd] = result;
   const int64_t count = x.numel() / std::max<int64_t>(1, mean.numel());
   move_running_(running_mean, running_var, num_batches, momentum, mean, m2, count, {});
@@ -266,8 +278,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward_tracked_(
 
 std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                                              const Optional& weight, const Optional& bias, const Optional& residual,
-                                             const Optional& out, const std::string& act) {
-  Call call(x, groups_of(mean), weight, bias, residual, act);
+                                             const Optional& out, StringHandle act) {
+  Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const auto sizes = call.groups == 0 ? std::vector<int64_t>{call.s.c} : std::vector<int64_t>{call.s.n, call.s.c};
@@ -279,8 +291,8 @@ std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, 
 std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                                               const Optional& weight, const Optional& bias, const Optional& residual,
                                               const Optional& out, const Optional& p, const Optional& q,
-                                              const std::string& act, bool want_dz) {
-  Call call(x, groups_of(mean), weight, bias, residual, act);
+                                              StringHandle act, bool want_dz) {
+  Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
@@ -321,7 +333,7 @@ Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n
 std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor& dy, const Tensor& x,
                                                  const Tensor& mean, const Tensor& rstd, const Optional& weight,
                                                  const Optional& bias, const Optional& residual, const Optional& out,
-                                                 const std::string& act, int64_t groups, bool want_dz) {
+                                                 int act, int64_t groups, bool want_dz) {
   Call call(x, groups, weight, bias, residual, act);
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
@@ -356,19 +368,20 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
 std::tuple<Tensor, Tensor, Tensor, Tensor> channel_backward(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                                             const Tensor& rstd, const Optional& weight,
                                                             const Optional& bias, const Optional& residual,
-                                                            const Optional& out, const std::string& act,
+                                                            const Optional& out, StringHandle act,
                                                             int64_t groups, bool want_dz) {
+  const int activation = activation_index(act);
   const Tensor dx = new_like(x);
   auto [dweight, dbias, dz] =
-      backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz);
+      backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation, groups, want_dz);
   return {dx, dweight, dbias, dz};
 }
 
 std::tuple<Tensor, Tensor, Tensor> channel_backward_(const Tensor& dy, const Tensor& x, const Tensor& mean,
                                                      const Tensor& rstd, const Optional& weight, const Optional& bias,
                                                      const Optional& residual, const Optional& out,
-                                                     const std::string& act, int64_t groups, bool want_dz) {
-  return backward_into(x, dy, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz);
+                                                     StringHandle act, int64_t groups, bool want_dz) {
+  return backward_into(x, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act), groups, want_dz);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -177,6 +178,29 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups):
         (ops.channel_backward_, (dy, x.clone(), *saved[2:], act, groups, False)),
     ):
         torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc counts, since 2.33")
+def test_a_call_leaves_nothing_behind():
+    """Not even a few bytes: a small block that stays keeps the large one beside it from being used again."""
+    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks in_use free top".split()
+    info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in fields]})
+    malloc = ctypes.CDLL(None).mallinfo2
+    malloc.restype = info
+    call = call_on(ChannelCase((2, 4, 3, 3), "contiguous"), torch.float32, residual=True)
+    running = torch.zeros(4), torch.ones(4), torch.tensor(0), 0.1
+
+    def calls(n):
+        for _ in range(n):
+            results(cpu, call)
+            cpu.channel_forward(call.x, None, None, None, 1e-5, running=running)
+            with pytest.raises(RuntimeError, match="unknown activation"):
+                cpu.channel_normalize(call.x, running[0].double(), running[1].double(), act="softplus")
+
+    calls(200)
+    before = malloc().in_use
+    calls(1000)
+    assert malloc().in_use - before < 16 * 1000
 
 
 @pytest.mark.parametrize(
