@@ -1,6 +1,5 @@
 // The per-channel operators: what `channel_*` of ops/backends/reference.py computes, over dense tensors.
-#include <cstring>
-
+#include "activation_name.h"
 #include "caches.h"
 #include "channel_coefficients.h"
 #include "channel_sums.h"
@@ -10,21 +9,6 @@ namespace leannorm {
 namespace {
 
 const ChannelKernels& kernels() { return LEANNORM_PICK(channel_kernels); }
-
-// The activation of this name, which is freed: torch's own conversion, to std::string, forgets one in each call.
-int activation_index(StringHandle name) {
-  static const char* const names[] = {"identity", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh",
-                                      "hardswish", "hardtanh", "relu6", "elu", "mish"};
-  const std::unique_ptr<StringOpaque, decltype(&torch_delete_string)> freed(name, torch_delete_string);
-  const char* text = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &text));
-  for (int i = 0; i < 11; ++i)
-    if (std::strcmp(text, names[i]) == 0) return i;
-  STD_TORCH_CHECK(false, "leannorm: unknown activation ", text);
-}
-constexpr int kIdentity = 0;
-// Does the output tell the derivative?
-bool from_output(int act) { return act == 1 || act == 2 || act == 7 || act == 8 || act == 9; }
 
 std::vector<int64_t> statistics_sizes(const Shape& s, int64_t groups) {
   return groups == 0 ? std::vector<int64_t>{s.c} : std::vector<int64_t>{s.n, groups};
@@ -99,7 +83,7 @@ struct Call {
   const ElementType type;
   const int64_t groups, count;  // count: elements of a statistic
   const int act;
-  const Cut cut;
+  Cut cut;
   const Values weight, bias;
   Tensors tensors;
 
@@ -212,7 +196,8 @@ struct GradSums : GivenWorker {
 
 std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
   const Call call(x, groups, {}, {}, {}, kIdentity);
-  const Cut cut = moments_cut(call.s, groups);
+  Cut cut = moments_cut(call.s, groups);
+  cut.alone = true;
   const Tensor mean = new_doubles(x, statistics_sizes(call.s, groups)), m2 = new_doubles(x, statistics_sizes(call.s, groups));
   const Statistics statistics{cut, call.count, 0, doubles(mean), doubles(m2), nullptr};
   in_first_pass(cut, [&] { return Moments(call, statistics, x); });
@@ -280,6 +265,7 @@ std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, 
                                              const Optional& weight, const Optional& bias, const Optional& residual,
                                              const Optional& out, StringHandle act) {
   Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
+  call.cut.alone = true;
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const auto sizes = call.groups == 0 ? std::vector<int64_t>{call.s.c} : std::vector<int64_t>{call.s.n, call.s.c};

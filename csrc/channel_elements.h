@@ -77,9 +77,10 @@ LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, c
   place.template store<Whole, Past>(o.result, z, n);
 }
 
-// How many elements stand before the next line of the result, where results are written past the caches.
-template <class T> LEANNORM_INLINE int64_t before_line(const Operands& o, int64_t at) {
-  return o.past ? -(reinterpret_cast<uintptr_t>(o.result) / sizeof(T) + at) % (64 / sizeof(T)) : 0;
+// Where the next line of the result begins, if results are written past the caches; the end, if that comes before.
+template <class T> LEANNORM_INLINE int64_t first_line(const Operands& o, int64_t at, int64_t end) {
+  const int64_t before = -(reinterpret_cast<uintptr_t>(o.result) / sizeof(T) + at) % (64 / sizeof(T));
+  return !o.past ? at : at + before < end ? at + before : end;
 }
 // May results be written past the caches, from this element on?
 template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at) {

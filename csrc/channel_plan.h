@@ -67,6 +67,7 @@ struct Cut {
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
+  bool alone = false;  // a first pass that no second follows, which would fetch the next set
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
   int64_t planes = 0, stride = 0, length = 0, set_stride = 0, per_chunk = 1, segments = 1;
@@ -91,7 +92,9 @@ struct Cut {
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
-  int64_t next() const { return columns || set_elements() <= kAhead ? 0 : length <= kFar ? stride : kFar; }
+  int64_t next() const {
+    return columns || (set_elements() <= kAhead && !alone) ? 0 : length <= kFar ? stride : kFar;
+  }
 
   // The channels of each set; a set's first channel and statistic in the numbering of all samples.
   int64_t channels() const { return statistics * per_statistic; }

@@ -1,7 +1,6 @@
 // Planes: runs of elements that share one statistic, its coefficients in every lane.
 #pragma once
 
-#include <algorithm>
 #include <type_traits>
 
 #include "channel_elements.h"
@@ -102,9 +101,9 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   for (int64_t p = 0; p < block.count; ++p) {
     if (c.step != 0) affine = plane_affine<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
-    const int64_t line = std::min(start + before_line<T>(o, start), end);
+    const int64_t line = first_line<T>(o, start, end);
     for (int64_t i = start; i < line; i += W)
-      normalize_batch<E, form, false>({o, i}, std::min<int64_t>(line - i, W), block.ahead, affine, act);
+      normalize_batch<E, form, false>({o, i}, line - i < W ? line - i : W, block.ahead, affine, act);
     int64_t i = line;
     if (writes_past<T>(o, i))
       for (; i + W <= end; i += W) normalize_batch<E, form, true, true>({o, i}, W, block.ahead, affine, act);
@@ -151,9 +150,9 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   for (int64_t p = 0; p < block.count; ++p) {
     if (c.step != 0) backward = plane_backward<V>(c, p);
     const int64_t start = p * block.stride, end = start + block.length;
-    const int64_t line = std::min(start + before_line<T>(o, start), end);
+    const int64_t line = first_line<T>(o, start, end);
     for (int64_t i = start; i < line; i += W)
-      input_grad_batch<E, form, false>({o, i}, std::min<int64_t>(line - i, W), block.ahead, backward, act);
+      input_grad_batch<E, form, false>({o, i}, line - i < W ? line - i : W, block.ahead, backward, act);
     int64_t i = line;
     if (writes_past<T>(o, i))
       for (; i + W <= end; i += W) input_grad_batch<E, form, true, true>({o, i}, W, block.ahead, backward, act);

@@ -183,7 +183,7 @@ def test_the_dispatcher_finds_nothing_wrong(layout, groups):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc counts, since 2.33")
 def test_a_call_leaves_nothing_behind():
     """Not even a few bytes: a small block that stays keeps the large one beside it from being used again."""
-    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks in_use free top".split()
+    fields = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "in_use", "free", "top"]
     info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in fields]})
     malloc = ctypes.CDLL(None).mallinfo2
     malloc.restype = info
