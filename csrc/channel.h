@@ -13,15 +13,15 @@ namespace leannorm {
 
 // The first pass over a set fetches what lies `next` elements further, if that is not 0, and the second what lies
 // `ahead`: of a set that stays in the cache the next set, else the next plane.
-struct Block { int64_t count, stride, length, ahead, next = 0; };
+// Plane p has the statistic p modulo `cycle`, where that is not 0; else all have the same.
+struct Block { int64_t count, stride, length, ahead, next = 0, cycle = 0; };
 
-// Values of each column, or of each plane (`step` is 0 where all planes of a block share one), in the
+// Values of each column, or of each statistic of the planes, in the
 // compute type: float64 for float64 elements, else float32. The mean is in two parts, so that a large one
 // loses nothing. z = (x - mean) * scale + bias; dx = scale * dz + (x - mean) * rstd * slope + shift, or
 // scale * dz where the statistics are constants.
 struct Coefficients {
   const void *mean, *mean_rest, *scale, *bias, *rstd, *slope, *shift;
-  int64_t step;
   bool constant;
 };
 
@@ -34,13 +34,13 @@ struct Operands {
 
 // Operands and coefficients are given by value: behind a reference they would be read again after every store.
 struct ChannelKernels {
-  // Adds the sums of (x - shift) and of its square, of the whole block (planes) or of each column;
+  // Adds the sums of (x - shift) and of its square, of each statistic of the planes or of each column;
   // `wide_moments` does without float32, whatever the values and the shift.
   using Moments = void (*)(const void* x, Block, const double* shift, double* sums, double* squares);
   // result = act(z + residual)
   using Normalize = void (*)(Operands, Block, Coefficients, int act);
-  // Adds the sums of dz and of dz * (x - mean), of the whole block (planes, step 0), each plane (step 1)
-  // or each column.
+  // Adds the sums of dz and of dz * (x - mean), of each statistic of the planes or
+  // each column.
   using GradSums = void (*)(Operands, Block, Coefficients, int act, double* sum_dz,
                             double* sum_dz_centred);
   // result = dx; dz where it is asked for.

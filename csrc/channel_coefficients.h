@@ -40,7 +40,7 @@ class SetCoefficients {
   // From a chunk's first channel on.
   Coefficients at(int64_t index) const {
     const auto row = [&](int64_t k) -> const void* { return values_.get() + (k * size_ + index) * (double_ ? 2 : 1); };
-    return {row(0), row(1), row(2), row(3), row(4), row(5), row(6), cut_.step, constant_};
+    return {row(0), row(1), row(2), row(3), row(4), row(5), row(6), constant_};
   }
 
  private:

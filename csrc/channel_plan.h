@@ -55,6 +55,9 @@ constexpr int64_t kChunk = 16384;
 constexpr int64_t kAhead = 1 << 16;
 // Planes of such a set are not fetched from further away than this.
 constexpr int64_t kFar = 1 << 12;
+// Planes as short as this are taken as they lie, sample by sample, where that makes so many chunks of so many
+// samples: a channel's planes are too far apart for the machine to fetch ahead.
+constexpr int64_t kShort = 128, kSampleChunks = 8, kFewestSamples = 4, kAbreast = 1 << 10;
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -64,6 +67,7 @@ struct Cut {
   int64_t slots = 1;             // sums of a chunk, at most
   int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
   int64_t step = 0;              // planes: 1 where each has its own coefficients
+  int64_t cycle = 0;             // planes of whole samples: the number of channels
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
@@ -82,7 +86,8 @@ struct Cut {
       return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead(), next()}, plane * step};
     }
     const int64_t first = i * per_chunk;
-    return {start + first * stride, {std::min(per_chunk, planes - first), stride, length, ahead(), next()}, first * step};
+    const int64_t count = std::min(per_chunk, planes - first);
+    return {start + first * stride, {count, stride, length, ahead(), next(), step == 0 ? cycle : count}, first * step};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = set * set_stride, first = i * rows_per_chunk;
@@ -93,6 +98,7 @@ struct Cut {
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
   int64_t next() const {
+    if (cycle != 0) return kAbreast;
     return columns || (set_elements() <= kAhead && !alone) ? 0 : length <= kFar ? stride : kFar;
   }
 
@@ -112,6 +118,14 @@ struct Cut {
     cut.chunks = cut.segments > 1 ? planes * cut.segments : (planes + cut.per_chunk - 1) / cut.per_chunk;
     if (planes * length == 0) cut.chunks = 0;
     cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
+    return cut;
+  }
+  static Cut of_samples(int64_t samples, int64_t channels, int64_t length, int64_t per_chunk) {
+    Cut cut;
+    cut.sets = 1, cut.planes = samples * channels, cut.stride = cut.length = length;
+    cut.statistics = cut.slots = cut.cycle = channels;
+    cut.per_chunk = per_chunk * channels;
+    cut.chunks = (samples + per_chunk - 1) / per_chunk;
     return cut;
   }
   // `samples` matrices of rows x channels.
@@ -140,7 +154,14 @@ struct Cut {
 inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (s.columns)
     return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, 0) : Cut::of_columns(s.n, s.inner, s.c, groups);
-  if (groups == 0) return Cut::of_planes(s.c, s.n, s.c * s.inner, s.inner, s.inner, 0);
+  if (groups == 0) {
+    const int64_t sample = s.c * s.inner;
+    if (s.inner <= kShort && sample > 0) {
+      const int64_t per_chunk = std::max({(kChunk * 4 + sample - 1) / sample, s.n / (2 * kSampleChunks), kFewestSamples});
+      if (s.n >= kSampleChunks * per_chunk) return Cut::of_samples(s.n, s.c, s.inner, per_chunk);
+    }
+    return Cut::of_planes(s.c, s.n, sample, s.inner, s.inner, 0);
+  }
   return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
 }
 // The cut into statistics: the moments of a contiguous group are those of one long plane.

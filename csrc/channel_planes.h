@@ -49,16 +49,27 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
   if (pending != 0) done();
 }
 
+// visit(first element, planes, statistic) for the planes of every statistic, as they lie.
+template <class Visit> LEANNORM_INLINE void each_statistic(Block block, Visit visit) {
+  if (block.cycle == 0) return visit(0, block.count, 0);
+  int64_t s = 0;
+  for (int64_t p = 0; p < block.count; ++p) {
+    visit(p * block.stride, 1, s);
+    if (++s == block.cycle) s = 0;
+  }
+}
+
 template <class T>
 void plane_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  const V k = splat<V>(*shift);
   Runs<E> runs;
   Sums<V> sum;
+  each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
+  const V k = splat<V>(shift[s]);
   each_run<E::W>(
-      0, block.count, block,
+      start, planes, block,
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         // Lanes past the end hold the shift, which adds nothing.
         typename E::Batch b;
@@ -69,7 +80,8 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
         for (int j = 0; j < b.size; ++j) runs.of[j].add_moments(b.of[j], k);
       },
       [&]() LEANNORM_BODY { take(sum, runs); });
-  sum.put(sums, squares);
+  sum.put(sums + s, squares + s);
+  });
 }
 
 // The same in float64 throughout, for values of which float32 cannot hold the squares or the shift is far
@@ -79,17 +91,19 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   using E = Element<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  const V k = splat<V>(*shift);  // an element, so exact
-  const Wide<V> wide_k = splat_wide<V>(*shift);
   Sums<V> sum;
+  each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
+  const V k = splat<V>(shift[s]);  // an element, so exact
+  const Wide<V> wide_k = splat_wide<V>(shift[s]);
   each_run<E::W>(
-      0, block.count, block,
+      start, planes, block,
       [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
         if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
         else sum.add_moments(E::load(x + i, n, k), wide_k);
       },
       []() LEANNORM_BODY {});
-  sum.put(sums, squares);
+  sum.put(sums + s, squares + s);
+  });
 }
 
 template <class T, Form form>
@@ -98,8 +112,11 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   using V = typename E::V;
   constexpr int W = E::W;
   Affine<V> affine = plane_affine<V>(c, 0);
-  for (int64_t p = 0; p < block.count; ++p) {
-    if (c.step != 0) affine = plane_affine<V>(c, p);
+  for (int64_t p = 0, s = 0; p < block.count; ++p) {
+    if (block.cycle != 0) {
+      affine = plane_affine<V>(c, s);
+      if (++s == block.cycle) s = 0;
+    }
     const int64_t start = p * block.stride, end = start + block.length;
     const int64_t line = first_line<T>(o, start, end);
     for (int64_t i = start; i < line; i += W)
@@ -118,13 +135,12 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
                      double* sum_dz_centred) {
   using E = AnyOrder<T>;
   using V = typename E::V;
-  const int64_t statistics = c.step == 0 ? 1 : block.count, planes = c.step == 0 ? block.count : 1;
   Runs<E> runs;
   Sums<V> sum;
-  for (int64_t s = 0; s < statistics; ++s) {
+  each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
     const Affine<V> affine = plane_affine<V>(c, s);
     each_run<E::W>(
-        s * block.stride, planes, block,
+        start, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
           const Place<E> place{o, i};
           if (block.next != 0) {
@@ -138,7 +154,7 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
         },
         [&]() LEANNORM_BODY { take(sum, runs); });
     sum.put(sum_dz + s, sum_dz_centred + s);
-  }
+  });
 }
 
 template <class T, Form form>
@@ -147,8 +163,11 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   using V = typename E::V;
   constexpr int W = E::W;
   Backward<V> backward = plane_backward<V>(c, 0);
-  for (int64_t p = 0; p < block.count; ++p) {
-    if (c.step != 0) backward = plane_backward<V>(c, p);
+  for (int64_t p = 0, s = 0; p < block.count; ++p) {
+    if (block.cycle != 0) {
+      backward = plane_backward<V>(c, s);
+      if (++s == block.cycle) s = 0;
+    }
     const int64_t start = p * block.stride, end = start + block.length;
     const int64_t line = first_line<T>(o, start, end);
     for (int64_t i = start; i < line; i += W)

@@ -16,6 +16,11 @@ inline double add_rounded(double& a, double b) {
   return left;
 }
 
+// How many statistics a block has.
+inline int64_t statistics_of(const Cut& cut, const Block& block) {
+  return cut.columns ? block.length : std::max<int64_t>(1, block.cycle);
+}
+
 // Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of
 // float64 input also what rounding left of the means: they are subtracted from each other, and no type is wider.
 class MomentPartials {
@@ -30,7 +35,7 @@ class MomentPartials {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     double *mean = mean_at(i), *m2 = mean + size_, *sum = m2 + size_;
     if (type_ != kDouble && fast(kernels, chunk, x, mean, m2, sum)) return;
-    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j);
+    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, cut_.columns ? j : j * chunk.block.stride);
     // Differences from one of the values; float64 input, which has no wider type to be summed in, goes
     // once more with the differences from the mean.
     for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
@@ -72,8 +77,8 @@ class MomentPartials {
   }
 
  private:
-  // In float32, with differences from a first guess of the mean. False where the guess is far from the
-  // mean (by more than two standard deviations) or the squares leave the range of float32.
+  // In float32, with differences from a first guess of the mean, and once more with those from the mean where the
+  // guess was far from it (by more than two standard deviations). False where squares leave the range of float32.
   bool fast(const ChannelKernels& kernels, const Chunk& chunk, const char* x, double* mean, double* m2,
             double* sum) const {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
@@ -81,27 +86,33 @@ class MomentPartials {
     std::fill_n(mean, slots, 0.0);
     std::fill_n(sum, slots, 0.0);
     std::fill_n(m2, slots, 0.0);
-    if (cut_.columns) {
+    if (cut_.columns || chunk.block.cycle != 0) {  // of a few rows, or of two samples
       Block few = chunk.block;
-      few.count = std::min<int64_t>(few.count, 8);
+      few.count = std::min(few.count, cut_.columns ? 8 : 2 * few.cycle);
       moments(x, few, mean, sum, m2);
-      const double each = 1.0 / few.count;
+      const double each = 1.0 / count_of({0, few, 0});
       for (int64_t j = 0; j < slots; ++j) mean[j] = float(sum[j] * each);
-      std::fill_n(sum, slots, 0.0);
-      std::fill_n(m2, slots, 0.0);
     } else {
       mean[0] = float(spread_mean(chunk.block, x));
     }
-    moments(x, chunk.block, mean, sum, m2);
     const double each = 1.0 / count, least = 1e-20 * count;
-    int64_t good = 0;
-    for (int64_t j = 0; j < slots; ++j) {
-      const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
-      mean[j] += rest;
-      m2[j] = square - between;
-      good += int64_t(square < 1e30) & int64_t(square > least) & int64_t(between < 4 * (square - between));
+    for (int guess = 0; guess < 2; ++guess) {
+      std::fill_n(sum, slots, 0.0);
+      std::fill_n(m2, slots, 0.0);
+      moments(x, chunk.block, mean, sum, m2);
+      int64_t near = 0, in_range = 0;
+      for (int64_t j = 0; j < slots; ++j) {
+        const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
+        mean[j] += rest;
+        m2[j] = square - between;
+        in_range += int64_t(square < 1e30) & int64_t(square > least);
+        near += int64_t(between < 4 * (square - between));
+      }
+      if (in_range != slots) return false;
+      if (near == slots) return true;
+      for (int64_t j = 0; j < slots; ++j) mean[j] = float(mean[j]);
     }
-    return good == slots;
+    return false;
   }
 
   // The mean of a few values from all over the planes: one alone may be far from the mean of all.
@@ -112,9 +123,10 @@ class MomentPartials {
       sum += value_at(type_, x, i * block.count / kFew * block.stride + i * block.length / kFew);
     return sum / kFew;
   }
-  int64_t slots_of(const Chunk& chunk) const { return cut_.columns ? chunk.block.length : 1; }
+  int64_t slots_of(const Chunk& chunk) const { return statistics_of(cut_, chunk.block); }
   int64_t count_of(const Chunk& chunk) const {
-    return cut_.columns ? chunk.block.count : chunk.block.count * chunk.block.length;
+    const Block& block = chunk.block;
+    return cut_.columns ? block.count : block.count / std::max<int64_t>(1, block.cycle) * block.length;
   }
   double* left_of(double* mean) const { return mean + 3 * size_; }
   double* mean_at(int64_t i) { return values_.get() + i * cut_.slots; }
@@ -140,7 +152,7 @@ class GradPartials {
   template <class Summed> void merge(int64_t set, Summed summed) {
     for (int64_t i = 0; i < cut_.chunks; ++i) {
       const Chunk chunk = cut_.chunk(set, i);
-      const int64_t n = cut_.columns ? chunk.block.length : cut_.step == 0 ? 1 : chunk.block.count;
+      const int64_t n = statistics_of(cut_, chunk.block);
       const double *a = dz(i), *b = dz_centred(i);
       if (cut_.fold == 1) {
         for (int64_t j = 0; j < n; ++j) summed(chunk.index + j, a[j], b[j]);

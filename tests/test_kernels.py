@@ -70,9 +70,20 @@ def test_groups_of_nothing(shape):
     assert (dx.shape, dweight.shape, dbias.shape) == (shape, shape[1:2], shape[1:2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(34, 600, 5, 11), (9001, 8, 3)], ids=str)
+@pytest.mark.parametrize(("act", "out_given"), [("identity", False), ("relu", True), ("gelu", False)])
+def test_short_planes_sample_by_sample(shape, dtype, act, out_given):
+    """Samples that differ, and channels of which one is constant and one far from what its first sample says."""
+    call = call_on(ChannelCase(shape, "contiguous"), dtype, act, residual=True, out_given=out_given)
+    x = call.x + torch.randn(*shape[:2], *[1] * (len(shape) - 2)).to(dtype)
+    x[:, 1], x[:2, 2] = 3, 50
+    assert_close_to_reference(call._replace(x=x))
+
+
 CUTS = [
     ((4, 64, 30, 30), 0), ((2, 3, 160, 160), 0), ((6, 512, 7, 7), 0), ((3, 24, 20, 20), 4),
-    ((1, 6, 200, 200), 2), ((300, 700), 0), ((5, 3, 5001), 0),
+    ((1, 6, 200, 200), 2), ((300, 700), 0), ((5, 3, 5001), 0), ((41, 1500, 3, 3), 0), ((33, 1700, 11), 0),
 ]  # fmt: skip
 
 
