@@ -57,7 +57,7 @@ constexpr int64_t kAhead = 1 << 16;
 constexpr int64_t kFar = 1 << 12;
 // Planes as short as this are taken as they lie, sample by sample, where that makes so many chunks of so many
 // samples: a channel's planes are too far apart for the machine to fetch ahead.
-constexpr int64_t kShort = 128, kSampleChunks = 8, kFewestSamples = 4, kAbreast = 1 << 10;
+constexpr int64_t kShort = 128, kSampleChunks = 8, kFewestSamples = 4, kMostSamples = 256, kAbreast = 1 << 10;
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -157,7 +157,8 @@ inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (groups == 0) {
     const int64_t sample = s.c * s.inner;
     if (s.inner <= kShort && sample > 0) {
-      const int64_t per_chunk = std::max({(kChunk * 4 + sample - 1) / sample, s.n / (2 * kSampleChunks), kFewestSamples});
+      const int64_t large = std::max((4 * kChunk + sample - 1) / sample, s.n / (2 * kSampleChunks));
+      const int64_t per_chunk = std::clamp(large, kFewestSamples, kMostSamples);
       if (s.n >= kSampleChunks * per_chunk) return Cut::of_samples(s.n, s.c, s.inner, per_chunk);
     }
     return Cut::of_planes(s.c, s.n, sample, s.inner, s.inner, 0);
