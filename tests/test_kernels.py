@@ -77,7 +77,7 @@ def test_short_planes_sample_by_sample(shape, dtype, act, out_given):
     """Samples that differ, and channels of which one is constant and one far from its first samples."""
     call = call_on(ChannelCase(shape, "contiguous"), dtype, act, residual=True, out_given=out_given)
     x = call.x + torch.randn(*shape[:2], *[1] * (len(shape) - 2)).to(dtype)
-    x[:2, 2] = 50
+    x[:2, 2] = 12
     if dtype != torch.float64:  # which sums in nothing wider, and so has no second way
         x[:, 1] = 3
     assert_close_to_reference(call._replace(x=x))
