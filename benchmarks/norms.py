@@ -33,6 +33,10 @@ RESNET50 = (
     ((8, 128, 28, 28), 7), ((8, 512, 28, 28), 5), ((8, 256, 28, 28), 1), ((8, 256, 14, 14), 11),
     ((8, 1024, 14, 14), 7), ((8, 512, 14, 14), 1), ((8, 512, 7, 7), 5), ((8, 2048, 7, 7), 4),
 )  # fmt: skip
+BATCHES = (
+    ((512, 32, 26, 26), 1), ((64, 256, 28, 28), 1), ((128, 512, 14, 14), 1), ((128, 512, 7, 7), 1),
+    ((128, 2048, 7, 7), 1),
+)  # fmt: skip
 BLOCK_ENDS = (((8, 256, 56, 56), 3), ((8, 512, 28, 28), 4), ((8, 1024, 14, 14), 6), ((8, 2048, 7, 7), 3))
 VOLUMES = (((4, 32, 32, 64, 64), 1), ((2, 64, 16, 32, 32), 1), ((2, 128, 8, 16, 16), 1))
 FLAT = (((256, 512), 1), ((4096, 256), 1), ((1024, 2048), 1))
@@ -60,6 +64,7 @@ ROWS = (
     Row("batch norm + relu, channels_last", RESNET50, 2.0, "relu", channels_last=True),
     Row("batch norm + add + relu", BLOCK_ENDS, 3.0, "relu", residual=True),
     Row("batch norm", RESNET50, 2.5),
+    Row("batch norm, large batches", BATCHES, 2.0),
     Row("BatchNorm3d", VOLUMES, 6.0),
     Row("BatchNorm1d (N, C)", FLAT, 2.0),
     Row("BatchNorm1d (N, C, L)", SEQUENCES, 2.0),

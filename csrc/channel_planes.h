@@ -67,20 +67,20 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
   Runs<E> runs;
   Sums<V> sum;
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
-  const V k = splat<V>(shift[s]);
-  each_run<E::W>(
-      start, planes, block,
-      [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-        // Lanes past the end hold the shift, which adds nothing.
-        typename E::Batch b;
-        if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
-        if constexpr (whole) b = E::load(x + i);
-        else b = E::load(x + i, n, k);
+    const V k = splat<V>(shift[s]);
+    each_run<E::W>(
+        start, planes, block,
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          // Lanes past the end hold the shift, which adds nothing.
+          typename E::Batch b;
+          if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
+          if constexpr (whole) b = E::load(x + i);
+          else b = E::load(x + i, n, k);
 #pragma GCC unroll 2
-        for (int j = 0; j < b.size; ++j) runs.of[j].add_moments(b.of[j], k);
-      },
-      [&]() LEANNORM_BODY { take(sum, runs); });
-  sum.put(sums + s, squares + s);
+          for (int j = 0; j < b.size; ++j) runs.of[j].add_moments(b.of[j], k);
+        },
+        [&]() LEANNORM_BODY { take(sum, runs); });
+    sum.put(sums + s, squares + s);
   });
 }
 
@@ -93,16 +93,16 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   const T* x = static_cast<const T*>(base);
   Sums<V> sum;
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
-  const V k = splat<V>(shift[s]);  // an element, so exact
-  const Wide<V> wide_k = splat_wide<V>(shift[s]);
-  each_run<E::W>(
-      start, planes, block,
-      [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-        if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
-        else sum.add_moments(E::load(x + i, n, k), wide_k);
-      },
-      []() LEANNORM_BODY {});
-  sum.put(sums + s, squares + s);
+    const V k = splat<V>(shift[s]);  // an element, so exact
+    const Wide<V> wide_k = splat_wide<V>(shift[s]);
+    each_run<E::W>(
+        start, planes, block,
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
+          else sum.add_moments(E::load(x + i, n, k), wide_k);
+        },
+        []() LEANNORM_BODY {});
+    sum.put(sums + s, squares + s);
   });
 }
 
