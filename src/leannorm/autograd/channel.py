@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -70,10 +69,9 @@ def keep_for_backward(
     ctx.dtypes = dtypes
 
 
-def _pick(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, running: Running | None
-) -> ModuleType:
-    return pick(x, weight, bias, residual, *(() if running is None else running[:2]))
+def _with_buffers(tensors: tuple[Tensor | None, ...], running: Running | None) -> tuple[Tensor | None, ...]:
+    """All that a call reads or writes, whose kinds decide who serves it."""
+    return tensors if running is None else (*tensors, *running[:2])
 
 
 class ChannelNorm(torch.autograd.Function):
@@ -91,7 +89,7 @@ class ChannelNorm(torch.autograd.Function):
         groups: int,
         running: Running | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        backend = ctx.backend = _pick(x, weight, bias, residual, running)
+        backend = ctx.backend = pick(*_with_buffers((x, weight, bias, residual), running))
         y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
         ctx.eps, ctx.groups = eps, groups
@@ -168,9 +166,10 @@ def channel_norm(
     running: Running | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
-    looked_into = transformed(x, weight, bias, residual, *(() if running is None else running[:2]))
+    tensors = _with_buffers((x, weight, bias, residual), running)
+    looked_into = transformed(*tensors)
     if looked_into or not recorded(x, weight, bias, residual):
-        backend = reference if looked_into else _pick(x, weight, bias, residual, running)
+        backend = reference if looked_into else pick(*tensors)
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm

@@ -13,8 +13,6 @@ residual's gradient is dy or 0, the first pass backward writes it, and the secon
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,7 @@ from leannorm.ops.backends.triton.tiling import (
     merging,
     planned,
 )
-from leannorm.ops.plan import statistics_shape
+from leannorm.ops.plan import channel_plan, statistics_shape
 
 
 def plan_of(x: Tensor, groups: int) -> Plan:
@@ -208,6 +206,6 @@ def channel_forward_tracked_(
     momentum: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     y, mean, m2, rstd = channel_forward(x, weight, bias, residual, eps, act, 0)
-    count = x.shape[0] * prod(x.shape[2:])
-    move_running_(running_mean, running_var, num_batches, momentum, mean, m2, count, None)
+    plan = channel_plan(x.shape)
+    move_running_(running_mean, running_var, num_batches, momentum, mean, m2, plan.outer * plan.inner, None)
     return y, mean, m2, rstd
