@@ -12,6 +12,9 @@ from torch import nn
 
 from leannorm.saving import lean
 
+# small networks cannot meet every budget, and say so
+pytestmark = pytest.mark.filterwarnings("ignore:leannorm. budget=.* is out of reach")
+
 SETTINGS = {"norm": {"recompute": "norm"}, "conv": {"recompute": "conv"}, "budget": {"budget": 0.3}}
 
 
@@ -221,7 +224,7 @@ def test_softmax_of_scores_is_rebuilt_from_what_they_were_made_of(make):
 def test_records_say_what_became_of_each_tensor():
     model, x = lean_cases.IMAGES["silu"](), torch.randn(lean_cases.IMAGE)
     _, saved = step(model, x, lean())
-    fates = {record.node: record.rebuilt for record in saved.records}
+    fates = {record.node: record.rebuilt for record in saved.records if record.node}
     assert fates == {"ConvolutionBackward0": False, "NativeBatchNormBackward0": True, "SiluBackward0": True}
     assert all(record.seconds >= 0 for record in saved.records if record.rebuilt)
 

@@ -17,6 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:leannorm. budget=.* is out of reach", "ignore:leannorm. saved-tensor hooks were there first"
+)
+
 SETTINGS = [{"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.4}]
 IMAGE = torch.randn(lean_cases.IMAGE, generator=torch.Generator().manual_seed(0))
 
@@ -136,6 +140,7 @@ class TestSameAsStock:
         assert_same(ours, stock)
         assert packed == expected
 
+    @pytest.mark.filterwarnings("ignore:leannorm. other saved-tensor hooks")
     def test_offload_within(self, setting):
         def run(context):
             model = network()

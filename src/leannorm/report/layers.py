@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leannorm.saving.policy import Record
+from leannorm.saving.ledger import Record
 
 Counts = Callable[[], tuple[int, int]]
 
@@ -103,7 +103,7 @@ def by_operation(records: Sequence[Record]) -> list[Operation]:
         if record.rebuilt:
             groups[record.node].append(record)
     operations = [
-        Operation(node, len(group), sum(r.nbytes for r in group), sum(r.seconds or 0.0 for r in group))
+        Operation(node, len(group), sum(r.bytes for r in group), sum(r.seconds or 0.0 for r in group))
         for node, group in groups.items()
     ]
     return sorted(operations, key=lambda operation: -operation.nbytes)

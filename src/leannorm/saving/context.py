@@ -1,26 +1,24 @@
-"""`lean()` around a forward pass, `make_lean()` on a model."""
+"""`lean()` around a forward pass."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
-from leannorm.saving.hooks import Packing
-from leannorm.saving.ledger import Ledger
-from leannorm.saving.policy import CONV, LEANEST, NORM, Plan, Record, check
-from leannorm.saving.values import unpack
+from leannorm.saving import reasons
+from leannorm.saving.ledger import Ledger, Record
+from leannorm.saving.packing import Packing, unpack
+from leannorm.saving.plan import Plan
+from leannorm.saving.policy import CONV, LEANEST, NORM, check
+from leannorm.saving.verify import Layers
 
 _PLANS: dict[tuple[float, Hashable], Plan] = {}
 _MOST_PLANS = 64
-_Model = TypeVar("_Model", bound=nn.Module)
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
@@ -37,12 +35,18 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
     keeps as little as it can and measures; later ones (of the same shapes) rebuild the cheapest set that
     meets the budget, or nearly all there is if that is not enough.
+    verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit in
+    the backward pass. The first difference raises RebuildError, which names node, shape, layer and values.
 
     kept_bytes, rebuilt_bytes: held for the backward pass (storages, each once, without parameters), and
-    left out. records: every saved tensor. plan: what `budget` chose, once there is a plan.
-    Editing in place a tensor that is held raises autograd's error in the backward pass. One that is
-    rebuilt may be edited by operations that autograd sees. Edits that it does not see (under no_grad,
-    through .data) between a norm and a ReLU, whose input nobody keeps, are not noticed.
+    left out. records: every saved tensor; they add up to those. plan: what `budget` chose, once there is a
+    plan. reasons: why nothing, or less than asked, was saved; empty where all is well. What concerns the
+    whole pass (compiled code, others' hooks, a budget out of reach) is also warned of, once per cause.
+
+    Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
+    `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also
+    if it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
+    that no node saves, such as between a batch norm and a ReLU, are not noticed; `verify` finds them.
     Nothing happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor
     hooks that were there first (offloading, checkpointing): those go on as without `lean`.
     One object may serve several passes.
@@ -57,24 +61,39 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     True
     """
 
-    def __init__(self, recompute: Literal["norm", "conv"] = "norm", *, budget: float | None = None) -> None:
+    def __init__(
+        self,
+        recompute: Literal["norm", "conv"] = "norm",
+        *,
+        budget: float | None = None,
+        verify: bool = False,
+    ) -> None:
         check(recompute, budget)
         self._policy = {"norm": NORM, "conv": CONV}[recompute] if budget is None else LEANEST
-        self._budget = budget
-        self._open: list[tuple[AbstractContextManager[None], Packing]] = []
+        self._budget, self._verify = budget, verify
+        self._open: list[tuple[ExitStack, Packing]] = []
         self._ledger = Ledger()
         self.plan: Plan | None = None
-        self._last: Packing | None = None
+        self.reasons: list[str] = []
 
     def __enter__(self) -> lean:
         if torch.compiler.is_compiling():
+            self.reasons = [reasons.COMPILED]
             return self
         if not self._open:
-            self._ledger = Ledger()
-        packing = Packing(self._policy, self._ledger, None if self._budget is None else self._choose)
-        hooks = saved_tensors_hooks(packing.pack, unpack) if _free() else nullcontext()
-        hooks.__enter__()
-        self._open.append((hooks, packing))
+            self._ledger, self.reasons = Ledger(), []
+        layers = Layers() if self._verify else None
+        packing = Packing(self._policy, self._ledger, self._choose if self._budget else None, layers)
+        stack = ExitStack()
+        self._open.append((stack, packing))
+        refused = _refusal()
+        if refused is None:
+            stack.enter_context(saved_tensors_hooks(packing.pack, unpack))
+            if layers is not None:
+                stack.callback(layers.close)
+                layers.open()
+        else:
+            packing.reasons[refused] += 1
         return self
 
     def __exit__(
@@ -82,12 +101,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        hooks, packing = self._open.pop()
-        hooks.__exit__(kind, error, trace)
+        stack, packing = self._open.pop()
+        stack.close()
+        packing.search.leaves.forget()
         self._ledger.close()
-        self._last = packing
-        if self._budget is not None and packing.calls and error is None:
+        if error is not None:
+            return
+        if self._budget is not None and packing.calls:
             self._replan(packing)
+        self._explain(packing)
 
     @property
     def kept_bytes(self) -> int:
@@ -101,9 +123,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     @property
     def records(self) -> list[Record]:
-        """Every tensor that the last forward pass saved, once."""
-        records = self._last.records() if self._last else ()
-        return [record for record in records if record is not None]
+        """Every tensor that the last forward pass saved; bytes are counted at the first of each storage."""
+        return self._ledger.records()
 
     def _choose(self, i: int, call: Hashable) -> bool:
         if i == 0:
@@ -122,80 +143,28 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         self.plan = packing.plan(self._budget)
         _PLANS[self._budget, packing.calls[0]] = self.plan
 
+    def _explain(self, packing: Packing) -> None:
+        """Fill `reasons`, and warn of those that concern the whole pass."""
+        whole = [reason for reason in packing.reasons if reason in reasons.OF_THE_PASS]
+        if not packing.seen and not packing.reasons and torch.is_grad_enabled():
+            whole.append(reasons.NOTHING)
+        plan = self.plan
+        if self._budget is not None and plan is not None and plan.ratio > 1.01 * self._budget:
+            whole.append(reasons.out_of_reach(self._budget, plan.ratio))
+        held = [
+            f"{count} tensors: {reason}" if count > 1 else reason
+            for reason, count in packing.reasons.items()
+            if reason not in reasons.OF_THE_PASS
+        ]
+        self.reasons += [reason for reason in (*whole, *held) if reason not in self.reasons]
+        for reason in (*whole, *held):
+            reasons.say(reason)
 
-def _free() -> bool:
-    """May hooks be set, and does nobody but us have any? Others' (offloading, checkpointing) come first."""
+
+def _refusal() -> str | None:
+    """Why hooks may not be set; others' that are there first (offloading, checkpointing) come first."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return reasons.TRANSFORMED
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     ours = top is None or isinstance(getattr(top[0], "__self__", None), Packing)
-    return ours and bool(torch._C._autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
-
-
-# ---------------------------------------------------------------- models whose training loop is not ours
-
-_ATTRIBUTE = "_leannorm_lean"
-
-
-class _Around:
-    """Forward hooks that open and close `lean()`; one stack a thread, as replicas may run in several."""
-
-    def __init__(self, recompute: Literal["norm", "conv"], budget: float | None) -> None:
-        self.settings = recompute, budget
-        self.handles: list[RemovableHandle] = []
-        self._local = threading.local()
-
-    def enter(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            recompute, budget = self.settings
-            self._stack().append(lean(recompute, budget=budget).__enter__())
-
-    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling() and self._stack():
-            self._stack().pop().__exit__(None, None, None)
-
-    def _stack(self) -> list[lean]:
-        if not hasattr(self._local, "stack"):
-            self._local.stack = []
-        stack: list[lean] = self._local.stack
-        return stack
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "handles": self.handles}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _local=threading.local())
-
-
-def make_lean(
-    model: _Model, recompute: Literal["norm", "conv"] = "norm", *, budget: float | None = None
-) -> _Model:
-    """Let every forward pass of `model` run in `lean(recompute, budget=budget)`, and return the model.
-
-    For training loops that cannot be edited. Two forward hooks are added; parameters, state_dict and
-    class stay as they are. On a model that is lean already the new settings replace the old ones.
-
-    Raises InputError as `lean` does; the model is unchanged then.
-
-    >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
-    >>> model(torch.randn(4, 8)).sum().backward()
-    """
-    check(recompute, budget)
-    unmake_lean(model)
-    around = _Around(recompute, budget)
-    around.handles = [
-        model.register_forward_pre_hook(around.enter, prepend=True),
-        model.register_forward_hook(around.leave, always_call=True),
-    ]
-    model.__dict__[_ATTRIBUTE] = around
-    return model
-
-
-def unmake_lean(model: _Model) -> _Model:
-    """Undo `make_lean` and return the model; a model that is not lean stays as it is.
-
-    >>> model = unmake_lean(make_lean(nn.Linear(2, 2)))
-    """
-    around = model.__dict__.pop(_ATTRIBUTE, None)
-    if around is not None:
-        for handle in around.handles:
-            handle.remove()
-    return model
+    return None if ours else reasons.HOOKS_AROUND

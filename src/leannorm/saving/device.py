@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._errors import InputError
-from leannorm.ops.modes import capturing
+from leannorm.ops.modes import capturing as capturing
 
 
 def asynchronous(tensor: Tensor) -> bool:
@@ -18,13 +17,3 @@ def synchronize(tensor: Tensor) -> None:
     """Wait until the tensor's device has done all that it was given."""
     if asynchronous(tensor):
         torch.accelerator.synchronize(tensor.device)
-
-
-def check_not_capturing(tensor: Tensor, what: str) -> None:
-    """Raises InputError while a CUDA graph is captured."""
-    if capturing(tensor):
-        raise InputError(
-            f"lean() tries every kind of step once, by a look at its values, and {what} was not met before "
-            "this CUDA graph's capture: run a forward and backward pass under lean() with the same settings "
-            "and shapes before the capture"
-        )

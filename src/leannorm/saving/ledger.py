@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,59 +12,119 @@ from torch import Tensor
 from leannorm.saving.values import Value
 
 
+class Record(NamedTuple):
+    """One tensor that the forward pass saved: what made it, what it weighs, and what became of it.
+
+    `bytes`: of its storage, where no record before has counted that; so records add up to `kept_bytes` and
+    `rebuilt_bytes`. `seconds`: of one rebuild, measured when a step of its kind was first met.
+    """
+
+    node: str
+    shape: torch.Size
+    dtype: torch.dtype
+    bytes: int
+    rebuilt: bool
+    seconds: float | None
+
+
+class _Entry(NamedTuple):
+    value: weakref.ref[Value]
+    node: str
+    shape: torch.Size
+    dtype: torch.dtype
+    seconds: float | None  # None: it is held
+
+
 class Ledger:
     """Counts storages, not tensors; parameters, which are there anyway, are not counted as held."""
 
     def __init__(self) -> None:
-        self._held: list[weakref.ref[Value]] = []
+        self._entries: list[_Entry] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
-        self._closed: tuple[int, int] | None = None
+        self._closed: list[Record] | None = None
 
-    def holds(self, value: Value, tensor: Tensor) -> None:
+    def holds(self, value: Value, tensor: Tensor, node: str = "") -> None:
         """Storages are looked at when somebody asks: all at one time, and out of the forward pass."""
         base = tensor if tensor._base is None else tensor._base
         if not (base.requires_grad and base.is_leaf):  # no parameter
-            self._held.append(weakref.ref(value))
-        self._closed = None
+            self._enter(value, tensor, node, None)
 
-    def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
+    def rebuilds(
+        self, value: Value, tensor: Tensor, node: str, seconds: float = 0.0, nbytes: int | None = None
+    ) -> None:
         if nbytes is None:  # a view would hold the whole
             nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
         self._rebuilt[_root(value)] = nbytes
+        self._enter(value, tensor, node, seconds)
+
+    def _enter(self, value: Value, tensor: Tensor, node: str, seconds: float | None) -> None:
+        self._entries.append(_Entry(weakref.ref(value), node, tensor.shape, tensor.dtype, seconds))
         self._closed = None
 
-    def parts(self, values: Mapping[int, weakref.ref[Value]]) -> Iterator[tuple[Value, list[int], int]]:
-        """The rebuilt values by the memory that they share: what it belongs to, their places, its bytes."""
-        places: dict[Value, list[int]] = {}
-        for place, reference in values.items():
-            value = reference()
-            if value is not None:
-                places.setdefault(_root(value), []).append(place)
+    def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
+        """The rebuilt values by the memory that they share: what it belongs to, their places among the
+        tensors that were packed, its bytes, and the seconds of the slowest of them."""
+        places: dict[Value, dict[int, float]] = {}
+        for entry in self._entries:
+            value = entry.value()
+            if value is not None and value.place >= 0 and entry.seconds is not None:
+                places.setdefault(_root(value), {})[value.place] = entry.seconds
         for root, sharing in places.items():
-            yield root, sharing, self._rebuilt.get(root, 0)
+            yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
 
     def close(self) -> None:
-        """Remember the sums, which stay when the backward pass has let everything go."""
-        self._closed = self._sums()
+        """Remember the records, which stay when the backward pass has let everything go."""
+        self._closed = list(self._now())
+
+    def records(self) -> list[Record]:
+        return list(self._now()) if self._closed is None else list(self._closed)
 
     def kept(self) -> int:
-        return (self._closed or self._sums())[0]
+        return sum(record.bytes for record in self._look() if not record.rebuilt)
 
     def rebuilt(self) -> int:
-        return (self._closed or self._sums())[1]
+        return sum(record.bytes for record in self._look() if record.rebuilt)
+
+    def _look(self) -> list[Record]:
+        return list(self._now()) if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now."""
-        tensors = (value.tensor for value in (reference() for reference in self._held) if value is not None)
-        storages = [
-            tensor.untyped_storage()
-            for tensor in tensors
-            if tensor is not None and tensor.layout == torch.strided
-        ]
-        return {storage._cdata: storage.nbytes() for storage in storages}
+        return {
+            storage._cdata: storage.nbytes()
+            for entry in self._entries
+            for storage in [_storage(entry)]
+            if storage is not None
+        }
 
-    def _sums(self) -> tuple[int, int]:
-        return sum(self.alive().values()), sum(list(self._rebuilt.values()))
+    def _now(self) -> Iterator[Record]:
+        seen: set[tuple[str, int]] = set()
+        for entry in self._entries:
+            value = entry.value()
+            if value is None:
+                continue
+            if entry.seconds is None:
+                storage = _storage(entry)
+                if storage is None:  # it has become one that is rebuilt
+                    continue
+                key, nbytes = ("held", storage._cdata), storage.nbytes()
+            else:
+                root = _root(value)
+                key, nbytes = ("rebuilt", id(root)), self._rebuilt.get(root, 0)
+            nbytes = 0 if key in seen else nbytes
+            seen.add(key)
+            rebuilt = entry.seconds is not None
+            yield Record(entry.node, entry.shape, entry.dtype, nbytes, rebuilt, entry.seconds)
+
+
+def _storage(entry: _Entry) -> torch.UntypedStorage | None:
+    value = entry.value()
+    if value is None or entry.seconds is not None:
+        return None
+    tensor = value.memory if value.tensor is None else value.tensor
+    if tensor is None or tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage()
 
 
 def _root(value: Value) -> Value:

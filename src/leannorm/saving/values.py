@@ -2,61 +2,73 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-_KEY, _WAITING = "leannorm", "leannorm waiting"
-_PLAIN = (Tensor, torch.nn.Parameter)
+from leannorm.saving.evidence import Sample, owner_of, version_of
+from leannorm.saving.flags import Flags, set_for_rebuild
 
 
 class Step(NamedTuple):
-    """How to rebuild a tensor: `rebuild(*inputs)`.
+    """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
 
-    `constants` are what `rebuild` closes over, for telling two steps apart; `overwrite` computes the same
-    in the memory of the first input; `view` says that the result may share its input's memory,
-    `copies` that it need not; `kind` is what policies go by; `flops` are those of one rebuild, where they
-    are many; `with_act` gives the rebuild with an activation in the same pass, where there is one.
+    `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are what
+    can be hashed. `in_place` computes the same in the memory of the first input. `kind` is what policies
+    go by: "norm" (also activations and casts), "scale", "sum", "product", "view" (shares its input's
+    memory) or "copy" (a view that is laid out anew where that is needed). `flops` are those of one rebuild
+    of a product. `then_act` gives the step with an activation in the same pass, where there is one.
+    `flags` are the global ones under which the node ran. `proved` is False where the step reads a tensor
+    that may not be what the node read: then only a comparison can tell.
     """
 
-    rebuild: Callable[..., Tensor]
+    function: Callable[..., Tensor]
     inputs: tuple[Value, ...]
-    constants: Hashable = ()
-    overwrite: Callable[..., Tensor] | None = None
-    view: bool = False
-    copies: bool = False
+    captured: tuple[Tensor | None, ...] = ()
+    constants: tuple[Hashable, ...] = ()
+    in_place: Callable[..., Tensor] | None = None
     kind: str = "norm"
     flops: int = 0
-    with_act: Callable[[str], Callable[..., Tensor] | None] | None = None
+    then_act: Callable[[str], Step | None] | None = None
+    flags: Flags | None = None
+    proved: bool = True
+
+    @property
+    def view(self) -> bool:
+        return self.kind in ("view", "copy")
 
 
 class Value:
     """One tensor of the forward pass, shared by every node that saved it.
 
-    A rebuilt tensor is held from its first use to its last, so that several users cost one rebuild; stock
-    autograd would have held it all the while.
+    Either `tensor` is held, or `step` rebuilds it. A rebuilt tensor is kept from its first use to its last,
+    so that several users cost one rebuild; stock autograd would have held it all the while.
     """
 
     layout: Hashable = None  # of the tensor that was packed; None: nobody packed it
     place = -1  # among the tensors that were packed
-    whole: Value | None = None  # what this is a view of
-    origin: tuple[Node, int] | None = None
-    eps: tuple[float | None] | None = None  # what a norm that saved this was called with
-    alone = False  # does nobody else hold the tensor?
+    as_made = True  # was it what its node had put out, when it was packed?
+    seen_at = 0  # sequence number of the first node made after it was packed
+    made_at = -1  # sequence number of the node that made it
     products = 0  # convolutions and matrix products in a row, at most, that its rebuild takes
+    whole: Value | None = None  # what this is a view of
+    origin: tuple[Node, int] | None = None  # the node to ask again, if what was missing turns up
+    call: Hashable = None  # what the norm that saved this was called with
+    alone = False  # does nobody else hold the tensor?
+    where = ""  # the layer at work when it was packed; known under `verify` only
+    watch: Tensor | None = None  # shares the tensor's version counter, and none of its memory
+    sample: Sample | None = None  # of what was packed
+    memory: Tensor | None = None  # rebuilt, but edited unseen and packed again: what stock would read
+    original: Tensor | None = None  # under `verify`: what the rebuild is compared with
     _rebuilt: Tensor | None = None
+    _rebuilt_version = 0
 
     def __init__(
-        self,
-        tensor: Tensor | None,
-        version: int = 0,
-        step: Step | None = None,
-        name: str = "",
+        self, tensor: Tensor | None, version: int = 0, step: Step | None = None, name: str = ""
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
@@ -71,159 +83,128 @@ class Value:
 
     def becomes(self, step: Step) -> None:
         """Let go of the tensor: from now on it is rebuilt."""
+        assert self.tensor is not None
+        self.watch, self.sample = version_of(self.tensor), Sample.of(self.tensor)
         self.step, self.tensor, self.origin = step, None, None
         self._rests_on(step)
 
     def _rests_on(self, step: Step) -> None:
-        before = max((value.used().products for value in step.inputs), default=0)
-        self.products = before + (step.kind == "product")
+        for value in step.inputs:
+            value.used()
+            if value.step is None and value.sample is None and value.tensor is not None:
+                value.sample = Sample.of(value.tensor)
+        self.products = max((value.products for value in step.inputs), default=0)
+        self.products += step.kind == "product"
+
+    @property
+    def current(self) -> bool:
+        """Has autograd counted no edit since it was packed?"""
+        counter = self.tensor if self.step is None else self.watch
+        return counter is None or counter._version == self.version
 
     @property
     def at_hand(self) -> bool:
         """Is there a tensor to be read, without rebuilding it?"""
-        return self.step is None or self._rebuilt is not None
+        return self.step is None or self._rebuilt is not None or self.memory is not None
 
     def read(self) -> Tensor:
-        """The tensor, for one of its users; raises autograd's error if it was edited in place."""
-        return self._held() if self.step is None else self._read()[0]
-
-    def _read(self) -> tuple[Tensor, bool]:
-        """The tensor for a rebuild, and whether it is the reader's to overwrite."""
+        """The tensor, for a node that saved it; raises autograd's error if it was edited in place."""
+        self._check_version()
+        if self.memory is not None:
+            return self.memory
         if self.step is None:
-            return self._there(self._held()), False
-        tensor = self._rebuilt
-        shared = tensor is not None
-        if tensor is None:
-            tensor = run(self.step, [v._read() for v in self.step.inputs])
-        self._left -= 1
-        if self._left > 0:
-            self._rebuilt, shared = tensor, True
-        else:
-            self._rebuilt, self._left = None, self.users
-        return tensor, not (shared or self.step.view)
+            assert self.tensor is not None
+            return self.tensor
+        return self._rebuild()[0]
 
     def look(self) -> Tensor:
         """The tensor, without counting as a use."""
         if self.step is None:
-            return self._held()
-        return run(self.step, [(v.look(), False) for v in self.step.inputs])
+            self._check_version()
+            assert self.tensor is not None
+            return self.tensor
+        return run(self.step, [(value.look(), False) for value in self.step.inputs])[0]
 
-    def _held(self) -> Tensor:
+    def _for_a_rebuild(self) -> tuple[Tensor, bool]:
+        """The tensor for a step, and whether the step may write into it."""
+        if self.step is not None:
+            return self._rebuild()
+        self._check_version()
         tensor = self.tensor
         assert tensor is not None
-        if tensor._version != self.version:
+        _check_there(tensor, self.name)
+        if self.sample is not None and not self.sample.matches(tensor):
             raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace"
-                f" operation: [{tensor.type()} {list(tensor.shape)}], which is output of"
-                f" {self.name or 'a leaf'}, is at version {tensor._version}; expected version"
-                f" {self.version} instead. leannorm.lean() holds it for the backward pass: edit a copy of"
-                " it, or edit it after backward()."
+                f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through .data),"
+                " between the forward and the backward pass, and leannorm.lean() needs what it held to"
+                " rebuild a tensor: edit it after backward(), or leave lean() out for this step"
             )
-        return tensor
+        return tensor, False
 
-    def _there(self, tensor: Tensor) -> Tensor:
-        if type(tensor) in _PLAIN and tensor.numel() and _freed(tensor):
+    def _rebuild(self) -> tuple[Tensor, bool]:
+        """The tensor, and whether its reader may overwrite it: made in this rebuild, and read by no other."""
+        assert self.step is not None
+        if self._rebuilt is not None:
+            tensor, owned = self._rebuilt, False
+            if tensor._version != self._rebuilt_version:  # by a backward function of the user's
+                raise RuntimeError(self._edited(tensor))
+        else:
+            tensor, owned = run(self.step, [value._for_a_rebuild() for value in self.step.inputs])
+        self._left -= 1
+        if self._left > 0:
+            self._rebuilt, self._rebuilt_version, owned = tensor, tensor._version, False
+        else:
+            self._rebuilt, self._left = None, self.users
+        return tensor, owned
+
+    def _check_version(self) -> None:
+        if not self.current:
+            tensor = self.tensor if self.step is None else self.watch
+            assert tensor is not None
+            raise RuntimeError(self._edited(tensor))
+
+    def _edited(self, tensor: Tensor) -> str:
+        shape = list(self.layout[0]) if isinstance(self.layout, tuple) else list(tensor.shape)
+        return (
+            "one of the variables needed for gradient computation has been modified by an inplace"
+            f" operation: [{tensor.type()} {shape}], which is output of {self.name or 'a leaf'}, is at"
+            f" version {tensor._version}; expected version {self.version} instead. leannorm.lean() needs it for"
+            " the backward pass: edit a copy of it, or edit it after backward()."
+        )
+
+
+def _check_there(tensor: Tensor, name: str) -> None:
+    """Raises where sharding has freed a weight since the forward pass."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes == 0:
             raise RuntimeError(
-                f"what {self.name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
+                f"what {name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
                 " forward pass, as sharding does with weights, and rebuilding a layer's product needs it: use"
-                ' leannorm.lean("norm"), which reads no parameters in the backward pass'
+                ' leannorm.lean("norm"), which reads no parameter in the backward pass, or shard whole blocks'
             )
-        return tensor
 
 
-def _freed(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.untyped_storage().nbytes() == 0
+def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> tuple[Tensor, bool]:
+    """The tensor that a step makes of its inputs, and whether its memory was allocated on the way to it.
 
-
-def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> Tensor:
-    tensors = [tensor for tensor, _ in inputs]
-    if step.overwrite is not None and inputs[0][1]:
-        return step.overwrite(*tensors)
-    return step.rebuild(*tensors)
-
-
-# ------------------------------------------------ from a node's output to the value that stands for it
-
-
-def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
-    """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node."""
-    node.metadata.setdefault(_KEY, {})[output] = lookup
-
-
-def find(node: Any, output: int) -> Value | None:
-    known = node.metadata.get(_KEY)
-    lookup = known.get(output) if known else None
-    return lookup() if lookup else None
-
-
-def wait(node: Any, output: int, value: weakref.ref[Value]) -> None:
-    """Note that `value` could be rebuilt if only that output were at hand."""
-    node.metadata.setdefault(_WAITING, {}).setdefault(output, []).append(value)
-
-
-def waiting(node: Any, output: int) -> list[Value]:
-    references = node.metadata.get(_WAITING, {}).pop(output, ())
-    return [value for value in (reference() for reference in references) if value is not None]
-
-
-# ------------------------------------------------ from a node's saved tensor to the value that was packed
-
-_AS_IT_IS = nullcontext()
-
-
-def unpack(value: Value) -> Tensor:
-    """The unpack hook."""
-    if value.at_hand or not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
-        return value.read()
-    with torch.no_grad(), without_autocast():
-        return value.read()
-
-
-def without_autocast() -> AbstractContextManager[object]:
-    """Rebuilding repeats kernels on given dtypes; a surrounding autocast may not change them."""
-    if not torch._C._is_any_autocast_enabled():
-        return _AS_IT_IS
-    stack = ExitStack()
-    for device in ("cpu", "cuda", "xpu", "mps"):
-        if torch.is_autocast_enabled(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
-
-
-def saved(node: Any, name: str) -> Value | None:
-    """What the node saved under `name`: the value packed here, or a reading of what nobody packed.
-
-    What others' hooks packed is not at hand: a checkpoint's would compute its part, for one reading alone.
+    Each input comes with the same answer for itself. What a step may overwrite is decided by the memory
+    at hand, not by what a recipe says of itself.
     """
-    raw = getattr(node, f"_raw_saved_{name}")
-    packed = raw.data
-    if packed is None or type(packed) is Value:
-        return packed
-    if raw.unpack_hook is not None:
-        return None
-    attribute = f"_saved_{name}"
-    try:
-        tensor = getattr(node, attribute)
-    except RuntimeError:  # edited since: autograd will say so where it matters
-        return None
-    layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def read() -> Tensor:
-        tensor: Tensor = getattr(node, attribute)
-        return tensor.detach() if tensor.requires_grad else tensor
-
-    step = Step(read, (), ("saved", *layout), view=True)
-    return Value(None, tensor._version, step, name=node.name())
+    tensors = [tensor for tensor, _ in inputs]
+    function = step.in_place if step.in_place is not None and inputs[0][1] else step.function
+    with set_for_rebuild(step.flags):
+        result = function(*tensors, *step.captured, *step.constants)
+    if isinstance(result, FakeTensor):
+        return result, not step.view
+    memory = _memory_of(result)
+    foreign = [tensor for tensor, owned in inputs if not owned]
+    foreign += [tensor for tensor in step.captured if tensor is not None]
+    return result, memory is not None and all(_memory_of(tensor) != memory for tensor in foreign)
 
 
-def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
-    """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
-    try:
-        packed = [tensor.data for tensor in node._raw_saved_tensors]
-    except RuntimeError:  # freed
-        return None
-    ours = all(value is None or type(value) is Value for value in packed)
-    return packed if ours and len(packed) == count else None
+def _memory_of(tensor: Tensor) -> int | None:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def held(tensor: Tensor) -> Value:

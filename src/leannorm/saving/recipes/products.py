@@ -1,4 +1,4 @@
-"""Recipes for what takes many operations a byte: convolutions and matrix products.
+"""What takes many operations a byte: convolutions and matrix products.
 
 Such a step is of the kind "product", and policies go by its operations. None rests on a long chain of others:
 a convolution on no rebuilt product, a matrix product on one at most.
@@ -7,15 +7,20 @@ a convolution on no rebuilt product, a matrix product on one at most.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leannorm.saving.recipes import Given, _constant, recipe
-from leannorm.saving.values import Step, Value, saved
+from leannorm.saving.graph import constant, kind_of, saved
+from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.values import Step, Value
+
+
+def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    bias, *constants = rest if len(rest) == 7 else (None, *rest)
+    return torch.convolution(x, weight, bias, *constants)
 
 
 @recipe("ConvolutionBackward0")
@@ -25,30 +30,34 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
-        bias = given(node, 2)
+        bias = given(2)
         if bias is None:  # frozen and out of reach
             return None
         inputs.append(bias)
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    constants = tuple(_constant(node, name) for name in names)
+    constants = tuple(constant(node, name) for name in names)
     kernel = node.next_functions[1][0] and weight.look()
     if kernel is None or constants[3]:
         return None
     flops = 2 * kernel[0].numel() * prod(node._input_metadata[0].shape)
+    return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops)
 
-    def rebuild(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.convolution(x, weight, bias, *constants)
 
-    return Step(rebuild, tuple(inputs), constants, kind="product", flops=flops)
+def _addmm(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    return torch.addmm(added, a, b, beta=beta, alpha=alpha)
+
+
+def _baddbmm(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    return torch.baddbmm(added, a, b, beta=beta, alpha=alpha)
 
 
 _MATRIX_PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[str, str]]] = {
     "MmBackward0": (torch.mm, ("self", "mat2")),
     "BmmBackward0": (torch.bmm, ("self", "mat2")),
-    "AddmmBackward0": (torch.addmm, ("mat1", "mat2")),
-    "BaddbmmBackward0": (torch.baddbmm, ("batch1", "batch2")),
+    "AddmmBackward0": (_addmm, ("mat1", "mat2")),
+    "BaddbmmBackward0": (_baddbmm, ("batch1", "batch2")),
 }
-PRODUCTS = {"ConvolutionBackward0", "ConvNormBackward", *_MATRIX_PRODUCTS}
+PRODUCTS = {"ConvolutionBackward0", "leannorm.ConvNorm", *_MATRIX_PRODUCTS}
 
 
 @recipe(*_MATRIX_PRODUCTS)
@@ -57,24 +66,23 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
 
     Such a one takes more operations than the tensor that it was made of, and brings less.
     """
-    function, names = _MATRIX_PRODUCTS[node.name()]
+    function, names = _MATRIX_PRODUCTS[kind_of(node)]
     edges = node.next_functions
     first = len(edges) - 2  # behind what is added, where there is such a thing
-    a, b = (saved(node, name) or given(node, first + i) for i, name in enumerate(names))
+    a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
     if a is None or b is None or max(a.products, b.products) > 1:
         return None
     sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
     if sizes is None or sizes[-1] > outputs[-1]:
         return None
-    inputs, factors = [a, b], {}
-    if first:
-        added = given(node, 0)
-        if added is None:  # frozen and out of reach
-            return None
-        inputs, factors = [added, a, b], {name: _constant(node, name) for name in ("beta", "alpha")}
-    key = node.name(), *factors.values()
     flops = 2 * sizes[-1] * prod(outputs)
-    return Step(partial(function, **factors), tuple(inputs), key, kind="product", flops=flops)
+    if not first:
+        return Step(function, (a, b), kind="product", flops=flops)
+    added = given(0)
+    if added is None:  # frozen and out of reach
+        return None
+    factors = constant(node, "beta"), constant(node, "alpha")
+    return Step(function, (added, a, b), (), factors, kind="product", flops=flops)
 
 
 def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:

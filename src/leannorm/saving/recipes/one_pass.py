@@ -30,19 +30,14 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
 
 
-def in_one_pass(scale: Tensor, shift: Tensor, act: str = "identity") -> Callable[[Tensor], Tensor]:
-    """x to act(x * scale + shift), in one pass where the kernel's bits are torch's."""
-    fits = exact(act, scale.dtype)
-
-    def rebuild(x: Tensor) -> Tensor:
-        dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-        if not (fits and x.dtype == scale.dtype and dense and x.numel()):
-            return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
-        zero, one = _zero_and_one(scale, torch.float64)
-        y: Tensor = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
-        return y
-
-    return rebuild
+def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
+    """act(x * scale + shift), in one pass where the kernel's bits are torch's."""
+    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    if not (exact(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel()):
+        return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
+    zero, one = _zero_and_one(scale, torch.float64)
+    y: Tensor = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
+    return y
 
 
 @lru_cache

@@ -1,0 +1,129 @@
+"""What proves that a tensor still holds what a node read: version counters, samples, leaves seen in time.
+
+Autograd's version counter tells every edit but those through `.data`, which keep it. Those are told by a
+sample of the elements, as long as they touch one of them: an optimizer's or an average's do.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from leannorm.saving.device import asynchronous
+
+SAMPLED = 256
+"""Elements of a sample: a fingerprint that takes microseconds."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EMPTY: dict[torch.device, Tensor] = {}
+
+
+def version_of(tensor: Tensor) -> Tensor | None:
+    """A tensor without memory that shares `tensor`'s version counter; None for a fake one."""
+    if type(tensor) not in _PLAIN:
+        return None
+    device = tensor.device
+    if device not in _EMPTY:
+        _EMPTY[device] = torch.empty(0, device=device)
+    counter = tensor.detach()
+    counter.data = _EMPTY[device]  # changes its memory and keeps its version counter
+    return counter
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, of which a NaN equals itself."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+class Sample(NamedTuple):
+    """Some elements of a tensor, spread over its memory."""
+
+    elements: Tensor
+    stride: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Sample | None:
+        """None where a look would make the host wait, or where elements do not fill the tensor's memory."""
+        size = tensor.numel()
+        if not size or type(tensor) not in _PLAIN or asynchronous(tensor) or tensor.layout != torch.strided:
+            return None
+        if not _fills_its_memory(tensor) or tensor.untyped_storage().nbytes() == 0:
+            return None
+        stride = max(1, size // SAMPLED)
+        with torch.no_grad():
+            return Sample(_every(tensor, stride).clone(), stride)
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Are these elements still what they were, bit for bit?"""
+        with torch.no_grad():
+            return torch.equal(bits(_every(tensor, self.stride)), bits(self.elements))
+
+
+def _every(tensor: Tensor, stride: int) -> Tensor:
+    size = (tensor.numel() - 1) // stride + 1
+    return tensor.detach().as_strided((size,), (stride,), tensor.storage_offset())
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent == tensor.numel()
+
+
+class Leaves:
+    """The leaves that steps read, and their versions when a pass began.
+
+    A node that was made in the pass read a leaf at that version, if the leaf has it still. Of a node that
+    was made before (a cast that autocast or the user keeps) nothing is known.
+    """
+
+    _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __init__(self) -> None:
+        self._since = sequence_number()
+        self._versions = {id(leaf): (leaf, leaf._version) for leaf in list(self._known)}
+
+    def proves(self, node: int, leaf: Tensor) -> bool:
+        """Did the node with this sequence number read what the leaf holds now?"""
+        if leaf._version == 0:  # never edited
+            return True
+        seen = self._versions.get(id(leaf))
+        if seen is None:
+            self._known[leaf] = None  # from the next pass on
+            return False
+        return seen[1] == leaf._version and self._since <= node
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self._versions.clear()
+
+
+def sequence_number() -> int:
+    """That of the next node which this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def owner_of(tensor: Tensor, made_by: str) -> str:
+    """A parameter's name in the largest model that holds it; for messages, as it looks at every object."""
+    what = f"{made_by or 'a leaf'} of shape {list(tensor.shape)}"
+    names = [
+        (len(name), f"the parameter {name} of {type(module).__name__}, of shape {list(tensor.shape)},")
+        for module in gc.get_objects()
+        if isinstance(module, torch.nn.Module)
+        for name, parameter in module.named_parameters()
+        if parameter is tensor
+    ]
+    return max(names)[1] if names else f"the output of {what}" if made_by else what
+
+
+def is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)

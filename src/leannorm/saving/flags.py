@@ -1,0 +1,125 @@
+"""Torch's global flags that decide the bits of a kernel: as a forward pass found them, and set again."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Flag(NamedTuple):
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _plain(get: str, set_: str) -> list[_Flag]:
+    """A flag of torch's C part; none where this release has it no more."""
+    there = hasattr(torch._C, get) and hasattr(torch._C, set_)
+    return [_Flag(getattr(torch._C, get), getattr(torch._C, set_))] if there else []
+
+
+def _precision(backend: str, operation: str) -> list[_Flag]:
+    """The arithmetic inside a float32 product."""
+    get = getattr(torch._C, "_get_fp32_precision_getter", None)
+    set_ = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if get is None or set_ is None:
+        return []
+    return [_Flag(lambda: get(backend, operation), lambda value: set_(backend, operation, value))]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+
+
+_FLAGS: list[_Flag] = [
+    _Flag(torch.get_num_threads, torch.set_num_threads),
+    _Flag(_deterministic, lambda v: torch._C._set_deterministic_algorithms(v[0], warn_only=v[1])),
+    *_plain("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    *_plain("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    *_precision("mkldnn", "matmul"),
+    *_precision("mkldnn", "conv"),
+]
+if torch.backends.cuda.is_built():
+    _FLAGS += [
+        *_plain("_get_cudnn_enabled", "_set_cudnn_enabled"),
+        *_plain("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+        *_plain("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+        *_precision("cuda", "matmul"),
+        *_precision("cuda", "conv"),
+    ]
+_GETTERS = tuple(flag.get for flag in _FLAGS)
+
+
+class Flags(tuple[Any, ...]):
+    """One state of all flags; equal states are the same object."""
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+
+
+_KNOWN: dict[tuple[Any, ...], Flags] = {}
+
+
+def current() -> Flags:
+    """The flags now."""
+    now = tuple([get() for get in _GETTERS])
+    known = _KNOWN.get(now)
+    return known if known is not None else _KNOWN.setdefault(now, Flags(now))
+
+
+_AS_THEY_ARE = nullcontext()
+
+
+def set_for_rebuild(flags: Flags | None) -> AbstractContextManager[None]:
+    """Within the context the flags are those of the forward pass; where they are anyway nothing is set."""
+    if flags is None:
+        return _AS_THEY_ARE
+    now = current()
+    return _AS_THEY_ARE if now is flags else _set(flags, now)
+
+
+@contextmanager
+def _set(flags: Flags, before: Flags) -> Iterator[None]:
+    changes = [
+        (flag, ours, theirs)
+        for flag, ours, theirs in zip(_FLAGS, flags, before, strict=True)
+        if ours != theirs
+    ]
+    try:
+        for flag, ours, _ in changes:
+            flag.set(ours)
+        yield
+    finally:
+        for flag, _, theirs in changes:
+            flag.set(theirs)
+
+
+class FlagLog:
+    """The flags over one forward pass, by the sequence numbers of its nodes.
+
+    A norm or a product saves its inputs while it runs, so a look at every tensor that is saved sees the
+    flags under which each of them ran.
+    """
+
+    def __init__(self, since: int) -> None:
+        self._since = since
+        self._from, self._flags = [-1], [current()]
+
+    def look(self, number: int) -> None:
+        """A tensor is being saved, and the next node will have this sequence number."""
+        now = current()
+        if now is not self._flags[-1]:
+            self._from.append(number)
+            self._flags.append(now)
+
+    def of(self, node: int) -> Flags | None:
+        """Under which the node with this sequence number ran; None if that is not known.
+
+        While the node runs, the next number is 1 above its own, or a little more if it made others inside.
+        """
+        i = bisect_right(self._from, node + 1) - 1
+        soon = i + 1 < len(self._from) and self._from[i + 1] <= node + 3
+        return None if soon or node < self._since else self._flags[i]

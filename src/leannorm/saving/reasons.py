@@ -1,0 +1,78 @@
+"""Why nothing, or less than asked, was saved: sentences for `saved.reasons`, and a warning once per cause."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from leannorm.saving.values import Value
+
+COMPILED = (
+    "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
+    " done; compile without lean(), or leave this model uncompiled"
+)
+TRANSFORMED = (
+    "lean() was entered under a torch.func transform, which admits no saved-tensor hooks: nothing was done;"
+    " use torch.autograd, or leave lean() out"
+)
+HOOKS_AROUND = (
+    "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
+    " go on as without lean(); open lean() outside of them"
+)
+HOOKS_WITHIN = (
+    "other saved-tensor hooks (such as save_on_cpu) were opened within lean(): what was saved there is"
+    " theirs, and lean() neither saw nor rebuilt it"
+)
+COMPILED_WITHIN = (
+    "compiled code ran within lean(): what it saves is the compiler's choice and was held; lean() rebuilds"
+    " only what eager code saves"
+)
+NOTHING = (
+    "lean() saw no tensor being saved: nothing needed a gradient, or all of the forward pass ran inside"
+    " compiled code or other saved-tensor hooks"
+)
+OF_THE_PASS = {COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
+
+
+def failed(tensor: Tensor, error: Exception) -> str:
+    """A recipe or its trial raised: the tensor is held."""
+    made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
+    text = " ".join(str(error).split())
+    return f"an output of {made_by} is held, since rebuilding it failed with {type(error).__name__}: {text}"
+
+
+def out_of_reach(budget: float, ratio: float) -> str:
+    return (
+        f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
+        " the rest are outputs of nodes that have no recipe (see saved.records), inputs or statistics"
+    )
+
+
+def of_hooks_within(node: Any) -> list[str]:
+    """Was what the node saved packed by others' hooks? A checkpoint's are left out: they save memory, too."""
+    for name in _raw_names(type(node)):
+        raw = getattr(node, name)
+        hook = getattr(raw, "unpack_hook", None)
+        if hook is not None and type(raw.data) is not Value and hook.__module__ != "torch.utils.checkpoint":
+            return [HOOKS_WITHIN]
+    return []
+
+
+@lru_cache(maxsize=1024)
+def _raw_names(kind: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+_SAID: set[str] = set()
+
+
+def say(reason: str) -> None:
+    """Warn once per cause in this process, with the line that opened `lean()`."""
+    cause = reason.split(":")[0]
+    if cause not in _SAID:
+        _SAID.add(cause)
+        warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

@@ -1,0 +1,93 @@
+"""Activations: from the input that they saved, or, where they saved their output, from what made that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm.saving.graph import constant, kind_of, saved
+from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.values import Step, Value
+
+Elementwise = Callable[..., Tensor]
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x, approximate=approximate)
+
+
+_FROM_SAVED_INPUT: dict[str, tuple[Elementwise, tuple[str, ...]]] = {
+    "SiluBackward0": (F.silu, ()),
+    "MishBackward0": (F.mish, ()),
+    "HardswishBackward0": (F.hardswish, ()),
+    "HardsigmoidBackward0": (F.hardsigmoid, ()),
+    "GeluBackward0": (_gelu, ("approximate",)),
+    "HardtanhBackward0": (F.hardtanh, ("min_val", "max_val")),
+    "LeakyReluBackward0": (F.leaky_relu, ("negative_slope",)),
+    "EluBackward0": (torch.ops.aten.elu, ("alpha", "scale", "input_scale")),
+    "CeluBackward0": (F.celu, ("alpha",)),
+    "SoftplusBackward0": (F.softplus, ("beta", "threshold")),
+    "GluBackward0": (F.glu, ("dim",)),
+    "LogSigmoidBackward0": (F.logsigmoid, ()),
+}
+_FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
+    "ReluBackward0": (torch.relu, torch.relu_, ()),
+    "SigmoidBackward0": (torch.sigmoid, torch.sigmoid_, ()),
+    "TanhBackward0": (torch.tanh, torch.tanh_, ()),
+    "LeakyReluBackward1": (F.leaky_relu, torch.ops.aten.leaky_relu_, ("negative_slope",)),
+    "EluBackward1": (torch.ops.aten.elu, torch.ops.aten.elu_, ("alpha", "scale", "input_scale")),
+    "CeluBackward1": (F.celu, torch.celu_, ("alpha",)),
+    "SoftmaxBackward0": (torch.softmax, None, ("dim",)),
+}
+ACTIVATIONS = {*_FROM_SAVED_INPUT, *_FROM_PRODUCER}
+SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER)
+
+
+@recipe(*_FROM_SAVED_INPUT)
+def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kind = kind_of(node)
+    function, names = _FROM_SAVED_INPUT[kind]
+    x, constants = saved(node, "self"), tuple(constant(node, name) for name in names)
+    if x is None or output:
+        return None
+    return _with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants)
+
+
+@recipe(*_FROM_PRODUCER)
+def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """These save their output, so their input must be at hand; the step must not hold the node itself."""
+    kind = kind_of(node)
+    function, in_place, names = _FROM_PRODUCER[kind]
+    x, constants = given(0), tuple(constant(node, name) for name in names)
+    if x is None:
+        return None
+    return _with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
+
+
+_IN_ONE_PASS: dict[Hashable, str] = {
+    ("ReluBackward0",): "relu",
+    ("HardswishBackward0",): "hardswish",
+    ("HardtanhBackward0", 0.0, 6.0): "relu6",
+}
+
+
+def _with_norm(x: Value, key: Hashable) -> Step | None:
+    """Norm and activation from the norm's input, in the time of the norm alone."""
+    act, step = _IN_ONE_PASS.get(key), x.step
+    proved = True
+    while step is not None and step.kind == "copy":  # works in place, and saved a copy of what it read
+        proved, step = proved and step.proved, step.inputs[0].step
+    fused = step.then_act(act) if act and step is not None and step.then_act else None
+    if fused is None or step is None:
+        return None
+    return fused._replace(flags=step.flags, proved=proved and step.proved)
+
+
+@recipe("PreluKernelBackward0")
+def prelu(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "self"), saved(node, "weight")
+    return None if x is None or weight is None else Step(torch._prelu_kernel, (x, weight))

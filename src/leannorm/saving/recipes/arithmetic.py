@@ -1,0 +1,50 @@
+"""Products of two tensors, sums, dropout: scale, gate, residual connection, mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.graph import saved
+from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.values import Step
+
+
+@recipe("MulBackward0")
+def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """LayerScale, squeeze-and-excite, dropout (input times mask): whichever factor is not saved is sought."""
+    a = saved(node, "self") or given(0)
+    b = saved(node, "other") or given(1)
+    return None if a is None or b is None else Step(torch.mul, (a, b), kind="scale")
+
+
+@recipe("MulBackward1")
+def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, number = given(0), node._saved_other
+    return None if x is None else Step(torch.mul, (x,), (), (number,), kind="scale")
+
+
+def _dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    return x * mask * (1 / (1 - p))
+
+
+@recipe("NativeDropoutBackward0")
+def dropout(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, mask, p = given(0), saved(node, "result1"), node._saved_p
+    if output or x is None or mask is None or not 0 < p < 1:
+        return None
+    return Step(_dropout, (x, mask), (), (p,))
+
+
+def _add_to(a: Tensor, b: Tensor) -> Tensor:
+    return a.add_(b) if a.shape == b.shape and a.dtype == b.dtype else a + b
+
+
+@recipe("AddBackward0")
+def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    a, b = given(0), given(1)
+    if a is None or b is None or node._saved_alpha != 1:
+        return None
+    return Step(torch.add, (a, b), in_place=_add_to, kind="sum")

@@ -1,0 +1,152 @@
+"""Torch's norms: rebuilt from the input and the statistics that their node keeps, or by the kernel again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from leannorm.saving.calls import Call
+from leannorm.saving.graph import kind_of, saved
+from leannorm.saving.recipes.one_pass import exact, scale_shift_act
+from leannorm.saving.recipes.registry import Given, copy_of, recipe
+from leannorm.saving.values import Step, Value
+
+_AGAIN: dict[str, Callable[..., Any]] = {
+    "NativeBatchNormBackward0": torch.native_batch_norm,
+    "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
+    "MiopenBatchNormBackward0": torch.miopen_batch_norm,
+}
+NORMS = {*_AGAIN, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
+
+
+def _call(*values: Value | None) -> Call | None:
+    """What the norm that saved these values was called with, where that is known."""
+    for value in values:
+        if value is not None and isinstance(value.call, Call):
+            return value.call
+    return None
+
+
+def _bias(node: Any, call: Call | None, given: Given) -> tuple[bool, Tensor | None]:
+    """Is the bias known, which the nodes of batch and group norm do not save, and a copy of it.
+
+    Without a call, a missing edge may mean no bias or one that is frozen: not known.
+    """
+    if call is not None:
+        if call.bias is None:
+            return True, None
+        channels = node._input_metadata[0].shape[1]  # of instance norm: the channels of every sample
+        return True, call.bias.repeat(channels // len(call.bias))
+    value = given(2)
+    return value is not None, copy_of(value)
+
+
+def _first(outputs: tuple[Tensor, ...]) -> Tensor:
+    return outputs[0]
+
+
+def _batch_norm_again(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    kind: str,
+    training: bool,
+    eps: float,
+) -> Tensor:
+    return _first(_AGAIN[kind](x, weight, bias, mean, var, training, 0.0, eps))
+
+
+@recipe(*_AGAIN)
+def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "input"), saved(node, "weight")
+    if output or x is None:
+        return None
+    kind, training = kind_of(node), node._saved_training
+    native = kind == "NativeBatchNormBackward0"
+    mean_value, rstd_value = saved(node, "result1"), saved(node, "result2")
+    running = saved(node, "running_mean"), saved(node, "running_var")
+    known, bias = _bias(node, _call(mean_value, rstd_value, *running), given)
+    if not known:
+        return None
+    eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
+    if not training:
+        buffers = tuple(copy_of(value) for value in running)
+        return Step(_batch_norm_again, (x,), (copy_of(weight), bias, *buffers), (kind, False, eps))
+    if native and mean_value is not None and rstd_value is not None:
+        mean, rstd = mean_value.look(), rstd_value.look()
+        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
+            return _scale_and_shift(x, mean, rstd, None if weight is None else weight.look(), bias)
+        if mean.is_cuda and not isinstance(mean, FakeTensor):  # fakes have no such kernel
+            # the second half of native_batch_norm: one pass, by the statistics that it kept
+            return Step(torch.batch_norm_elemt, (x,), (copy_of(weight), bias, mean, rstd), (eps,))
+    return Step(_batch_norm_again, (x,), (copy_of(weight), bias, None, None), (kind, True, eps))
+
+
+def _scale_and_shift(
+    x: Value, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Step:
+    """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)): repeat it with its own means."""
+    scale = rstd if weight is None else rstd * weight.detach()
+    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+
+    def then_act(act: str) -> Step | None:
+        return Step(scale_shift_act, (x,), (scale, shift), (act,)) if exact(act, scale.dtype) else None
+
+    return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then_act=then_act)
+
+
+def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Tensor:
+    return _first(torch.native_group_norm(x, weight, bias, *sizes))
+
+
+@recipe("NativeGroupNormBackward0")
+def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, weight = saved(node, "input"), saved(node, "weight")
+    if output or x is None:
+        return None
+    call = _call(saved(node, "result1"), saved(node, "result2"))
+    known, bias = _bias(node, call, given)
+    if hasattr(node, "_saved_eps"):
+        eps = node._saved_eps
+    elif call is not None:  # from torch 2.14 on the node does not keep it
+        eps = call.eps
+    else:
+        return None
+    if not known:
+        return None
+    sizes = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, eps
+    return Step(_group_norm, (x,), (copy_of(weight), bias), sizes)
+
+
+def _layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float
+) -> Tensor:
+    return _first(torch.native_layer_norm(x, shape, weight, bias, eps))
+
+
+@recipe("NativeLayerNormBackward0")
+def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, call = saved(node, "input"), _call(saved(node, "result2"))
+    if output or x is None or call is None:
+        return None
+    captured = copy_of(saved(node, "weight")), copy_of(saved(node, "bias"))
+    return Step(_layer_norm, (x,), captured, (tuple(node._saved_normalized_shape), call.eps))
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, shape: tuple[int, ...], eps: float | None) -> Tensor:
+    return _first(torch.ops.aten._fused_rms_norm(x, shape, weight, eps))
+
+
+@recipe("FusedRmsNormBackward0")
+def rms_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, call = saved(node, "input"), _call(saved(node, "result1"))
+    if output or x is None or call is None:
+        return None
+    shape = tuple(node._saved_normalized_shape)
+    return Step(_rms_norm, (x,), (copy_of(saved(node, "weight")),), (shape, call.eps))

@@ -1,0 +1,257 @@
+"""What moves elements and changes none: views, copies, casts, concatenations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.graph import constant, find, kind_of, register
+from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.values import Step, Value, held
+
+
+def _shape(node: Any, output: int) -> tuple[int, ...]:
+    return tuple(node._input_metadata[output].shape)
+
+
+def _view(function: Callable[..., Tensor], x: Value | None, *constants: Any) -> Step | None:
+    return None if x is None else Step(function, (x,), (), constants, kind="view")
+
+
+@recipe(
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "UnsqueezeBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+)
+def reshape(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    return _view(torch.reshape, given(0), _shape(node, output))
+
+
+def _expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return x.expand(shape)
+
+
+@recipe("ExpandBackward0")
+def expand(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    return _view(_expand, given(0), _shape(node, output))
+
+
+def _alias(x: Tensor) -> Tensor:
+    return x
+
+
+_VIEWS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "AliasBackward0": (_alias, ()),
+    "TBackward0": (torch.t, ()),
+    "TransposeBackward0": (torch.transpose, ("dim0", "dim1")),
+    "PermuteBackward0": (torch.permute, ("dims",)),
+    "SelectBackward0": (torch.select, ("dim", "index")),
+    "SliceBackward0": (torch.ops.aten.slice, ("dim", "start", "end", "step")),
+}
+
+
+@recipe(*_VIEWS)
+def view(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    function, names = _VIEWS[kind_of(node)]
+    return _view(function, given(0), *(constant(node, name) for name in names))
+
+
+def _unbind(x: Tensor, output: int, dim: int) -> Tensor:
+    return torch.unbind(x, dim)[output]
+
+
+def _split(x: Tensor, output: int, size: int, dim: int) -> Tensor:
+    return torch.split(x, size, dim)[output]
+
+
+def _split_with_sizes(x: Tensor, output: int, sizes: tuple[int, ...], dim: int) -> Tensor:
+    return torch.split_with_sizes(x, sizes, dim)[output]
+
+
+_PARTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "UnbindBackward0": (_unbind, ("dim",)),
+    "SplitBackward0": (_split, ("split_size", "dim")),
+    "SplitWithSizesBackward0": (_split_with_sizes, ("split_sizes", "dim")),
+}
+# Nodes whose output shares its memory, and so its version counter, with their input
+ALIASES = {
+    *_VIEWS,
+    *_PARTS,
+    "ExpandBackward0",
+    "ViewBackward0",
+    "UnsqueezeBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+}
+
+
+@recipe(*_PARTS)
+def part(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    function, names = _PARTS[kind_of(node)]
+    return _view(function, given(0), output, *(constant(node, name) for name in names))
+
+
+@recipe("RollBackward0")
+def roll(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, constants = given(0), (constant(node, "shifts"), constant(node, "dims"))
+    return None if x is None else Step(torch.roll, (x,), (), constants)
+
+
+def _index(x: Tensor, *rest: Any) -> Tensor:
+    *places, given_axes = rest
+    left = iter(places)
+    return x[tuple(next(left) if there else slice(None) for there in given_axes)]
+
+
+@recipe("IndexBackward0")
+def index(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A table's rows, such as the biases of relative positions."""
+    x, places = given(0), [raw.data for raw in node._raw_saved_indices]
+    if x is None or not all(place is None or type(place) is Value for place in places):
+        return None
+    given_axes = tuple(place is not None for place in places)
+    inputs = x, *(place for place in places if place is not None)
+    return Step(_index, inputs, (), (given_axes,), kind="scale")
+
+
+@recipe("ConstantPadNdBackward0")
+def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Padding by nothing is a copy; what real padding was filled with, the node does not keep."""
+    x, widths = given(0), constant(node, "pad")
+    return None if x is None or any(widths) else Step(torch.clone, (x,))
+
+
+def _repeat(x: Tensor, repeats: tuple[int, ...]) -> Tensor:
+    return x.repeat(repeats)
+
+
+@recipe("RepeatBackward0")
+def repeat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x, repeats = given(0), constant(node, "repeats")
+    return None if x is None else Step(_repeat, (x,), (), (repeats,))
+
+
+def _contiguous(x: Tensor, form: torch.memory_format) -> Tensor:
+    return x.contiguous(memory_format=form)
+
+
+@recipe("CloneBackward0")
+def clone(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A copy in the layout of what was copied; within a chain, as `reshape` and `contiguous` make it."""
+    x = given(0)
+    form = torch.contiguous_format
+    if like is not None and not like.is_contiguous():
+        form = torch.preserve_format
+        if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
+            form = torch.channels_last
+    return None if x is None else Step(_contiguous, (x,), (), (form,), kind="copy")
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+@recipe("ToCopyBackward0")
+def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Of the same dtype it is a copy, whose rebuild may be the source itself."""
+    x, to = given(0), node._input_metadata[output]
+    source = node.next_functions[0][0]
+    if x is None or source is None:
+        return None
+    made_from = source._input_metadata[node.next_functions[0][1]]
+    if made_from.device != to.device:
+        return None
+    kind = "copy" if made_from.dtype == to.dtype else "norm"
+    return Step(_cast, (x,), (), (to.dtype,), kind=kind)
+
+
+@recipe("CatBackward0")
+def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """From parts that are all at hand."""
+    return _cat(constant(node, "dim"), [given(i) for i in range(len(node.next_functions))])
+
+
+def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A part that is not at hand is copied and held in its own right, so the next cat finds it.
+
+    A dense block concatenates everything so far again and again; this way each part is held once.
+    """
+    dim, edges = constant(node, "dim"), node.next_functions
+    parts = [given(i) for i in range(len(edges))]
+    if like is not None and any(parts) and all(producer is not None for producer, _ in edges):
+        start = 0
+        for i, (part, (producer, number)) in enumerate(zip(parts, edges, strict=True)):
+            length = producer._input_metadata[number].shape[dim]
+            if part is None:
+                slice_ = like.detach().narrow(dim, start, length)
+                parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format))
+                register(producer, number, weakref.ref(value))
+            start += length
+    return _cat(dim, parts)
+
+
+def _concatenate(*parts_and_dim: Any) -> Tensor:
+    *parts, dim = parts_and_dim
+    return torch.cat(parts, dim)
+
+
+def _cat(dim: int, parts: list[Value | None]) -> Step | None:
+    known = tuple(part for part in parts if part is not None)
+    return None if len(known) < len(parts) else Step(_concatenate, known, (), (dim,))
+
+
+def _laid_out(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def laid_out_as(value: Value, like: Tensor) -> Step | None:
+    """A value that is at hand in another layout, copied into this one."""
+    shape, stride = tuple(like.shape), like.stride()
+    if sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 != like.numel():  # gaps
+        return None
+    return Step(_laid_out, (value,), (), (shape, stride))
+
+
+def _narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return x.narrow(dim, start, length)
+
+
+def find_parts_in(value: Value, node: Any) -> None:
+    """The inputs of a `cat` that is held are at hand from now on: as slices of it.
+
+    What is new stands together and mostly last; nobody looks beyond it, where a dense block has many parts.
+    """
+    if value.tensor is None:
+        return
+    dim, reference, new = constant(node, "dim"), weakref.ref(value), False
+    start = value.tensor.shape[dim]
+    for producer, number in reversed(node.next_functions):
+        if producer is None:
+            return
+        length = producer._input_metadata[number].shape[dim]
+        start -= length
+        if find(producer, number) is None:
+            register(producer, number, _slice(reference, dim, start, length))
+            new = True
+        elif new:
+            return
+
+
+def _slice(reference: weakref.ref[Value], dim: int, start: int, length: int) -> Callable[[], Value | None]:
+    def lookup() -> Value | None:
+        whole = reference()
+        if whole is None:
+            return None
+        value = Value(None, 0, Step(_narrow, (whole,), (), (dim, start, length), kind="view"))
+        value.as_made, value.seen_at = whole.as_made and whole.current, whole.seen_at
+        return value
+
+    return lookup
