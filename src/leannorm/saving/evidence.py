@@ -7,11 +7,11 @@ sample of the elements, as long as they touch one of them: an optimizer's or an 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from leannorm.saving.device import asynchronous
@@ -47,29 +47,26 @@ class Sample(NamedTuple):
     """Some elements of a tensor, spread over its memory."""
 
     elements: Tensor
-    stride: int
+    size: tuple[int]
+    stride: tuple[int]
 
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
         """None where a look would make the host wait, or where elements do not fill the tensor's memory."""
-        size = tensor.numel()
-        if not size or type(tensor) not in _PLAIN or asynchronous(tensor) or tensor.layout != torch.strided:
+        numel = tensor.numel()
+        if not numel or type(tensor) not in _PLAIN or asynchronous(tensor) or tensor.layout != torch.strided:
             return None
         if not _fills_its_memory(tensor) or tensor.untyped_storage().nbytes() == 0:
             return None
-        stride = max(1, size // SAMPLED)
-        with torch.no_grad():
-            return Sample(_every(tensor, stride).clone(), stride)
+        stride = max(1, numel // SAMPLED)
+        size = ((numel - 1) // stride + 1,)
+        elements = tensor.detach().as_strided(size, (stride,), tensor.storage_offset())
+        return Sample(bits(elements).clone(), size, (stride,))
 
     def matches(self, tensor: Tensor) -> bool:
         """Are these elements still what they were, bit for bit?"""
-        with torch.no_grad():
-            return torch.equal(bits(_every(tensor, self.stride)), bits(self.elements))
-
-
-def _every(tensor: Tensor, stride: int) -> Tensor:
-    size = (tensor.numel() - 1) // stride + 1
-    return tensor.detach().as_strided((size,), (stride,), tensor.storage_offset())
+        elements = tensor.detach().as_strided(self.size, self.stride, tensor.storage_offset())
+        return torch.equal(bits(elements), self.elements)
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:
@@ -107,9 +104,7 @@ class Leaves:
         self._versions.clear()
 
 
-def sequence_number() -> int:
-    """That of the next node which this thread makes."""
-    return int(torch._C._autograd._get_sequence_nr())
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread's next node
 
 
 def owner_of(tensor: Tensor, made_by: str) -> str:
@@ -123,7 +118,3 @@ def owner_of(tensor: Tensor, made_by: str) -> str:
         if parameter is tensor
     ]
     return max(names)[1] if names else f"the output of {what}" if made_by else what
-
-
-def is_fake(tensor: Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +28,12 @@ def _precision(backend: str, operation: str) -> list[_Flag]:
     set_ = getattr(torch._C, "_set_fp32_precision_setter", None)
     if get is None or set_ is None:
         return []
-    return [_Flag(lambda: get(backend, operation), lambda value: set_(backend, operation, value))]
-
-
-def _deterministic() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
+    return [_Flag(partial(get, backend, operation), partial(set_, backend, operation))]
 
 
 _FLAGS: list[_Flag] = [
     _Flag(torch.get_num_threads, torch.set_num_threads),
-    _Flag(_deterministic, lambda v: torch._C._set_deterministic_algorithms(v[0], warn_only=v[1])),
+    _Flag(torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
     *_plain("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
     *_plain("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
     *_precision("mkldnn", "matmul"),
@@ -59,6 +56,22 @@ class Flags(tuple[Any, ...]):
     __slots__ = ()
     __hash__ = tuple.__hash__
 
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Within the context they are set; those that are set anyway are not touched."""
+        changes = [
+            (flag, ours, theirs)
+            for flag, ours, theirs in zip(_FLAGS, self, current(), strict=True)
+            if ours != theirs
+        ]
+        try:
+            for flag, ours, _ in changes:
+                flag.set(ours)
+            yield
+        finally:
+            for flag, _, theirs in changes:
+                flag.set(theirs)
+
 
 _KNOWN: dict[tuple[Any, ...], Flags] = {}
 
@@ -68,33 +81,6 @@ def current() -> Flags:
     now = tuple([get() for get in _GETTERS])
     known = _KNOWN.get(now)
     return known if known is not None else _KNOWN.setdefault(now, Flags(now))
-
-
-_AS_THEY_ARE = nullcontext()
-
-
-def set_for_rebuild(flags: Flags | None) -> AbstractContextManager[None]:
-    """Within the context the flags are those of the forward pass; where they are anyway nothing is set."""
-    if flags is None:
-        return _AS_THEY_ARE
-    now = current()
-    return _AS_THEY_ARE if now is flags else _set(flags, now)
-
-
-@contextmanager
-def _set(flags: Flags, before: Flags) -> Iterator[None]:
-    changes = [
-        (flag, ours, theirs)
-        for flag, ours, theirs in zip(_FLAGS, flags, before, strict=True)
-        if ours != theirs
-    ]
-    try:
-        for flag, ours, _ in changes:
-            flag.set(ours)
-        yield
-    finally:
-        for flag, _, theirs in changes:
-            flag.set(theirs)
 
 
 class FlagLog:
@@ -107,10 +93,13 @@ class FlagLog:
     def __init__(self, since: int) -> None:
         self._since = since
         self._from, self._flags = [-1], [current()]
+        self._last = -1
 
     def look(self, number: int) -> None:
         """A tensor is being saved, and the next node will have this sequence number."""
-        now = current()
+        if number == self._last:  # by the node that the last one was saved by
+            return
+        self._last, now = number, current()
         if now is not self._flags[-1]:
             self._from.append(number)
             self._flags.append(now)

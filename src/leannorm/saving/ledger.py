@@ -41,7 +41,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
-        self._closed: list[Record] | None = None
+        self._closed: list[tuple[_Entry, int]] | None = None
 
     def holds(self, value: Value, tensor: Tensor, node: str = "") -> None:
         """Storages are looked at when somebody asks: all at one time, and out of the forward pass."""
@@ -73,20 +73,23 @@ class Ledger:
             yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
 
     def close(self) -> None:
-        """Remember the records, which stay when the backward pass has let everything go."""
-        self._closed = list(self._now())
+        """Remember what each entry weighs, which stays when the backward pass has let everything go."""
+        self._closed = list(self._weighed())
 
     def records(self) -> list[Record]:
-        return list(self._now()) if self._closed is None else list(self._closed)
+        return [
+            Record(entry.node, entry.shape, entry.dtype, nbytes, entry.seconds is not None, entry.seconds)
+            for entry, nbytes in self._look()
+        ]
 
     def kept(self) -> int:
-        return sum(record.bytes for record in self._look() if not record.rebuilt)
+        return sum(nbytes for entry, nbytes in self._look() if entry.seconds is None)
 
     def rebuilt(self) -> int:
-        return sum(record.bytes for record in self._look() if record.rebuilt)
+        return sum(nbytes for entry, nbytes in self._look() if entry.seconds is not None)
 
-    def _look(self) -> list[Record]:
-        return list(self._now()) if self._closed is None else self._closed
+    def _look(self) -> list[tuple[_Entry, int]]:
+        return list(self._weighed()) if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now."""
@@ -97,8 +100,9 @@ class Ledger:
             if storage is not None
         }
 
-    def _now(self) -> Iterator[Record]:
-        seen: set[tuple[str, int]] = set()
+    def _weighed(self) -> Iterator[tuple[_Entry, int]]:
+        """Every entry that is alive, with the bytes of its storage if it is the first one of that storage."""
+        seen: set[object] = set()
         for entry in self._entries:
             value = entry.value()
             if value is None:
@@ -107,14 +111,13 @@ class Ledger:
                 storage = _storage(entry)
                 if storage is None:  # it has become one that is rebuilt
                     continue
-                key, nbytes = ("held", storage._cdata), storage.nbytes()
+                key: object = storage._cdata
+                nbytes = 0 if key in seen else storage.nbytes()
             else:
-                root = _root(value)
-                key, nbytes = ("rebuilt", id(root)), self._rebuilt.get(root, 0)
-            nbytes = 0 if key in seen else nbytes
+                key = root = _root(value)
+                nbytes = 0 if key in seen else self._rebuilt.get(root, 0)
             seen.add(key)
-            rebuilt = entry.seconds is not None
-            yield Record(entry.node, entry.shape, entry.dtype, nbytes, rebuilt, entry.seconds)
+            yield entry, nbytes
 
 
 def _storage(entry: _Entry) -> torch.UntypedStorage | None:

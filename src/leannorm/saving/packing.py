@@ -18,6 +18,7 @@ from leannorm.saving import reasons
 from leannorm.saving.calls import Call, call_of
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
+from leannorm.saving.flags import current
 from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.narrowed import POOLS, narrowed, narrowed_positions, references, references_when_alone
@@ -109,7 +110,7 @@ class Packing:
         return value
 
     def _again(self, known: Value, tensor: Tensor, kind: str) -> Value:
-        """A tensor that was packed before; edited unseen since, it is held, so all read what stock's would."""
+        """A tensor that was packed before; edited unseen since, it is held: all read what stock's would."""
         rebuilt = known.step is not None and known.memory is None
         if rebuilt and known.sample is not None and not known.sample.matches(tensor):
             known.memory = tensor.detach()
@@ -228,11 +229,13 @@ class Packing:
 
 def unpack(value: Value) -> Tensor:
     """The unpack hook."""
-    if value.at_hand or not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
+    if value.at_hand:
         tensor = value.read()
+    elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
+        tensor = value.read(current())
     else:
         with torch.no_grad(), without_autocast():
-            tensor = value.read()
+            tensor = value.read(current())
     if value.original is not None:
         check_equal(tensor, value.original, value)
     return tensor

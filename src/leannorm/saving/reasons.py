@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any
 
@@ -54,7 +53,8 @@ def out_of_reach(budget: float, ratio: float) -> str:
 
 def of_hooks_within(node: Any) -> list[str]:
     """Was what the node saved packed by others' hooks? A checkpoint's are left out: they save memory, too."""
-    for name in _raw_names(type(node)):
+    kind: Any = type(node)
+    for name in _raw_names(kind):
         raw = getattr(node, name)
         hook = getattr(raw, "unpack_hook", None)
         if hook is not None and type(raw.data) is not Value and hook.__module__ != "torch.utils.checkpoint":
@@ -63,7 +63,7 @@ def of_hooks_within(node: Any) -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _raw_names(kind: Hashable) -> tuple[str, ...]:
+def _raw_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 

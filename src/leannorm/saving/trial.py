@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.saving.device import asynchronous, capturing, synchronize
 from leannorm.saving.evidence import bits
+from leannorm.saving.flags import current
 from leannorm.saving.values import Step, Value, run
 
 _SEEN: dict[Hashable, float | None] = {}
@@ -75,9 +76,8 @@ def _try(step: Step, tensor: Tensor) -> float | None:
 
         def rebuilt() -> Tensor:
             pairs = zip(packed, step.inputs, strict=True)  # what nobody packed is part of this rebuild
-            return run(
-                step, [(value.look() if tensor is None else tensor, False) for tensor, value in pairs]
-            )[0]
+            inputs = [(value.look() if tensor is None else tensor, False) for tensor, value in pairs]
+            return run(step, inputs, current())[0]
 
         spent, again = _timed(rebuilt, tensor)
         if layout(again) != layout(tensor) or not same_bits(again, tensor.detach()):

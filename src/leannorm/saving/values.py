@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving.evidence import Sample, owner_of, version_of
-from leannorm.saving.flags import Flags, set_for_rebuild
+from leannorm.saving.flags import Flags, current
 
 
 class Step(NamedTuple):
@@ -107,15 +107,18 @@ class Value:
         """Is there a tensor to be read, without rebuilding it?"""
         return self.step is None or self._rebuilt is not None or self.memory is not None
 
-    def read(self) -> Tensor:
-        """The tensor, for a node that saved it; raises autograd's error if it was edited in place."""
+    def read(self, flags: Flags | None = None) -> Tensor:
+        """The tensor, for a node that saved it; raises autograd's error if it was edited in place.
+
+        `flags` are the global ones that are set now, where a rebuild may be needed.
+        """
         self._check_version()
         if self.memory is not None:
             return self.memory
         if self.step is None:
             assert self.tensor is not None
             return self.tensor
-        return self._rebuild()[0]
+        return self._rebuild(flags)[0]
 
     def look(self) -> Tensor:
         """The tensor, without counting as a use."""
@@ -123,12 +126,12 @@ class Value:
             self._check_version()
             assert self.tensor is not None
             return self.tensor
-        return run(self.step, [(value.look(), False) for value in self.step.inputs])[0]
+        return run(self.step, [(value.look(), False) for value in self.step.inputs], current())[0]
 
-    def _for_a_rebuild(self) -> tuple[Tensor, bool]:
+    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, bool]:
         """The tensor for a step, and whether the step may write into it."""
         if self.step is not None:
-            return self._rebuild()
+            return self._rebuild(flags)
         self._check_version()
         tensor = self.tensor
         assert tensor is not None
@@ -141,7 +144,7 @@ class Value:
             )
         return tensor, False
 
-    def _rebuild(self) -> tuple[Tensor, bool]:
+    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, bool]:
         """The tensor, and whether its reader may overwrite it: made in this rebuild, and read by no other."""
         assert self.step is not None
         if self._rebuilt is not None:
@@ -149,7 +152,8 @@ class Value:
             if tensor._version != self._rebuilt_version:  # by a backward function of the user's
                 raise RuntimeError(self._edited(tensor))
         else:
-            tensor, owned = run(self.step, [value._for_a_rebuild() for value in self.step.inputs])
+            inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
+            tensor, owned = run(self.step, inputs, flags)
         self._left -= 1
         if self._left > 0:
             self._rebuilt, self._rebuilt_version, owned = tensor, tensor._version, False
@@ -168,8 +172,8 @@ class Value:
         return (
             "one of the variables needed for gradient computation has been modified by an inplace"
             f" operation: [{tensor.type()} {shape}], which is output of {self.name or 'a leaf'}, is at"
-            f" version {tensor._version}; expected version {self.version} instead. leannorm.lean() needs it for"
-            " the backward pass: edit a copy of it, or edit it after backward()."
+            f" version {tensor._version}; expected version {self.version} instead. leannorm.lean() needs it"
+            " for the backward pass: edit a copy of it, or edit it after backward()."
         )
 
 
@@ -185,16 +189,20 @@ def _check_there(tensor: Tensor, name: str) -> None:
             )
 
 
-def run(step: Step, inputs: list[tuple[Tensor, bool]]) -> tuple[Tensor, bool]:
+def run(step: Step, inputs: list[tuple[Tensor, bool]], flags: Flags | None) -> tuple[Tensor, bool]:
     """The tensor that a step makes of its inputs, and whether its memory was allocated on the way to it.
 
     Each input comes with the same answer for itself. What a step may overwrite is decided by the memory
-    at hand, not by what a recipe says of itself.
+    at hand, not by what a recipe says of itself. `flags` are those that are set now; the step's own are set
+    where they differ.
     """
     tensors = [tensor for tensor, _ in inputs]
     function = step.in_place if step.in_place is not None and inputs[0][1] else step.function
-    with set_for_rebuild(step.flags):
+    if step.flags is None or step.flags is flags:
         result = function(*tensors, *step.captured, *step.constants)
+    else:
+        with step.flags.set():
+            result = function(*tensors, *step.captured, *step.constants)
     if isinstance(result, FakeTensor):
         return result, not step.view
     memory = _memory_of(result)

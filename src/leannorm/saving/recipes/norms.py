@@ -40,7 +40,8 @@ def _bias(node: Any, call: Call | None, given: Given) -> tuple[bool, Tensor | No
         if call.bias is None:
             return True, None
         channels = node._input_metadata[0].shape[1]  # of instance norm: the channels of every sample
-        return True, call.bias.repeat(channels // len(call.bias))
+        times = channels // len(call.bias)
+        return True, call.bias if times == 1 else call.bias.repeat(times)
     value = given(2)
     return value is not None, copy_of(value)
 
