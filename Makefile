@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
-.PHONY: demo test conformance faults check sanitize clean
+.PHONY: demo test conformance faults fuzz check sanitize clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,10 @@ conformance: $(VENV)/.ready
 
 faults: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m faults
+
+# 100,000 random programs under lean() against stock autograd; some 25 minutes on two cores.
+fuzz: $(VENV)/.ready
+	cd tests && ../$(BIN)/python -m programs --count 100000 --jobs 2
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -1,0 +1,28 @@
+"""What `lean()` remembers from one pass to the next: forgotten between programs, so that each stands alone.
+
+The names of its caches stand here and nowhere else in the fuzzer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+from leannorm.saving import context, exact
+
+
+def forget():
+    """As in a fresh process."""
+    exact._SEEN.clear()
+    context._PLANS.clear()
+
+
+@contextlib.contextmanager
+def even_clock():
+    """Every rebuild takes the same time, so that a budget makes the same plan in every run."""
+    clock, ticks = exact.perf_counter, itertools.count()
+    exact.perf_counter = lambda: next(ticks) * 1e-6
+    try:
+        yield
+    finally:
+        exact.perf_counter = clock

@@ -1,0 +1,108 @@
+"""Lines that normalize: torch's functions and layers and leannorm's, by every mix of weight and bias."""
+
+from __future__ import annotations
+
+import torch
+
+_CHANNELS, _ROWS = {8, 16, 24, 32, 48, 64, 96, 128}, {8, 16, 24, 32, 48, 64, 96, 128}
+
+
+def of_channels(t):
+    return t.dim() > 1 and t.shape[1] in _CHANNELS
+
+
+def of_rows(t):
+    return t.dim() > 1 and t.shape[-1] in _ROWS
+
+
+def _vector(g, size, dtype=torch.float32):
+    """A weight or bias: none, trained, frozen, a plain buffer, of the input's dtype or another."""
+    if g.chance(0.35):
+        return "None"
+    other = g.pick(torch.float32, torch.float32, torch.float32, dtype, torch.bfloat16)
+    return g.leaf((size,), other)
+
+
+def _statistics(g, size):
+    if g.chance(0.4):
+        return "None", "None"
+    return g.leaf((size,), kinds=("buffer",)), g.leaf((size,), kinds=("positive",))
+
+
+def by_batch(g, inner):
+    name = g.tensor(of_channels)
+    if name is None:
+        return None
+    t = g.names[name]
+    c, module = t.shape[1], g.pick("F", "F", "LF")
+    mean, var = _statistics(g, c)
+    weight, bias = _vector(g, c, t.dtype), _vector(g, c, t.dtype)
+    training = mean == "None" or g.chance(0.7)
+    eps = g.pick("", "", ", 0.1, 0.001")
+    if module == "LF" and g.chance(0.4):
+        act = g.pick("relu", "silu", "hardswish", "gelu", "identity")
+        residual = g.rng.choice(g.tensors(lambda u: u.shape == t.shape and u.dtype == t.dtype) or ["None"])
+        residual = f", residual={residual}" if g.chance(0.3) else ""
+        call = f"{inner(name)}, {mean}, {var}, {weight}, {bias}, {training}, act={act!r}{residual}"
+        return f"{g.fresh()} = LF.batch_norm_act({call})"
+    return (
+        f"{g.fresh()} = {module}.batch_norm({inner(name)}, {mean}, {var}, {weight}, {bias}, {training}{eps})"
+    )
+
+
+def by_instance(g, inner):
+    name = g.tensor(lambda t: of_channels(t) and t.dim() > 2)
+    if name is None:
+        return None
+    c, dtype, module = g.names[name].shape[1], g.names[name].dtype, g.pick("F", "F", "LF")
+    mean, var = _statistics(g, c)
+    own = mean == "None" or g.chance(0.7)
+    return (
+        f"{g.fresh()} = {module}.instance_norm({inner(name)}, {mean}, {var},"
+        f" {_vector(g, c, dtype)}, {_vector(g, c, dtype)}, {own})"
+    )
+
+
+def by_group(g, inner):
+    name = g.tensor(of_channels)
+    if name is None:
+        return None
+    c, dtype, module = g.names[name].shape[1], g.names[name].dtype, g.pick("F", "F", "LF")
+    groups, eps = g.pick(1, 2, 4, c), g.pick("", "", ", 0.01")
+    weight, bias = _vector(g, c, dtype), _vector(g, c, dtype)
+    return f"{g.fresh()} = {module}.group_norm({inner(name)}, {groups}, {weight}, {bias}{eps})"
+
+
+def by_row(g, inner):
+    name = g.tensor(of_rows)
+    if name is None:
+        return None
+    d, dtype, module = g.names[name].shape[-1], g.names[name].dtype, g.pick("F", "F", "LF")
+    weight, bias, eps = _vector(g, d, dtype), _vector(g, d, dtype), g.pick("", "", ", 0.01")
+    if g.chance(0.35):
+        return f"{g.fresh()} = {module}.rms_norm({inner(name)}, ({d},), {weight}{eps})"
+    return f"{g.fresh()} = {module}.layer_norm({inner(name)}, ({d},), {weight}, {bias}{eps})"
+
+
+def by_layer(g, inner):
+    """A layer made before the loop."""
+    images = g.tensor(lambda t: t.dim() == 4 and of_channels(t) and t.dtype == torch.float32)
+    rows = g.tensor(lambda t: of_rows(t) and t.dtype == torch.float32)
+    kind = g.pick("image", "row")
+    name = images if kind == "image" else rows
+    if name is None:
+        return None
+    size = g.names[name].shape[1 if kind == "image" else -1]
+    module = g.pick("nn", "lnn")
+    image = f"BatchNorm2d({size}{g.pick('', ', momentum=None', ', affine=False')})", f"GroupNorm(2, {size})"
+    image += f"InstanceNorm2d({size}, affine={g.pick(True, False)})", f"BatchNorm2d({size}).eval()"
+    row = f"LayerNorm({size}{g.pick('', ', bias=False', ', elementwise_affine=False')})", f"RMSNorm({size})"
+    made = f"{module}.{g.pick(*(image if kind == 'image' else row))}"
+    if kind == "image" and g.chance(0.2):
+        made = f"lnn.ConvBatchNorm2d({size}, {g.pick(8, 16)}, 3{g.pick('', ', padding=1', ', bias=True')})"
+    layer = g.fresh("m")
+    g.set_up(f"{layer} = {made}")
+    return f"{g.fresh()} = {layer}({inner(name)})"
+
+
+NORMS = [by_batch, by_batch, by_batch, by_instance, by_group, by_row, by_row, by_layer]

@@ -1,0 +1,240 @@
+"""One run of a program, and the trace of all that a user could see of it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from leannorm.saving import lean, make_lean
+from programs.functions import Interrupt
+from programs.language import NAMESPACE
+
+
+class Event(NamedTuple):
+    """`kind` is "raised" (value: the error's class and text) or "seen" (value: every tensor by name)."""
+
+    where: str
+    kind: str
+    value: object
+
+
+@lru_cache(maxsize=1 << 14)
+def _compiled(text):
+    return compile(text, "<program>", "exec")
+
+
+@lru_cache(maxsize=1 << 10)
+def _context(text):
+    return compile(text.removeprefix("with ").removesuffix(":"), "<program>", "eval")
+
+
+class Run:
+    """Stock autograd; subclasses say what `lean` and `make_lean` mean in the program."""
+
+    def __init__(self, program):
+        self.program, self.trace, self.parameters = program, [], []
+        self.shared = {
+            **NAMESPACE,
+            "lean": self.lean,
+            "make_lean": self.make_lean,
+            "sgd": self._sgd,
+            "cached": self._cached,
+        }
+        self._cache = {}
+
+    def lean(self, *settings, **named):
+        return contextlib.nullcontext()
+
+    def make_lean(self, model, *settings, **named):
+        return model
+
+    def __call__(self):
+        """The trace."""
+        torch.manual_seed(self.program.seed)
+        with warnings.catch_warnings(), contextlib.ExitStack() as around:
+            warnings.simplefilter("ignore")
+            if self.program.around:
+                around.enter_context(eval(self.program.around, dict(NAMESPACE)))
+            if self.section(self.program.before, self.shared, "before"):
+                for step in range(self.program.steps):
+                    self.step(step)
+        return self.trace
+
+    def step(self, i):
+        """Forward passes, then their backward passes."""
+        self.shared.update(i=i, n=self.program.n[i], s=self.program.s[i])
+        passes = []
+        for k in range(self.program.forwards):
+            where, names = f"step {i}, forward pass {k}", {}
+            if self.section(self.program.forward, names, where):
+                passes.append((k, names))
+            self._close(where)
+        self.see(f"step {i}, before the backward passes", passes)
+        for k, names in passes:
+            if not self.section(self.program.backward, names, f"step {i}, backward pass {k}"):
+                self._drop_gradients(passes)
+        self.see(f"step {i}, after the backward passes", passes)
+
+    def _drop_gradients(self, passes):
+        """How far a backward pass came before it raised is nobody's promise."""
+        for names in (self.shared, *(names for _, names in passes)):
+            for _, tensor in _tensors(names, ""):
+                if is_leaf(tensor):
+                    tensor.grad = None
+
+    # ------------------------------------------------ lines
+
+    def section(self, lines, names, where):
+        """Did it come to its end?"""
+        try:
+            self.lines(lines, names, where)
+        except (Exception, Interrupt):
+            return False
+        return True
+
+    def lines(self, lines, names, where):
+        """Lines one after the other, blocks within their contexts."""
+        start = 0
+        while start < len(lines):
+            line, end = lines[start], start + 1
+            while end < len(lines) and lines[end].depth > line.depth:
+                end += 1
+            if line.opens:
+                with self.noted(line, where):
+                    self.block(line, lines[start + 1 : end], names, where)
+                start = end
+            else:
+                with self.noted(line, where):
+                    self.line(line, names)
+                start += 1
+
+    def block(self, line, lines, names, where):
+        context = eval(_context(line.text), self.shared, names)
+        body = partial(self.lines, lines, names, where)
+        if isinstance(context, nn.Module):
+            context(body)
+        else:
+            with context:
+                body()
+
+    def line(self, line, names):
+        exec(_compiled(line.text), self.shared, names)
+
+    @contextlib.contextmanager
+    def noted(self, line, where):
+        """What a line raises is noted where it is raised, and goes on."""
+        try:
+            yield
+        except (Exception, Interrupt) as error:
+            if not getattr(error, "noted", False):
+                error.noted = True
+                self.trace.append(
+                    Event(f"{where}: {line.text}", "raised", (type(error).__name__, str(error)))
+                )
+            raise
+
+    # ------------------------------------------------ what the program sees
+
+    def see(self, where, passes):
+        seen = dict(_tensors(self.shared, ""))
+        for k, names in passes:
+            seen |= dict(_tensors(names, f"{k}:"))
+        seen |= dict(_tensors(self._cache, "cached "))
+        self.trace.append(Event(where, "seen", {name: v.detach().clone() for name, v in seen.items()}))
+
+    def _close(self, where):
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            return
+        self.trace.append(Event(where, "raised", ("hooks were left open", "")))
+        while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    # ------------------------------------------------ what the program may call
+
+    def _sgd(self, rate, data=False, momentum=False):
+        """An optimizer's step over all parameters, seen by autograd's version counters or through .data."""
+        for _, p in _tensors(self.shared, ""):
+            if p.is_leaf and p.requires_grad and p.grad is not None:
+                if data:
+                    p.data.add_(p.grad.data, alpha=-rate)
+                else:
+                    with torch.no_grad():
+                        p.sub_(p.grad, alpha=rate)
+                p.grad = None
+
+    def _cached(self, name, make):
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
+
+
+def _tensors(names, prefix):
+    for name, v in list(names.items()):
+        if isinstance(v, Tensor):
+            yield from _with_gradient(prefix + name, v)
+        elif isinstance(v, nn.Module):
+            for inner, p in (*v.named_parameters(name), *v.named_buffers(name)):
+                yield from _with_gradient(prefix + inner, p)
+        elif isinstance(v, (tuple, list)) and not name.startswith("_"):
+            for j, t in enumerate(v):
+                if isinstance(t, Tensor):
+                    yield from _with_gradient(f"{prefix}{name}[{j}]", t)
+
+
+def _with_gradient(name, tensor):
+    yield name, tensor
+    if is_leaf(tensor) and tensor.grad is not None:
+        yield f"{name}.grad", tensor.grad
+
+
+def is_leaf(tensor):
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a function's output of which another view was edited
+        return False
+
+
+class LeanRun(Run):
+    lean, make_lean = staticmethod(lean), staticmethod(make_lean)
+
+
+class HookedRun(Run):
+    """With this object's `pack` as the saved-tensor hook wherever the program is lean."""
+
+    def lean(self, *settings, **named):
+        return saved_tensors_hooks(self.pack, lambda tensor: tensor)
+
+    def make_lean(self, model, *settings, **named):
+        forward = type(model).forward
+
+        def hooked(block):
+            with self.lean():
+                return forward(model, block)
+
+        model.forward = hooked
+        return model
+
+
+class SharingRun(HookedRun):
+    """Stock autograd that does not look at versions."""
+
+    def pack(self, tensor):
+        return tensor.detach()
+
+
+class CopyingRun(SharingRun):
+    """Stock autograd that keeps copies: what it computes where stock refuses because of a later edit.
+
+    Leaves are kept as they are: edits of theirs through .data are seen by stock's backward pass.
+    """
+
+    def pack(self, tensor):
+        if is_leaf(tensor if tensor._base is None else tensor._base):
+            return super().pack(tensor)
+        return tensor.detach().clone(memory_format=torch.preserve_format)

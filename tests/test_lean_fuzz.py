@@ -1,0 +1,95 @@
+"""2,000 random programs see the same under `lean()` as under stock autograd; `make fuzz` runs 100,000.
+
+Before that, the fuzzer itself: it finds a planted error of one bit, and knows what it must not make.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs.campaign import run_seeds, summary
+from programs.compare import judge
+from programs.generate import generate
+from programs.language import parse
+from programs.listings import FAIRLY_REFUSED, KNOWN, SAME, UNSEEN
+from programs.observe import observe
+from programs.run import Run
+from programs.shrink import shrink
+
+PROGRAMS, PARTS = 2000, 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_programs(part):
+    size = PROGRAMS // PARTS
+    counts, failures = run_seeds(range(part * size, (part + 1) * size), most=3)
+    assert not failures, "\n\n".join([summary(counts), *map(str, failures)])
+    assert counts["refused"] < 0.03 * size
+    assert counts["lenient"] < 0.05 * size
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_programs_that_were_wrong(name):
+    assert judge(parse(KNOWN[name])).kind in ("same", *FAIRLY_REFUSED.get(name, ()))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_programs_that_are_told_apart(name):
+    """Programs on which the fuzzer itself once was wrong."""
+    assert not judge(parse(SAME[name])).failed
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_edits_that_lean_documents_as_unseen_are_not_made(name):
+    assert not observe(parse(UNSEEN[name])).documented
+
+
+def test_a_listing_is_the_program():
+    for seed in range(50):
+        program = generate(seed)
+        assert parse(str(program)) == program
+        assert generate(seed) == program
+
+
+def test_what_the_programs_are_made_of():
+    """Most steps come to an end, and most programs have something rebuilt."""
+    ended = steps = 0
+    for seed in range(200):
+        program = generate(seed)
+        trace = Run(program)()
+        raised = {event.where.split(",")[0] for event in trace if event.kind == "raised"}
+        steps += program.steps
+        ended += program.steps - len(raised)
+    assert ended > 0.75 * steps
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """One bit of one element of norms that a backward pass rebuilds is off; trials see nothing of it."""
+
+    def planted():
+        for name in ("native_group_norm", "native_layer_norm"):
+            monkeypatch.setattr(torch, name, with_one_bit_off(getattr(torch, name)))
+
+    return planted
+
+
+def test_a_planted_error_of_one_bit_is_found_and_made_short(plant):
+    same = [seed for seed in range(300) if judge(generate(seed)).kind == "same"]
+    plant()
+    found = [seed for seed in same if judge(generate(seed)).kind == "numbers"]
+    assert len(found) > 3
+    short, verdict = shrink(generate(found[0]), judge(generate(found[0])))
+    assert verdict.kind == "numbers"
+    assert "Norm" in str(short) or "_norm" in str(short)
+    assert len(short.forward) <= 6
+
+
+def with_one_bit_off(norm):
+    def flipped(*arguments):
+        y, *statistics = norm(*arguments)
+        if torch._C._current_graph_task_id() != -1:  # in a backward pass
+            y.view(-1)[:1].view(torch.uint8)[:1] ^= 1
+        return y, *statistics
+
+    return flipped
