@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import FrameType
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,6 +22,16 @@ class Call(NamedTuple):
 
     eps: float | None
     bias: Tensor | None
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def is_compiled(frame: FrameType) -> bool:
+    """Does `frame`, which is saving tensors now, run what torch.compile has made of a model?"""
+    if frame.f_code is not _APPLY:
+        return False
+    return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
 
 def call_of(frame: FrameType) -> Call | None:

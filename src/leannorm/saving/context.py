@@ -140,17 +140,22 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         assert self._budget is not None
         if len(_PLANS) >= _MOST_PLANS:
             _PLANS.clear()
-        self.plan = packing.plan(self._budget)
-        _PLANS[self._budget, packing.calls[0]] = self.plan
+        measured = packing.plan(self._budget)
+        if measured.stock_bytes:
+            self.plan = _PLANS[self._budget, packing.calls[0]] = measured
+        else:
+            packing.reasons[reasons.BACKWARD_WITHIN] = 1
 
     def _explain(self, packing: Packing) -> None:
         """Fill `reasons`, and warn of those that concern the whole pass."""
         whole = [reason for reason in packing.reasons if reason in reasons.OF_THE_PASS]
         if not packing.seen and not packing.reasons and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
-        plan = self.plan
-        if self._budget is not None and plan is not None and plan.ratio > 1.01 * self._budget:
-            whole.append(reasons.out_of_reach(self._budget, plan.ratio))
+        if self._budget is not None:
+            kept, stock = self.kept_bytes, self.kept_bytes + self.rebuilt_bytes
+            ratio = kept / max(stock, 1) if self.plan is None else self.plan.ratio
+            if ratio > 1.01 * self._budget:
+                whole.append(reasons.out_of_reach(self._budget, ratio))
         held = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in packing.reasons.items()

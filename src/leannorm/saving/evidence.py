@@ -77,31 +77,30 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 class Leaves:
-    """The leaves that steps read, and their versions when a pass began.
+    """The leaves that steps read, and what they held when a pass began.
 
-    A node that was made in the pass read a leaf at that version, if the leaf has it still. Of a node that
-    was made before (a cast that autocast or the user keeps) nothing is known.
+    A node that was made in the pass has read what a leaf holds, if the leaf has not changed since. Of a node
+    that was made before (a cast that autocast or the user keeps) nothing is known.
     """
 
     _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __init__(self) -> None:
         self._since = sequence_number()
-        self._versions = {id(leaf): (leaf, leaf._version) for leaf in list(self._known)}
+        self._before = {id(leaf): (leaf, leaf._version, Sample.of(leaf)) for leaf in list(self._known)}
 
     def proves(self, node: int, leaf: Tensor) -> bool:
         """Did the node with this sequence number read what the leaf holds now?"""
-        if leaf._version == 0:  # never edited
-            return True
-        seen = self._versions.get(id(leaf))
-        if seen is None:
-            self._known[leaf] = None  # from the next pass on
-            return False
-        return seen[1] == leaf._version and self._since <= node
+        if id(leaf) in self._before:
+            _, version, sample = self._before[id(leaf)]
+            unchanged = leaf._version == version and (sample is None or sample.matches(leaf))
+            return unchanged and self._since <= node
+        self._known[leaf] = None  # from the next pass on
+        return leaf._version == 0 and asynchronous(leaf)  # never edited; nobody may look there
 
     def forget(self) -> None:
         """The pass is over."""
-        self._versions.clear()
+        self._before.clear()
 
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread's next node
@@ -113,7 +112,7 @@ def owner_of(tensor: Tensor, made_by: str) -> str:
     names = [
         (len(name), f"the parameter {name} of {type(module).__name__}, of shape {list(tensor.shape)},")
         for module in gc.get_objects()
-        if isinstance(module, torch.nn.Module)
+        if issubclass(type(module), torch.nn.Module)  # isinstance would ask lazy objects
         for name, parameter in module.named_parameters()
         if parameter is tensor
     ]

@@ -51,6 +51,11 @@ def saved(node: Any, name: str) -> Value | None:
     return packed if type(packed) is Value else None
 
 
+def is_saving(node: Any, name: str) -> bool:
+    """Is the node only now saving a tensor under `name`?"""
+    return getattr(node, f"_raw_saved_{name}").data is None
+
+
 def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
     """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
     try:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import Call, call_of
+from leannorm.saving.calls import Call, call_of, is_compiled
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
@@ -127,6 +127,8 @@ class Packing:
         """The same for all that one node saves: no node is made meanwhile."""
         if self._call[0] != number:
             self._call = number, call_of(frame)
+            if is_compiled(frame):
+                self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
@@ -151,10 +153,14 @@ class Packing:
     def _without_node(self, tensor: Tensor, alone: bool, frame: FrameType, number: int) -> Value:
         """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
         if tensor.requires_grad:  # a parameter, most often: not counted
-            return Value(tensor, tensor._version)
+            value = Value(tensor, tensor._version)
+            value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
+            return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             value = self._hold(tensor)
             value.call = self._call_of(frame, number)
+            if tensor.numel() >= SMALLEST:
+                value.sample = Sample.of(tensor)
             return value
         # a narrow copy beside the caller's own tensor would be memory added
         if alone and not asynchronous(tensor) and tensor.numel() >= SMALLEST:

@@ -34,7 +34,11 @@ NOTHING = (
     "lean() saw no tensor being saved: nothing needed a gradient, or all of the forward pass ran inside"
     " compiled code or other saved-tensor hooks"
 )
-OF_THE_PASS = {COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
+BACKWARD_WITHIN = (
+    "the backward pass ran inside lean(budget=...): what was saved is gone when the context closes, and"
+    " nothing could be measured for a plan; move backward() out of it"
+)
+OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
 
 
 def failed(tensor: Tensor, error: Exception) -> str:

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from leannorm.saving.evidence import Leaves, sequence_number
 from leannorm.saving.flags import FlagLog
-from leannorm.saving.graph import ACCUMULATES, find, kind_of, register, saved
+from leannorm.saving.graph import ACCUMULATES, find, is_saving, kind_of, register, saved
 from leannorm.saving.narrowed import POOLS
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
@@ -136,7 +136,8 @@ def as_made(node: Any, output: int, version: int) -> bool:
         result = saved(node, "result")
         if result is not None:
             return result.version == version and result.as_made
-        return version - 1 in _versions_as_made(producer, number)  # it is saving its output now
+        # in place, and saving its output now
+        return is_saving(node, "result") and version - 1 in _versions_as_made(producer, number)
     if kind in ALIASES:
         return as_made(producer, number, version)
     if hasattr(type(node), "_saved_self"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,14 @@ from torch.autograd.graph import Node
 
 from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
+
+
+class Memory(IntEnum):
+    """Whose memory a tensor has, in a rebuild."""
+
+    OWN = 0  # allocated in this rebuild, and read by nobody else
+    SHARED = 1  # allocated in a rebuild, and kept for other readers
+    HELD = 2  # held since the forward pass, perhaps by the user
 
 
 class Step(NamedTuple):
@@ -123,15 +132,15 @@ class Value:
     def look(self) -> Tensor:
         """The tensor, without counting as a use."""
         if self.step is None:
-            self._check_version()
-            assert self.tensor is not None
-            return self.tensor
-        return run(self.step, [(value.look(), False) for value in self.step.inputs], current())[0]
+            return self._proved()
+        return run(self.step, [(value.look(), Memory.HELD) for value in self.step.inputs], current())[0]
 
-    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, bool]:
-        """The tensor for a step, and whether the step may write into it."""
-        if self.step is not None:
-            return self._rebuild(flags)
+    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
+        """The tensor for a step, and whose memory it is."""
+        return self._rebuild(flags) if self.step is not None else (self._proved(), Memory.HELD)
+
+    def _proved(self) -> Tensor:
+        """What is held, if it is still what was packed."""
         self._check_version()
         tensor = self.tensor
         assert tensor is not None
@@ -142,24 +151,24 @@ class Value:
                 " between the forward and the backward pass, and leannorm.lean() needs what it held to"
                 " rebuild a tensor: edit it after backward(), or leave lean() out for this step"
             )
-        return tensor, False
+        return tensor
 
-    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, bool]:
-        """The tensor, and whether its reader may overwrite it: made in this rebuild, and read by no other."""
+    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
+        """The tensor, kept for its other readers where it has memory of its own, and whose memory it is."""
         assert self.step is not None
         if self._rebuilt is not None:
-            tensor, owned = self._rebuilt, False
+            tensor, memory = self._rebuilt, Memory.SHARED
             if tensor._version != self._rebuilt_version:  # by a backward function of the user's
                 raise RuntimeError(self._edited(tensor))
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
-            tensor, owned = run(self.step, inputs, flags)
+            tensor, memory = run(self.step, inputs, flags)
         self._left -= 1
-        if self._left > 0:
-            self._rebuilt, self._rebuilt_version, owned = tensor, tensor._version, False
-        else:
+        if self._left <= 0:
             self._rebuilt, self._left = None, self.users
-        return tensor, owned
+        elif memory is not Memory.HELD:  # which may change before the next reader comes
+            self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Memory.SHARED
+        return tensor, memory
 
     def _check_version(self) -> None:
         if not self.current:
@@ -189,29 +198,34 @@ def _check_there(tensor: Tensor, name: str) -> None:
             )
 
 
-def run(step: Step, inputs: list[tuple[Tensor, bool]], flags: Flags | None) -> tuple[Tensor, bool]:
-    """The tensor that a step makes of its inputs, and whether its memory was allocated on the way to it.
+def run(step: Step, inputs: list[tuple[Tensor, Memory]], flags: Flags | None) -> tuple[Tensor, Memory]:
+    """The tensor that a step makes of its inputs, and whose memory it is.
 
     Each input comes with the same answer for itself. What a step may overwrite is decided by the memory
     at hand, not by what a recipe says of itself. `flags` are those that are set now; the step's own are set
     where they differ.
     """
     tensors = [tensor for tensor, _ in inputs]
-    function = step.in_place if step.in_place is not None and inputs[0][1] else step.function
+    function = step.in_place if step.in_place is not None and _may_overwrite(*inputs[0]) else step.function
     if step.flags is None or step.flags is flags:
         result = function(*tensors, *step.captured, *step.constants)
     else:
         with step.flags.set():
             result = function(*tensors, *step.captured, *step.constants)
     if isinstance(result, FakeTensor):
-        return result, not step.view
-    memory = _memory_of(result)
-    foreign = [tensor for tensor, owned in inputs if not owned]
-    foreign += [tensor for tensor in step.captured if tensor is not None]
-    return result, memory is not None and all(_memory_of(tensor) != memory for tensor in foreign)
+        return result, Memory.HELD if step.view else Memory.OWN
+    place = _place_of(result)
+    others = [*inputs, *((tensor, Memory.HELD) for tensor in step.captured if tensor is not None)]
+    return result, max(
+        (memory for tensor, memory in others if _place_of(tensor) == place), default=Memory.OWN
+    )
 
 
-def _memory_of(tensor: Tensor) -> int | None:
+def _may_overwrite(tensor: Tensor, memory: Memory) -> bool:
+    return memory is Memory.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _place_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 

@@ -106,6 +106,9 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: A
     return _first(torch.native_group_norm(x, weight, bias, *sizes))
 
 
+_EPS_OF_GROUP_NORM = "_saved_eps"  # newer releases do not keep it
+
+
 @recipe("NativeGroupNormBackward0")
 def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
@@ -113,13 +116,8 @@ def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
         return None
     call = _call(saved(node, "result1"), saved(node, "result2"))
     known, bias = _bias(node, call, given)
-    if hasattr(node, "_saved_eps"):
-        eps = node._saved_eps
-    elif call is not None:  # from torch 2.14 on the node does not keep it
-        eps = call.eps
-    else:
-        return None
-    if not known:
+    eps = getattr(node, _EPS_OF_GROUP_NORM, None if call is None else call.eps)
+    if not known or eps is None:
         return None
     sizes = node._saved_N, node._saved_C, node._saved_HxW, node._saved_group, eps
     return Step(_group_norm, (x,), (copy_of(weight), bias), sizes)

@@ -140,7 +140,7 @@ def repeat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | 
 
 
 def _contiguous(x: Tensor, form: torch.memory_format) -> Tensor:
-    return x.contiguous(memory_format=form)
+    return x.clone() if form is torch.preserve_format else x.contiguous(memory_format=form)
 
 
 @recipe("CloneBackward0")
