@@ -35,8 +35,8 @@ NOTHING = (
     " compiled code or other saved-tensor hooks"
 )
 BACKWARD_WITHIN = (
-    "the backward pass ran inside lean(budget=...): what was saved is gone when the context closes, and"
-    " nothing could be measured for a plan; move backward() out of it"
+    "nothing of what was saved was left when lean(budget=...) closed, since backward() ran inside it or its"
+    " result was dropped: no plan could be made; move backward() out of it"
 )
 OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
 
