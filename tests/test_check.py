@@ -87,3 +87,24 @@ def test_a_wrong_gradient_falls_short(monkeypatch):
             return y + 1e-4 * (y - y.detach())  # the value is right, the gradient is 1e-4 off
 
     assert not numerics._gradcheck("wrong", Wrong(), torch.randn(2, 3, dtype=torch.float64)).passed
+
+
+def test_a_model_is_checked_under_lean(tmp_path, capsys):
+    file = tmp_path / "model.json"
+    assert main(["check", "--model", "torchvision_free:network", "--input", "2x3x16x16"]) == 2
+    assert "cannot import" in capsys.readouterr().err
+    arguments = ["check", "--model", "checked_networks:sound", "--input", "4x3x16x16", "--json", str(file)]
+    assert main([*arguments, "--steps", "2"]) == 0
+    checks = json.loads(file.read_text())["checks"]
+    assert [c["name"] for c in checks if "step 2" in c["name"]] == [
+        f"{setting}, step 2" for setting in ("stock", "lean, norm", "lean, conv", "lean, budget 0.5")
+    ]
+    assert all(c["error"] == 0 for c in checks)
+
+
+def test_a_model_that_is_rebuilt_wrongly_is_named(capsys):
+    assert main(["check", "--model", "checked_networks:edited_unseen", "--input", "4x3x16x16"]) == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert "ReluBackward0" in told
+    assert main(["check", "--model", "checked_networks:sound"]) == 2
+    assert "go together" in capsys.readouterr().err

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
 import typer
 
 from leannorm.cli.options import JsonFile
 
+if TYPE_CHECKING:
+    from leannorm.report.numerics import Check
+
 
 def check(
+    model: Annotated[
+        str, typer.Option(help="Check this model under lean() in place of the layers.", metavar="MODEL")
+    ] = "",
+    input: Annotated[
+        str, typer.Option(help="Sizes of the model's input, batch first.", metavar="8x3x96x96")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Training steps of the model.", min=1)] = 3,
     json: JsonFile = None,
 ) -> None:
-    """Verify every equality that the layers promise, on this machine, each against its error budget."""
+    """Verify every equality that the layers promise, on this machine, each against its error budget.
+
+    With --model and --input: train a model stock and under lean(), and compare every bit.
+    """
     from rich.console import Console
 
+    from leannorm._errors import InputError
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.report.files import check_writable, write_json
     from leannorm.report.numerics import run_checks
     from leannorm.report.render import checks_table
 
     check_writable(json)
+    if bool(model) != bool(input):
+        raise InputError("--model and --input go together: a model is checked on an input, as 8x3x96x96")
     console = Console()
-    with console.status("checking"):
-        checks = list(run_checks())
+    with console.status(f"checking {model}") as status:
+        checks = []
+        for one in _of_model(model, input, steps) if model else run_checks():
+            checks.append(one)
+            status.update(f"checking: {one.name}")
     failed = [one.name for one in checks if not one.passed]
     console.print(checks_table(checks).rich())
+    for one in checks:
+        if one.detail:
+            console.print(f"{one.name}: {one.detail}", highlight=False, markup=False)
     if json:
         write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks]})
         console.print(f"numbers: {json}", highlight=False)
@@ -33,3 +58,13 @@ def check(
         )
         raise typer.Exit(CHECK_FELL_SHORT)
     console.print(f"all {len(checks)} checks keep within their budget", style="bold green", highlight=False)
+
+
+def _of_model(model: str, shape: str, steps: int) -> Iterator[Check]:
+    import torch
+
+    from leannorm.report.models import model_named, shape_of
+    from leannorm.report.verify import verify_model
+
+    torch.manual_seed(0)
+    yield from verify_model(model_named(model), torch.randn(shape_of(shape)), steps)

@@ -20,12 +20,16 @@ _GRADCHECK_STEP = 1e-6
 
 
 class Check(NamedTuple):
-    """One equality: the largest error measured, what is allowed, and what it was measured against."""
+    """One equality: the largest error measured, what is allowed, and what it was measured against.
+
+    `detail` says what is wrong, where more is known than the error.
+    """
 
     name: str
     error: float
     budget: float
     against: str
+    detail: str = ""
 
     @property
     def passed(self) -> bool:

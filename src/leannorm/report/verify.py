@@ -1,0 +1,80 @@
+"""Does a model train under lean() as stock, to the bit? All rebuilt tensors and gradients are compared."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from leannorm.report.models import mean_square
+from leannorm.report.numerics import Check
+from leannorm.saving import lean
+from leannorm.saving.verify import RebuildError
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "norm": partial(lean, "norm", verify=True),
+    "conv": partial(lean, "conv", verify=True),
+    "budget 0.5": partial(lean, budget=0.5, verify=True),
+}
+
+
+def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]:
+    """Train copies of the model, stock and under each setting, and compare gradients and buffers.
+
+    One check a setting and step; its error is the number of tensors that differ in any bit, of which none
+    may, as long as stock itself repeats its bits. A rebuilt tensor that differs is an error without bound.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    >>> all(check.passed for check in verify_model(model, torch.randn(4, 8)))
+    True
+    """
+    expected = list(_steps(model, x, steps, nullcontext))
+    again = list(_steps(model, x, steps, nullcontext))
+    repeats = [_different(*pair) == 0 for pair in zip(expected, again, strict=True)]
+    for i, pair in enumerate(zip(expected, again, strict=True)):
+        yield Check(f"stock, step {i + 1}", float(_different(*pair)), math.inf, "stock again")
+    for name, context in SETTINGS.items():
+        seen = _steps(model, x, steps, context)
+        for i, stock in enumerate(expected):
+            try:
+                ours = next(seen)
+            except RebuildError as error:
+                yield Check(f"lean, {name}, step {i + 1}", math.inf, 0.0, "the forward pass", str(error))
+                break
+            allowed = 0.0 if all(repeats[: i + 1]) else math.inf
+            yield Check(f"lean, {name}, step {i + 1}", float(_different(ours, stock)), allowed, "stock")
+
+
+def _steps(
+    model: nn.Module, x: Tensor, steps: int, context: Callable[[], AbstractContextManager[object]]
+) -> Iterator[dict[str, Tensor]]:
+    """Gradients and buffers after each of some steps of gradient descent."""
+    model = copy.deepcopy(model)
+    for i in range(steps):
+        model.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(i)
+            with context():
+                loss = mean_square(model(x))
+            loss.backward()
+        yield {
+            **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+            **{name: buffer.clone() for name, buffer in model.named_buffers()},
+        }
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=1e-3)
+
+
+def _different(ours: dict[str, Tensor], stock: dict[str, Tensor]) -> int:
+    names = ours.keys() ^ stock.keys()
+    same = (
+        torch.equal(ours[name].nan_to_num(), stock[name].nan_to_num()) for name in ours.keys() & stock.keys()
+    )
+    return len(names) + sum(not equal for equal in same)
