@@ -53,6 +53,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     Raises InputError for an unknown `recompute` or a `budget` outside (0, 1].
 
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
     >>> with lean() as saved:
     ...     loss = model(torch.randn(2, 3, 20, 20)).square().mean()
