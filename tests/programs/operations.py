@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
-from programs.norms import NORMS, of_channels, of_rows
+from programs.norms import NORMS, of_channels, of_rows, with_other_affine
 from programs.run import is_leaf
 
 BLOCKS = [
@@ -94,7 +96,41 @@ def _inner(g, name):
 
 
 def norm(g):
-    return g.pick(*NORMS)(g, lambda name: _inner(g, name))
+    """Mostly with something behind it that keeps what the norm put out."""
+    text = g.pick(*NORMS)(g, lambda name: _inner(g, name))
+    if text is None or g.chance(0.3):
+        return text
+    if not g.add(text):
+        return None
+    g.focus = text.split(" ")[0]
+    if g.chance(0.3):
+        g.add(g.pick(activation, convolution, linear, scale)(g))
+        return again(g)
+    return g.pick(activation, activation, activation_in_place, convolution, linear, scale, combine)(g)
+
+
+def again(g):
+    """An earlier line once more, with another number, or a weight more or less: one key must not fit both."""
+    lines = [line.text for line in g.lines if re.match(r"y\d+ = [^@]*\(", line.text)]
+    norms = [text for text in lines if "norm(" in text]
+    if not lines:
+        return None
+    made, text = g.rng.choice(norms if norms and g.chance(0.7) else lines).split(" = ", 1)
+    other = with_other_affine(g, made, text) if g.chance(0.6) else text
+    text = _with_another_number(g, text) if other == text else other
+    y = g.fresh()
+    if not g.add(f"{y} = {text}"):
+        return None
+    g.focus = y
+    return g.pick(activation, convolution, linear, scale)(g)
+
+
+def _with_another_number(g, text):
+    places = list(re.finditer(r"\b\d\.\d+\b", text))
+    if not places:
+        return text
+    place = g.rng.choice(places)
+    return text[: place.start()] + g.pick("0.1", "0.25", "0.6") + text[place.end() :]
 
 
 def activation(g):
@@ -256,7 +292,14 @@ def hidden_edit(g):
     name = g.tensor(lambda t: not is_leaf(t))
     if name is None:
         return None
-    step = g.pick("", "", "if i: ")
+    if g.chance(0.4):
+        text, name = (
+            f"{g.pick(*_ELEMENTWISE).format(g.pick('{}.clone()', '{} * 1.0').format(name))}",
+            g.fresh(),
+        )
+        if not g.add(f"{name} = {text}"):
+            return None
+    step = g.pick("", "if i: ")
     edits = (
         f"{step}{name}.detach().mul_(2)",
         f"{step}{name}.data.mul_(2)",
@@ -264,8 +307,7 @@ def hidden_edit(g):
     )
     no_grad = f"with torch.no_grad(): {name}.clamp_(max=0.1)", f"with torch.no_grad(): {name}.add_(0.5)"
     readers = [
-        (f"{g.fresh()} = " + form).replace("{}", name)
-        for form in ("F.silu({})", "{}.square()", "{} * {}.detach()")
+        (f"{g.fresh()} = " + form).replace("{}", name) for form in ("F.silu({})", "{}.square()", "{} * {}")
     ]
     if g.names[name].dim() == 4 and of_channels(g.names[name]):
         c = g.names[name].shape[1]
@@ -322,12 +364,13 @@ def forget(g):
     return name and f"del {name}"
 
 
-_WEIGHED = {
-    norm: 12,
-    activation: 10,
+OPERATIONS = {
+    norm: 18,
+    activation: 9,
+    again: 6,
     activation_in_place: 7,
     copy: 7,
-    convolution: 9,
+    convolution: 10,
     linear: 9,
     product: 4,
     view: 7,
@@ -336,11 +379,10 @@ _WEIGHED = {
     user_function: 3,
     log: 3,
     part_in_checkpoint: 2,
-    hidden_edit: 2,
+    hidden_edit: 3,
     visible_edit: 2,
     leaf_edit: 1,
     cached: 2,
     stop: 1,
     forget: 1,
 }
-OPERATIONS = list(_WEIGHED), list(_WEIGHED.values())
