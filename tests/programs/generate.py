@@ -228,7 +228,7 @@ def _backward(maker):
         grad = f"slopes = torch.autograd.grad(loss, [{some}], allow_unused=True, "
         penalty = "(loss + sum(g.float().square().sum() for g in slopes if g is not None)).backward()"
         passes += [[grad + "create_graph=True)", penalty], [grad + "retain_graph=True)", "loss.backward()"]]
-    if maker.chance(0.15):
+    if maker.chance(0.08):
         name = rng.choice(maker.leaves() or maker.tensors())
         form = maker.pick("{}.data.mul_(1.5)", "{}.data.add_(0.25)", "with torch.no_grad(): {}.mul_(1.5)")
         lines.append(Line(0, form.format(name)))

@@ -136,7 +136,7 @@ def _parts(node):
             yield node.func.value
         yield from (v for v in node.args if not isinstance(v, (ast.Lambda, ast.Constant)))
         yield from (_with_none(node, i) for i, v in enumerate(node.args) if i and isinstance(v, ast.Name))
-    elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.value, (ast.Name, ast.Call)):
+    elif isinstance(node, ast.Subscript) and isinstance(node.value, (ast.Name, ast.Call)):
         yield node.value
 
 
