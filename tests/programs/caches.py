@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 
-from leannorm.saving import context, trial
+from leannorm.saving import context, evidence, trial
 
 
 def forget():
     """As in a fresh process."""
     trial._SEEN.clear()
     context._PLANS.clear()
+    evidence.Leaves._known.clear()
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ def compared(stock, ours):
             different = _different(expected.value, seen.value)
             if different:
                 return Verdict("numbers", f"{seen.where}: {different}")
-        elif (expected.where, expected.kind) != (seen.where, seen.kind):
+        elif (expected.where, expected.kind, expected.at) != (seen.where, seen.kind, seen.at):
             return _raised_apart(expected, seen)
         elif expected.value[0] != seen.value[0]:
             return Verdict("another error", f"{seen.where}: {seen.value} where stock raises {expected.value}")
@@ -68,7 +68,7 @@ def compared(stock, ours):
 
 
 def _raised_apart(expected, seen):
-    if seen.kind == "raised":
+    if seen.kind == "raised" and (expected.kind == "seen" or seen.at < expected.at):
         where, (name, text) = seen.where, seen.value
         what = f"{where}: {name}: {text}"
         if "hooks were left open" in name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import warnings
 
 import torch
@@ -38,8 +39,11 @@ class Maker:
         )
         self.run = SharingRun(self.program)
         self.run.shared.update(i=0, n=n, s=s)
+        # each program does much of some things and nothing of others
+        self._weights = [weight * rng.choice([0, 1, 1, 4]) + 0.01 for weight in OPERATIONS.values()]
         self.names, self.lines, self.before, self.backward = {}, [], [], []
         self.depth, self._count = 0, 0
+        self.focus = None  # what the next line works on, if it can
 
     # ------------------------------------------------ what operations ask for
 
@@ -63,21 +67,30 @@ class Maker:
     def tensor(self, fits=lambda t: True):
         """The name of one that fits, mostly a recent one that has a gradient; or None."""
         names = self.tensors(lambda t: 256 < t.numel() < 30_000 and fits(t))
+        if self.focus in names:
+            return self.focus
         trained = [name for name in names if self.names[name].requires_grad]
         if trained and self.chance(0.9):
             names = trained
         return names[-1 - min(int(self.rng.expovariate(0.7)), len(names) - 1)] if names else None
 
-    def leaf(self, shape, dtype=torch.float32, kinds=("parameter", "parameter", "frozen", "buffer")):
-        """The name of a leaf of this shape: one of those there, or a new one."""
+    def leaf(
+        self, shape, dtype=torch.float32, kinds=("parameter", "parameter", "frozen", "buffer"), letter="w"
+    ):
+        """The name of a leaf of this shape: one of those there, or a new one.
+
+        Statistics have letters of their own: torch moves them without a new version, so that sharing them
+        with a weight would be an edit that nobody sees.
+        """
         there = [
             name
             for name, t in self.run.shared.items()
             if isinstance(t, Tensor) and t.shape == tuple(shape) and t.dtype == dtype and is_leaf(t)
+            if name.startswith(letter)
         ]
         if there and self.chance(0.5):
             return self.rng.choice(there)
-        name, kind = self.fresh("w"), self.rng.choice(kinds)
+        name, kind = self.fresh(letter), self.rng.choice(kinds)
         of_dtype = "" if dtype == torch.float32 else f", dtype={dtype}"
         self.set_up(f"{name} = {kind}({', '.join(map(str, shape))}{of_dtype})")
         return name
@@ -96,7 +109,9 @@ class Maker:
     # ------------------------------------------------ lines
 
     def add(self, text):
-        """The line, if it runs."""
+        """The line, if there is one and it runs."""
+        if text is None:
+            return False
         try:
             if not text.startswith("interrupt("):
                 self.run.line(Line(self.depth, text), self.names)
@@ -130,11 +145,13 @@ class Maker:
                     self.some(inner)
                 count -= inner
                 continue
-            operation = self.rng.choices(*OPERATIONS)[0]
+            operation = self.rng.choices(list(OPERATIONS), self._weights)[0]
             made = operation(self)
             for text in [made] if isinstance(made, str) else made or ():
                 if not self.add(text):
                     break
+                match = re.match(r"(y\d+)(?:, y\d+)* = ", text)
+                self.focus = match[1] if match and self.chance(0.7) else None
             count -= 1
 
 
@@ -176,7 +193,7 @@ def _forward(maker):
         header = "with saver:"
     inside = maker.chance(0.7)
     with maker.block(header):
-        maker.some(rng.randint(3, 10))
+        maker.some(rng.randint(3, 12))
         if inside:
             _loss(maker)
     if not inside:
@@ -211,7 +228,7 @@ def _backward(maker):
         grad = f"slopes = torch.autograd.grad(loss, [{some}], allow_unused=True, "
         penalty = "(loss + sum(g.float().square().sum() for g in slopes if g is not None)).backward()"
         passes += [[grad + "create_graph=True)", penalty], [grad + "retain_graph=True)", "loss.backward()"]]
-    if maker.chance(0.15):
+    if maker.chance(0.08):
         name = rng.choice(maker.leaves() or maker.tensors())
         form = maker.pick("{}.data.mul_(1.5)", "{}.data.add_(0.25)", "with torch.no_grad(): {}.mul_(1.5)")
         lines.append(Line(0, form.format(name)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 _CHANNELS, _ROWS = {8, 16, 24, 32, 48, 64, 96, 128}, {8, 16, 24, 32, 48, 64, 96, 128}
@@ -19,14 +21,28 @@ def _vector(g, size, dtype=torch.float32):
     """A weight or bias: none, trained, frozen, a plain buffer, of the input's dtype or another."""
     if g.chance(0.35):
         return "None"
-    other = g.pick(torch.float32, torch.float32, torch.float32, dtype, torch.bfloat16)
-    return g.leaf((size,), other)
+    other = torch.float32 if dtype == torch.bfloat16 and g.chance(0.6) else dtype
+    return g.leaf((size,), torch.bfloat16 if g.chance(0.03) else other)
+
+
+_AFFINE = re.compile(r", (w\d+|None), (w\d+|None)(?=, (True|False)|\)$|, 0\.01\)$)")
+
+
+def with_other_affine(g, name, text):
+    """The norm that made `name`, with another mix of weight and bias."""
+    found = _AFFINE.search(text)
+    if not found or name not in g.names:
+        return text
+    t = g.names[name]
+    size = t.shape[-1 if "layer_norm" in text else 1]
+    weight, bias = (g.pick("None", g.leaf((size,), t.dtype)) for _ in range(2))
+    return f"{text[: found.start()]}, {weight}, {bias}{text[found.end() :]}"
 
 
 def _statistics(g, size):
     if g.chance(0.4):
         return "None", "None"
-    return g.leaf((size,), kinds=("buffer",)), g.leaf((size,), kinds=("positive",))
+    return g.leaf((size,), kinds=("buffer",), letter="r"), g.leaf((size,), kinds=("positive",), letter="v")
 
 
 def by_batch(g, inner):
@@ -63,8 +79,13 @@ def by_instance(g, inner):
     )
 
 
+def _bears_group_norm(t):
+    """torch 2.13 crashes in the backward pass of channels_last input that has no gradient."""
+    return of_channels(t) and (t.requires_grad or t.is_contiguous())
+
+
 def by_group(g, inner):
-    name = g.tensor(of_channels)
+    name = g.tensor(_bears_group_norm)
     if name is None:
         return None
     c, dtype, module = g.names[name].shape[1], g.names[name].dtype, g.pick("F", "F", "LF")
@@ -86,7 +107,7 @@ def by_row(g, inner):
 
 def by_layer(g, inner):
     """A layer made before the loop."""
-    images = g.tensor(lambda t: t.dim() == 4 and of_channels(t) and t.dtype == torch.float32)
+    images = g.tensor(lambda t: t.dim() == 4 and _bears_group_norm(t) and t.dtype == torch.float32)
     rows = g.tensor(lambda t: of_rows(t) and t.dtype == torch.float32)
     kind = g.pick("image", "row")
     name = images if kind == "image" else rows

@@ -175,7 +175,7 @@ def _is_tensor(value):
 
 
 def _place(tensor):
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad
 
 
 def observe(program):

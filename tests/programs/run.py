@@ -17,11 +17,15 @@ from programs.language import NAMESPACE
 
 
 class Event(NamedTuple):
-    """`kind` is "raised" (value: the error's class and text) or "seen" (value: every tensor by name)."""
+    """`kind` is "raised" (value: the error's class and text) or "seen" (value: every tensor by name).
+
+    `at` counts the lines before it, so that of two runs the first to raise is known.
+    """
 
     where: str
     kind: str
     value: object
+    at: int
 
 
 @lru_cache(maxsize=1 << 14)
@@ -46,7 +50,7 @@ class Run:
             "sgd": self._sgd,
             "cached": self._cached,
         }
-        self._cache = {}
+        self._cache, self._at = {}, 0
 
     def lean(self, *settings, **named):
         return contextlib.nullcontext()
@@ -103,6 +107,7 @@ class Run:
         start = 0
         while start < len(lines):
             line, end = lines[start], start + 1
+            self._at += 1
             while end < len(lines) and lines[end].depth > line.depth:
                 end += 1
             if line.opens:
@@ -134,10 +139,11 @@ class Run:
         except (Exception, Interrupt) as error:
             if not getattr(error, "noted", False):
                 error.noted = True
-                self.trace.append(
-                    Event(f"{where}: {line.text}", "raised", (type(error).__name__, str(error)))
-                )
+                self._note(f"{where}: {line.text}", "raised", (type(error).__name__, str(error)))
             raise
+
+    def _note(self, where, kind, value):
+        self.trace.append(Event(where, kind, value, self._at))
 
     # ------------------------------------------------ what the program sees
 
@@ -146,12 +152,12 @@ class Run:
         for k, names in passes:
             seen |= dict(_tensors(names, f"{k}:"))
         seen |= dict(_tensors(self._cache, "cached "))
-        self.trace.append(Event(where, "seen", {name: v.detach().clone() for name, v in seen.items()}))
+        self._note(where, "seen", {name: v.detach().clone() for name, v in seen.items()})
 
     def _close(self, where):
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             return
-        self.trace.append(Event(where, "raised", ("hooks were left open", "")))
+        self._note(where, "raised", ("hooks were left open", ""))
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
