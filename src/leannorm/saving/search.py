@@ -107,7 +107,8 @@ class Search:
             return held(leaf), self.leaves.proves(reader._sequence_nr(), leaf)
         known = find(producer, number)
         if known is not None:
-            sure = known.current and (known.as_made or reader._sequence_nr() >= known.seen_at)
+            sure = known.current and known.memory is None
+            sure = sure and (known.as_made or reader._sequence_nr() >= known.seen_at)
             return (known, True) if sure else (None, True)
         step = self._step(producer, number, None, depth, missing)
         if step is None or not (step.kind == "norm" or self._policy.allows(step, _nbytes(producer, number))):
