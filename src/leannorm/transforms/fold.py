@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import FoldError, InputError
-from leannorm.functional.exported import AsOperators
+from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
-from leannorm.ops.select import use_backend
+from leannorm.program.program import Program
 from leannorm.transforms.fold_decided import Decided, decided
 from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64
 from leannorm.transforms.fold_match import Match, Skip
@@ -102,7 +102,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     Identity()
     """
     inputs = None if example_inputs is None else tuple(example_inputs)
-    if hasattr(model, "to_exported"):
+    if isinstance(model, Program):
         return _fold_program(model, inputs, verify)
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"fold takes a module or a program, got {type(model).__name__}")
@@ -128,7 +128,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     return _verified(report, original, result, copy.deepcopy(original).double(), again, inputs)
 
 
-def _fold_program(program: Any, inputs: tuple[Any, ...] | None, verify: bool) -> FoldReport:
+def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool) -> FoldReport:
     parts: list[fx.GraphModule] = []
     reports: list[FoldReport] = []
 
@@ -166,15 +166,10 @@ def _evaluation_graph(
     model: torch.nn.Module, inputs: tuple[Any, ...], tests: tuple[Decided, ...]
 ) -> fx.Graph:
     try:
-        with use_backend("reference"), AsOperators():
-            exported = torch.export.export(model, inputs)
-    except Exception as error:  # torch.export has no error of its own
-        reason = str(error).strip().split("\n", 1)[0]
-        raise InputError(
-            f"torch.export cannot trace {type(model).__name__} in evaluation mode, so its neighbours are not "
-            f"known: {type(error).__name__}: {reason}"
-            + "".join(f"; the example decided {d.place}: `{d.test}` ({d.value})" for d in tests)
-        ) from error
+        exported = export(model, inputs)
+    except InputError as error:
+        why = "".join(f"; the example decided {d.place}: `{d.test}` ({d.value})" for d in tests)
+        raise InputError(f"{error}; so its neighbours are not known{why}") from error.__cause__
     module: Any = exported.module(check_guards=False)
     graph: fx.Graph = module.graph
     return graph
