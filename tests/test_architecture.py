@@ -185,11 +185,11 @@ class Block:
 sys.meta_path.insert(0, Block())
 already = 'triton' in sys.modules
 import leannorm
-from leannorm.ops.select import explain
+from leannorm.ops.select import backends
 x = torch.randn(4, 8)
 leannorm.nn.LayerNorm(8)(x).sum().backward()
 leannorm.nn.BatchNorm1d(8)(x)
-print('triton' in sys.modules and not already, *explain(x)['triton'])
+print('triton' in sys.modules and not already, *backends(x)['triton'])
 """
     for state, word in (("absent", "Triton is not installed"), ("present", "")):
         command = [sys.executable, "-c", code, state]
