@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -18,6 +19,11 @@ ROOMS = [
     *(f"leannorm.{n}" for n in leannorm.__all__ if isinstance(getattr(leannorm, n), ModuleType)),
 ]
 NAMES = [(room, name) for room in ROOMS for name in importlib.import_module(room).__all__]
+MODULES = [
+    m.name
+    for m in pkgutil.walk_packages(leannorm.__path__, "leannorm.")
+    if not m.name.endswith(("__main__", "._C"))
+]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
 
@@ -36,6 +42,13 @@ def test_a_public_name_says_where_it_is_found(room, name):
 def test_no_room_of_the_inside_shows():
     assert sorted(n for n in dir(leannorm) if not n.startswith("_")) == leannorm.__all__
     assert {"__all__", "__doc__", "__version__"} <= set(dir(leannorm))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_stands_before_a_module_of_its_name(module):
+    """`import leannorm.a.b as b` reads the attribute, which must be the module."""
+    package, _, name = module.rpartition(".")
+    assert getattr(importlib.import_module(package), name, None) in (None, importlib.import_module(module))
 
 
 def test_every_dotted_name_on_a_page_is_there_after_a_bare_import():
