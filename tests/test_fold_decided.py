@@ -46,6 +46,7 @@ class Helper(Block):
 
     def scaled(self, y):
         _, _, h, w = y.size()
+        (w, _), (h, _) = divmod(w * 2, 2), divmod(h, 1)
         while h * w / 2 > 20.5:
             y = tnn.functional.avg_pool2d(y, 2)
             h, w = h // 2, w // 2
@@ -167,6 +168,15 @@ def test_settings_and_checks_are_not_named(layers):
     assert leannorm.fold(net, (torch.randn(4, 3, 8, 8),)).decided == ()
 
 
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # torch copies its own modules so
+def test_an_exported_model_has_no_tests_left():
+    net, x = tnn.Sequential(Batch(), tnn.ReLU()).eval(), (torch.randn(4, 3, 8, 8),)
+    exported = torch.export.export(net, x).module()  # with its own checks of the sizes
+    assert leannorm.fold(exported, x).decided == ()
+    traced = torch.fx.symbolic_trace(tnn.Sequential(tnn.BatchNorm2d(4), tnn.ReLU()))
+    assert leannorm.fold(traced, (torch.randn(2, 4, 3, 3),)).decided == ()
+
+
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 def test_published_networks_raise_no_false_alarm(name):
     import_torchvision()  # timm needs it too
@@ -196,7 +206,7 @@ def test_a_test_of_values_is_named_where_it_cannot_be_traced():
 
 
 def test_code_without_source_is_named_all_the_same():
-    names = {"Block": Block}
+    names = {"Block": Block, "__name__": __name__}
     exec("class Hidden(Block):\n def forward(self, x): return Block.forward(self, x[:2] if len(x) else x)\n"
          " def more(self, x): return x if x.shape[0] > 2 else x", names)  # fmt: skip
     names["Hidden"].forward = lambda self, x: Block.forward(self, self.more(x))

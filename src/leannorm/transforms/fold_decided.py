@@ -24,7 +24,7 @@ _OPERATORS = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<frozen")  # no 
 _DISPATCH = (torch.overrides.__file__, torch._tensor.__file__)  # between a call and the mode that sees it
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _COMPUTE = "add sub mul truediv floordiv mod pow radd rsub rmul rtruediv rfloordiv rmod rpow neg abs"
-_COMPUTE += " round ceil floor"
+_COMPUTE += " divmod rdivmod round ceil floor"
 _READ = (bool, int, float, torch.dtype, torch.device, torch.layout)
 _LONGEST = 60  # characters of a value in the report
 
@@ -180,8 +180,11 @@ for _kind, _base in ((_Size, int), (_Ratio, float)):
 
 
 def _is_models(frame: FrameType) -> bool:
-    """Is this code the model's? The functions of torch and of this library count as operators."""
-    return not frame.f_code.co_filename.startswith(_OPERATORS)
+    """Is this code the model's? The functions of torch and of this library count as operators.
+
+    So does code outside of any module: torch.export and torch.fx generate such.
+    """
+    return "__name__" in frame.f_globals and not frame.f_code.co_filename.startswith(_OPERATORS)
 
 
 def _self(frame: FrameType) -> Any:
