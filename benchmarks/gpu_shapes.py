@@ -20,7 +20,7 @@ from torch import Tensor
 from benchmarks.gpu_report import Report
 from leannorm import functional
 from leannorm.ops.backends import BACKENDS
-from leannorm.ops.select import explain, use_backend
+from leannorm.ops.select import backends, use_backend
 from leannorm.report.answers import Error, error_of, largest_error, poisoned_memory
 from leannorm.report.timing import device_seconds, launches, sets_past_the_cache, time_step
 
@@ -250,7 +250,7 @@ def serving(s: Set, smoke: bool) -> str:
     tensors = (s.x, s.weight, s.bias, s.residual)
     if smoke and not BACKENDS["triton"].why_not(*tensors, named=True):
         return "triton"
-    return next(name for name, why in explain(*tensors).items() if not why)
+    return next(name for name, why in backends(*tensors).items() if not why)
 
 
 def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None:

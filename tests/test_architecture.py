@@ -22,7 +22,9 @@ ORDER = [
     {"autograd"},
     {"functional"},
     {"nn"},
-    {"saving", "transforms", "program", "interop"},
+    {"saving", "program"},
+    {"transforms"},
+    {"interop"},
     {"report"},
     {"demo"},
     {"cli"},
@@ -36,22 +38,70 @@ def room(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "leannorm":
+def root_names():
+    """The room behind each name that the package root offers."""
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                path = f"{node.module}.{alias.name}".split(".")
+                assert path[0] == "leannorm"
+                yield alias.asname or alias.name, path[1]
+        elif isinstance(node, ast.Assign):
+            yield from ((target.id, "_errors") for target in node.targets)  # no room stands behind it
+
+
+ROOT_NAMES = dict(root_names())
+
+
+def imported_rooms(path, text=None):
+    """The rooms that a file imports, those included whose names it takes from the package root."""
+    for node in ast.walk(ast.parse(text or path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield "a relative import"
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "leannorm":
             parts = node.module.split(".")
-            yield from [parts[1]] if len(parts) > 1 else [alias.name for alias in node.names]
+            names = parts[1:2] or [alias.name for alias in node.names]
+            yield from (ROOT_NAMES.get(name, name) for name in names)
         elif isinstance(node, ast.Import):
-            names = (alias.name.split(".") for alias in node.names)
-            yield from (parts[1] for parts in names if parts[0] == "leannorm" and len(parts) > 1)
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == "leannorm":  # the root alone is every room
+                    yield parts[1] if len(parts) > 1 and alias.asname else "the whole package"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_one_way(path):
     here = room(path)
     for other in imported_rooms(path):
-        if other in LEVEL:
-            assert other == here or LEVEL[other] < LEVEL[here], f"{here} may not import {other}"
+        assert other in LEVEL, f"{here} imports {other}"
+        assert other == here or LEVEL[other] < LEVEL[here], f"{here} may not import {other}"
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("from leannorm import convert", "transforms"),
+        ("def f():\n    from leannorm import lean as l", "saving"),
+        ("from leannorm import nn", "nn"),
+        ("from leannorm.report.files import write_json", "report"),
+        ("import leannorm.saving.hooks as hooks", "saving"),
+        ("import leannorm", "the whole package"),
+        ("from . import nn", "a relative import"),
+    ],
+)
+def test_an_import_through_the_root_is_that_of_a_room(text, other):
+    assert list(imported_rooms(None, text)) == [other]
+
+
+def test_every_room_has_its_place():
+    rooms = {room(path) for path in FILES}
+    assert rooms == set(LEVEL)
+
+
+def test_one_exporter_makes_every_graph():
+    users = {p.stem for p in FILES if "AsOperators()" in p.read_text()}
+    assert users == {"exporter"}
 
 
 def test_backends_do_not_import_each_other():
@@ -135,11 +185,11 @@ class Block:
 sys.meta_path.insert(0, Block())
 already = 'triton' in sys.modules
 import leannorm
-from leannorm.ops.select import explain
+from leannorm.ops.select import backends
 x = torch.randn(4, 8)
 leannorm.nn.LayerNorm(8)(x).sum().backward()
 leannorm.nn.BatchNorm1d(8)(x)
-print('triton' in sys.modules and not already, *explain(x)['triton'])
+print('triton' in sys.modules and not already, *backends(x)['triton'])
 """
     for state, word in (("absent", "Triton is not installed"), ("present", "")):
         command = [sys.executable, "-c", code, state]

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 USE = """
 import torch
 from leannorm.ops.backends import cpu
-from leannorm.ops.select import explain, pick
+from leannorm.ops.select import backends, pick
 x = torch.randn(4, 3)
-print(pick(x).__name__, "|", *explain(x)["cpu"])
+print(pick(x).__name__, "|", *backends(x)["cpu"])
 """
 
 

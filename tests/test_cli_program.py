@@ -44,10 +44,12 @@ def test_fork_then_fold(tmp_path, capsys):
 
 
 def test_fold_a_model(tmp_path, capsys):
-    folded = tmp_path / "folded.pt2"
-    assert main(["fold", NETWORK, "--input", "4x3x8x8", "-o", str(folded)]) == 0
+    folded, numbers = tmp_path / "folded.pt2", tmp_path / "numbers.json"
+    options = ["--input", "4x3x8x8", "-o", str(folded), "--json", str(numbers)]
+    assert main(["fold", NETWORK, *options]) == 0
     assert "folded   1 into 0" in capsys.readouterr().out
     assert folded.exists()
+    assert json.loads(numbers.read_text())["decided"] == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -342,6 +343,7 @@ def test_a_wrong_fold_of_such_a_model_is_an_error(monkeypatch):
 BAD = [
     (lambda: leannorm.fold(tnn.ReLU()), "needs example_inputs"),
     (lambda: leannorm.fold(3), "takes a module or a program"),
+    (lambda: leannorm.fold(SimpleNamespace(to_exported=None)), "takes a module or a program, got SimpleName"),
     (lambda: leannorm.fold(tnn.Linear(3, 3), (torch.ones(2, 4),)), "torch.export cannot trace Linear"),
 ]
 

@@ -11,12 +11,12 @@ from interop_cases import FIXTURES
 
 from leannorm import functional, use_backend
 from leannorm.interop import CONVENTIONS
-from leannorm.ops.select import explain, pick
+from leannorm.ops.select import backends, pick
 
 TABLE = CONVENTIONS["onnx"]
 NODES = json.loads((FIXTURES / "onnx_nodes.json").read_text())
 SIDES = ("in", "out")
-SERVING = [name for name, reasons in explain(torch.zeros(2, 3)).items() if not reasons]
+SERVING = [name for name, reasons in backends(torch.zeros(2, 3)).items() if not reasons]
 
 
 def batch_norm(attributes, x, scale, bias, mean, var):

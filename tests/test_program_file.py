@@ -3,9 +3,11 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import zipfile
+import zlib
 
 import pytest
 import torch
@@ -24,18 +26,28 @@ def saved(tmp_path_factory):
     return path
 
 
-def rewritten(saved, tmp_path, change=None, replace=None):
-    """The file with its text changed as data, or with whole entries replaced."""
-    path = tmp_path / "changed.pt2"
-    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(path, "w") as new:
-        for name in old.namelist():
-            content = (replace or {}).get(name, old.read(name))
-            if name == "program.json" and change is not None:
-                text = json.loads(content)
-                change(text)
-                content = json.dumps(text).encode()
+def parts_of(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def zipped(path, parts):
+    with zipfile.ZipFile(path, "w") as new:
+        for name, content in parts.items():
             new.writestr(name, content)
     return path
+
+
+def rewritten(saved, tmp_path, change=None, replace=None):
+    """The file with its text changed as data, or with whole parts replaced, and a list that fits it."""
+    parts = {**parts_of(saved), **(replace or {})}
+    if change is not None:
+        text = json.loads(parts["program.json"])
+        change(text)
+        parts["program.json"] = json.dumps(text).encode()
+    del parts["parts.json"]
+    listed = {name: [len(content), zlib.crc32(content)] for name, content in parts.items()}
+    return zipped(tmp_path / "changed.pt2", {**parts, "parts.json": json.dumps(listed)})
 
 
 def node(text, target):
@@ -127,6 +139,127 @@ WRONG = {
 def test_a_file_that_contradicts_itself_is_an_error(name, saved, tmp_path):
     with pytest.raises(InputError, match=r"changed\.pt2 is"):
         program.Program.load(rewritten(saved, tmp_path, WRONG[name]))
+
+
+X = torch.arange(4.0 * 3 * 8 * 8).reshape(4, 3, 8, 8) / 100
+
+
+def contents(loaded):
+    return [loaded.graph, *loaded.state_dict(), *loaded.state_dict().values(), loaded.infer(X)]
+
+
+def refused(path, expected):
+    """Whether the file is refused; one that is not must hold and compute the same, to the bit."""
+    try:
+        loaded = program.Program.load(path)
+    except InputError as error:
+        message = str(error)
+        return str(path) in message and "save" in message
+    for mine, its in zip(contents(loaded), expected, strict=True):
+        assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else str(mine) == str(its)
+    return False
+
+
+@pytest.mark.parametrize("part", ["program.json", "parts.json"])
+def test_every_edit_of_one_digit_is_refused_at_load(part, saved, tmp_path):
+    parts = parts_of(saved)
+    text = parts[part].decode()
+    digits = [m.start() for m in re.finditer(r"\d", text)]
+    assert len(digits) > {"program.json": 150, "parts.json": 50}[part]
+    for at in digits:
+        edited = text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+        path = zipped(tmp_path / "edited.pt2", {**parts, part: edited})
+        with pytest.raises(InputError, match=r"edited\.pt2 is .*save"):
+            program.Program.load(path)
+
+
+def test_a_flipped_byte_anywhere_is_refused_or_meant_nothing(saved, tmp_path):
+    data, expected = saved.read_bytes(), contents(program.Program.load(saved))
+    inside = set()
+    with zipfile.ZipFile(saved) as archive:
+        for part in archive.infolist():
+            start = data.index(part.filename.encode(), part.header_offset) + len(part.filename)
+            end = start + part.compress_size
+            inside.update(set(range(start + 32, end)) - set(range(start, end, 11)))
+    path = tmp_path / "flipped.pt2"
+    places = sorted(set(range(len(data))) - inside)
+    loaded = []
+    for number, at in enumerate(places):
+        flip = (0xFF, 1 << number % 8)[number % 3 != 0]
+        path.write_bytes(data[:at] + bytes([data[at] ^ flip]) + data[at + 1 :])
+        if not refused(path, expected):
+            loaded.append(at)
+    assert 0 < len(loaded) < len(places) / 2  # times, versions and attributes of the zip format
+
+
+def test_a_cut_or_lengthened_file_is_refused_or_whole(saved, tmp_path):
+    data, expected = saved.read_bytes(), contents(program.Program.load(saved))
+    path = tmp_path / "cut.pt2"
+    for length in {*range(0, len(data), 97), *range(len(data) - 120, len(data))}:
+        path.write_bytes(data[:length])
+        assert refused(path, expected), length
+    path.write_bytes(data + b"more")
+    refused(path, expected)
+
+
+def another(parts, tmp_path):
+    torch.manual_seed(1)
+    net = stack(torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.1))
+    program.fork(net, (torch.randn(4, 3, 8, 8),)).save(tmp_path / "another.pt2")
+    return parts_of(tmp_path / "another.pt2")
+
+
+EXCHANGED = {
+    "swapped": (
+        lambda p, o: p.update({"data/0": p["data/1"], "data/1": p["data/0"]}),
+        "a part data/0 that was changed since it was saved",
+    ),
+    "another program's variable": (lambda p, o: p.update({"data/0": o["data/0"]}), "a part data/0 that was"),
+    "another program's text": (
+        lambda p, o: p.update({"program.json": p["program.json"].replace(b"0.1", b"0.2")}),
+        "a part program.json that was changed",
+    ),
+    "another program's list": (
+        lambda p, o: p.update({"parts.json": o["parts.json"]}),
+        "a part data/0 that was",
+    ),
+    "too many": (lambda p, o: p.update({"data/99": b"x"}), "a part 'data/99' that was not saved with it"),
+    "a variable missing": (lambda p, o: p.pop("data/1"), "no part data/1"),
+    "the text missing": (lambda p, o: p.pop("program.json"), "no part program.json"),
+    "the list missing": (lambda p, o: p.pop("parts.json"), "no part parts.json"),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_parts_of_other_files_are_refused_and_named(name, saved, tmp_path):
+    parts = parts_of(saved)
+    change, words = EXCHANGED[name]
+    change(parts, another(parts, tmp_path))
+    with pytest.raises(
+        InputError, match=f"is refused: it has {words}.*; take the file as Program.save wrote it"
+    ):
+        program.Program.load(zipped(tmp_path / "exchanged.pt2", parts))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_parts_of_one_name_are_refused(saved, tmp_path):
+    path = zipped(tmp_path / "twice.pt2", parts_of(saved))
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("data/0", archive.read("data/0"))
+    with pytest.raises(InputError, match="two parts of one name"):
+        program.Program.load(path)
+
+
+def test_other_formats_are_refused_by_their_name(saved, tmp_path):
+    first = parts_of(rewritten(saved, tmp_path, lambda t: t.update(format="leannorm.program.1")))
+    del first["parts.json"]  # the first format had none
+    with pytest.raises(
+        InputError, match=r"'leannorm\.program\.1', which had no checksums.* save the program again"
+    ):
+        program.Program.load(zipped(tmp_path / "first.pt2", first))
+    later = rewritten(saved, tmp_path, lambda t: t.update(format="leannorm.program.99"))
+    with pytest.raises(InputError, match=r"the format 'leannorm\.program\.99', not 'leannorm\.program\.2'"):
+        program.Program.load(later)
 
 
 def test_another_programs_file_is_an_error(tmp_path):

@@ -13,7 +13,7 @@ from cases import CASES
 from leannorm import functional, use_backend
 from leannorm._errors import BackendUnavailableError
 from leannorm.ops.backends import triton
-from leannorm.ops.select import explain, pick
+from leannorm.ops.select import backends, pick
 
 needs_triton = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
 H200 = 132
@@ -106,7 +106,7 @@ def test_a_tile_far_behind_2_to_the_31(columns):
 def test_only_by_name_does_an_interpreter_serve():
     x = torch.randn(4, 6, 3, 3)
     assert pick(x) is not triton
-    assert explain(x)["triton"] == ["the kernels run on CUDA, a tensor is on cpu"]
+    assert backends(x)["triton"] == ["the kernels run on CUDA, a tensor is on cpu"]
     with use_backend("triton"):
         assert pick(x) is triton
         with pytest.raises(BackendUnavailableError, match="the kernels take float32"):
@@ -123,8 +123,8 @@ def test_without_what_triton_needs_plain_torch_serves(setting, path, words):
     code = f"""
 import torch
 torch.version.hip = {setting}
-from leannorm.ops.select import explain
-print(*explain()['triton'])
+from leannorm.ops.select import backends
+print(*backends()['triton'])
 """
     environment = {k: v for k, v in os.environ.items() if k not in ("CC", "TRITON_INTERPRET")}
     command = [sys.executable, "-c", code]
@@ -136,7 +136,7 @@ print(*explain()['triton'])
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only without one")
 def test_the_reason_without_a_device():
-    assert explain()["triton"] == ["the kernels run on CUDA, torch finds no such device"]
+    assert backends()["triton"] == ["the kernels run on CUDA, torch finds no such device"]
 
 
 @needs_triton

@@ -5,6 +5,7 @@ from leannorm import functional as functional
 from leannorm import interop as interop
 from leannorm import nn as nn
 from leannorm import program as program
+from leannorm import transforms as transforms
 from leannorm._errors import BackendUnavailableError as BackendUnavailableError
 from leannorm._errors import DtypeError as DtypeError
 from leannorm._errors import FoldError as FoldError
@@ -12,7 +13,7 @@ from leannorm._errors import InputError as InputError
 from leannorm._errors import LeannormError as LeannormError
 from leannorm._errors import MissingDependencyError as MissingDependencyError
 from leannorm._errors import SyncError as SyncError
-from leannorm.ops.select import explain as backends
+from leannorm.ops.select import backends as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.freed_memory import FreedMemory as FreedMemory
 from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
@@ -49,6 +50,12 @@ __all__ = [
     "nn",
     "profile",
     "program",
+    "transforms",
     "unmake_lean",
     "use_backend",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names; importing them makes attributes of the inner rooms too."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -57,6 +57,7 @@ def fold(
             {
                 "folded": [f._asdict() for f in report.folded],
                 "skipped": [s._asdict() for s in report.skipped],
+                "decided": [d._asdict() for d in report.decided],
                 "difference": report.difference,
                 "difference_in_float64": report.checked,
                 "largest_output": report.scale,

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from leannorm._errors import MissingDependencyError
+from leannorm.transforms import convert
 
 
 def layer_sync(process_group: Any = None) -> Any:
@@ -23,8 +24,6 @@ def layer_sync(process_group: Any = None) -> Any:
         """Derived from Lightning's own, beside which no other plug-in is let in."""
 
         def apply(self, model: Any) -> Any:
-            from leannorm import convert
-
             self._before = [(module, type(module), frozenset(vars(module))) for module in model.modules()]
             return convert(model, to="sync", process_group=process_group)
 

@@ -41,4 +41,9 @@ class BatchNormBase(_BatchNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, ...), normalized for each channel.
+
+        In training with the batch's own statistics, which move the running ones; in evaluation with the
+        running ones, or with the batch's own where `track_running_stats` is False.
+        """
         return self._normalize(input)

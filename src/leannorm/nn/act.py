@@ -32,6 +32,7 @@ class BatchNormActBase(BatchNormBase):
         self.activation = act
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """act(norm(input) + residual) in one pass; `residual`, if given, has the shape of `input`."""
         return self._normalize(input, self.activation, residual)
 
     def extra_repr(self) -> str:

@@ -121,6 +121,7 @@ class _ConvBatchNorm(torch.nn.Module):
         return self.conv, self.bn
 
     def forward(self, input: Tensor) -> Tensor:
+        """The convolution of `input` (N, C_in, ...), normalized: with batch statistics in training."""
         conv, bn = self.conv, self.bn
         _check_norm(bn, self.bn_type)
         _check_hooks(conv, bn)

@@ -26,4 +26,5 @@ class GroupNorm(torch.nn.GroupNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, ...), normalized for each sample and group of channels."""
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)

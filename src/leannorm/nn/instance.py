@@ -11,6 +11,10 @@ from leannorm.functional.group import layer_instance_norm
 
 class _InstanceNormBase(_InstanceNorm):
     def forward(self, input: Tensor) -> Tensor:
+        """`input` (N, C, ...) or (C, ...), normalized for each sample and channel.
+
+        With `track_running_stats` evaluation uses the running statistics, which training moves.
+        """
         # no look at the input here: it may be torch.fx's proxy
         return layer_instance_norm(
             input,

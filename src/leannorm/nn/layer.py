@@ -52,6 +52,7 @@ class LayerNorm(torch.nn.LayerNorm):
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input`, normalized for each row over `normalized_shape`."""
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, dim=self.dim)
 
     def extra_repr(self) -> str:
@@ -97,6 +98,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.dim = dim
 
     def forward(self, input: Tensor) -> Tensor:
+        """`input`, divided for each row by its root mean square over `normalized_shape`."""
         return rms_norm(input, self.normalized_shape, self.weight, self.eps, dim=self.dim)
 
     def extra_repr(self) -> str:

@@ -57,6 +57,7 @@ class BatchNormOp(torch.nn.Module):
         self.register_buffer("batch_id", torch.zeros((), device=device, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
+        """`x` normalized as `functional.batch_norm_op` does; training moves the estimates and the counter."""
         result = batch_norm_op(
             x,
             self.estimated_mean,

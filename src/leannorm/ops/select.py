@@ -67,6 +67,6 @@ def _first(tensors: tuple[Tensor | None, ...]) -> ModuleType:
     raise AssertionError("the reference serves every call")
 
 
-def explain(*tensors: Tensor | None) -> dict[str, list[str]]:
+def backends(*tensors: Tensor | None) -> dict[str, list[str]]:
     """For every backend, in order of preference, the reasons why it cannot serve (none: it can)."""
     return {name: backend.why_not(*tensors) for name, backend in BACKENDS.items()}

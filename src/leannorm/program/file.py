@@ -1,6 +1,8 @@
 """A program as one file: a zip archive of one JSON text and the variables' raw bytes, each memory once.
 
-Nothing in it is pickled. Reading parses JSON, copies numbers, and looks operators up in closed lists.
+Nothing in it is pickled. Reading parses JSON, copies numbers, and looks operators up in closed lists. A last
+part lists every other with its size and CRC-32, which zip computes anyway: a file is read only as it was
+written. The list guards against damage and edits, not against somebody who writes a new list.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from leannorm.program import codec
 from leannorm.program.join import Joined
 from leannorm.program.signature import Input, Signature
 
-_TEXT, _FORMAT = "program.json", "leannorm.program.1"
+_TEXT, _PARTS = "program.json", "parts.json"
+_FORMAT, _UNLISTED = "leannorm.program.2", "leannorm.program.1"  # the first format had no list of parts
 
 
 def write(
@@ -54,6 +57,7 @@ def write(
                 data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
                 with archive.open(name, "w", force_zip64=True) as entry:
                     entry.write(memoryview(data))
+            archive.writestr(_PARTS, json.dumps(_listed(archive)), zipfile.ZIP_DEFLATED)
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -66,6 +70,7 @@ def read(
     """What `write` wrote; `InputError` for any other file."""
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_parts(archive)
             text = json.loads(archive.read(_TEXT))
             if text["format"] != _FORMAT:
                 raise codec.RefusedError(f"the format {text['format']!r}, not {_FORMAT!r}")
@@ -73,12 +78,43 @@ def read(
     except FileNotFoundError:
         raise
     except codec.RefusedError as error:
-        raise InputError(f"{os.fspath(path)} is refused: it has {error}") from error
+        raise InputError(
+            f"{os.fspath(path)} is refused: it has {error}; take the file as Program.save wrote it, or save "
+            "the program again"
+        ) from error
     except Exception as error:  # whatever a damaged or foreign file leads to, nothing is left behind
         raise InputError(
             f"{os.fspath(path)} is not a whole file written by Program.save "
             f"({type(error).__name__}: {error}); save the program again"
         ) from error
+
+
+def _listed(archive: zipfile.ZipFile) -> dict[str, list[int]]:
+    """Size and CRC-32 of every part but the list itself."""
+    return {i.filename: [i.file_size, i.CRC] for i in archive.infolist() if i.filename != _PARTS}
+
+
+def _check_parts(archive: zipfile.ZipFile) -> None:
+    """Compare the archive's parts with their list; reading a part compares its bytes with the CRC-32."""
+    names = archive.namelist()
+    if _PARTS not in names:
+        if _TEXT not in names:
+            raise KeyError(f"neither {_TEXT} nor {_PARTS} is in it")
+        if json.loads(archive.read(_TEXT)).get("format") == _UNLISTED:
+            raise codec.RefusedError(f"the format {_UNLISTED!r}, which had no checksums; this is {_FORMAT!r}")
+        raise codec.RefusedError(f"no part {_PARTS}")
+    parts, found = json.loads(archive.read(_PARTS)), _listed(archive)
+    for name in sorted({*parts, *found}):
+        if name not in found:
+            raise codec.RefusedError(f"no part {name}")
+        if name not in parts:
+            raise codec.RefusedError(f"a part {name!r} that was not saved with it")
+        if parts[name] != found[name]:
+            raise codec.RefusedError(
+                f"a part {name} that was changed since it was saved (its checksum differs)"
+            )
+    if len(names) != len(set(names)):
+        raise codec.RefusedError("two parts of one name")
 
 
 def _build(text: Any, archive: zipfile.ZipFile) -> tuple[Joined, Signature, dict[str, pytree.TreeSpec]]:
@@ -140,8 +176,8 @@ def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.Un
         with archive.open(name) as stream:
             while read := stream.readinto(rest):
                 rest = rest[read:]
-        if len(rest):
-            raise EOFError(f"{name} ends early")
+            if len(rest) or stream.read(1):  # reading to the end is what compares the checksum
+                raise EOFError(f"{name} has another size than stated")
         memories[name] = data.untyped_storage()
     tensor = torch.empty(0, dtype=codec.decode(entry["dtype"], {})).set_(
         memories[name], entry["offset"], entry["shape"], entry["stride"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional
-from leannorm.ops.select import explain, use_backend
+from leannorm.ops.select import backends, use_backend
 from leannorm.report.answers import error_of, largest_error, poisoned_memory, within_budget
 from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.timing import device_seconds, sets_past_the_cache
@@ -109,7 +109,7 @@ def _bench(
     x, dy = (torch.randn(case.shape, generator=generator).to(device, dtype) for _ in range(2))
     weight, bias = (torch.rand(case.features, generator=generator).to(device, dtype) + 0.5 for _ in range(2))
     leaves = [v.requires_grad_() for v in (x, weight, bias)]
-    serving = [name for name, reasons in explain(*leaves).items() if not reasons]
+    serving = [name for name, reasons in backends(*leaves).items() if not reasons]
     exact = _answers(case.torchs, [v.detach().double().requires_grad_() for v in leaves], dy.double())
     stock = _answers(case.torchs, leaves, dy)
     correct, run_of = {"torch": True}, {"torch": case.torchs}

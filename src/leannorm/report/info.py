@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from leannorm.ops.select import explain
+from leannorm.ops.select import backends
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
 
@@ -36,7 +36,7 @@ def installation() -> Installation:
         "threads": str(torch.get_num_threads()),
         "CUDA devices": ", ".join(_cuda_devices()) or "none",
     }
-    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, explain())
+    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, backends())
 
 
 def _cuda_devices() -> list[str]:

@@ -1,8 +1,8 @@
 """Model to model: layers swapped in place, everything restored on error."""
 
-from leannorm.transforms.convert import convert as convert
-from leannorm.transforms.convert import preview as preview
-from leannorm.transforms.fold import FoldReport as FoldReport
-from leannorm.transforms.fold import fold as fold
+from leannorm.transforms.conversion import convert as convert
+from leannorm.transforms.conversion import preview as preview
+from leannorm.transforms.folding import FoldReport as FoldReport
+from leannorm.transforms.folding import fold as fold
 
 __all__ = ["FoldReport", "convert", "fold", "preview"]

@@ -14,9 +14,10 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import FoldError, InputError
-from leannorm.functional.exported import AsOperators
+from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
-from leannorm.ops.select import use_backend
+from leannorm.program.program import Program
+from leannorm.transforms.fold_decided import Decided, decided
 from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64
 from leannorm.transforms.fold_match import Match, Skip
 from leannorm.transforms.fold_modules import fold_modules
@@ -44,7 +45,9 @@ class FoldReport:
     """What `fold` did. `model` is the result; `difference` is the largest one between the outputs.
 
     `difference` is in the outputs' own units and dtype; it and `checked` (the same in float64, where
-    possible) are None where nothing was verified. `scale` is the largest output.
+    possible) are None where nothing was verified. `scale` is the largest output. `decided` are the tests in
+    the model's Python code whose outcome the example gave: another input may take another way through the
+    model, for which the folding was neither made nor checked.
     """
 
     model: Any = field(repr=False)
@@ -53,11 +56,13 @@ class FoldReport:
     difference: float | None = None
     checked: float | None = None
     scale: float | None = None
+    decided: tuple[Decided, ...] = ()
 
     def describe(self) -> str:
-        """One line for each norm, then the measured difference."""
+        """One line for each norm and for each test that the example decided, then the measured difference."""
         lines = [f"folded   {f.norm} into {', '.join(f.into)}" for f in self.folded]
         lines += [f"skipped  {s.norm}: {s.reason}" for s in self.skipped]
+        lines += [f"decided  {d.place}: `{d.test}` ({d.value})" for d in self.decided]
         lines.append(f"{len(self.folded)} folded, {len(self.skipped)} skipped")
         if self.difference is not None:
             lines[-1] += f"; largest output difference {self.difference:.2g} of {self.scale:.2g}"
@@ -79,6 +84,9 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     inference branch as a `torch.export.ExportedProgram`; there each call has weights of its own. The
     original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
 
+    The graph is the one that the example took. Tests in the model's Python code that read the input's shape
+    or dtype, a global, or an attribute that the forward pass assigns are named in `report.decided`.
+
     `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and raises
     `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten times what
     one rounding of every weight changes, in float64 where the model runs in it. Returns a `FoldReport`.
@@ -94,7 +102,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     Identity()
     """
     inputs = None if example_inputs is None else tuple(example_inputs)
-    if hasattr(model, "to_exported"):
+    if isinstance(model, Program):
         return _fold_program(model, inputs, verify)
     if not isinstance(model, torch.nn.Module):
         raise InputError(f"fold takes a module or a program, got {type(model).__name__}")
@@ -103,11 +111,12 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
             "a module is folded along its graph, which needs example_inputs; pass a tuple of inputs"
         )
     original = copy.deepcopy(model).eval()
+    tests = decided(original, inputs)
     result = _parted(original)
-    graph = _evaluation_graph(result, inputs)
+    graph = _evaluation_graph(result, inputs, tests)
     found = find_all(graph, all_variables(result))
     matches, skips = fold_modules(result, graph, *found)
-    report = _report(result, matches, skips)
+    report = replace(_report(result, matches, skips), decided=tests)
     if not verify:
         return report
 
@@ -119,7 +128,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     return _verified(report, original, result, copy.deepcopy(original).double(), again, inputs)
 
 
-def _fold_program(program: Any, inputs: tuple[Any, ...] | None, verify: bool) -> FoldReport:
+def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool) -> FoldReport:
     parts: list[fx.GraphModule] = []
     reports: list[FoldReport] = []
 
@@ -153,16 +162,14 @@ def _random(value: Any) -> Any:
     return pytree.tree_map(one, value)
 
 
-def _evaluation_graph(model: torch.nn.Module, inputs: tuple[Any, ...]) -> fx.Graph:
+def _evaluation_graph(
+    model: torch.nn.Module, inputs: tuple[Any, ...], tests: tuple[Decided, ...]
+) -> fx.Graph:
     try:
-        with use_backend("reference"), AsOperators():
-            exported = torch.export.export(model, inputs)
-    except Exception as error:  # torch.export has no error of its own
-        reason = str(error).strip().split("\n", 1)[0]
-        raise InputError(
-            f"torch.export cannot trace {type(model).__name__} in evaluation mode, so its neighbours are not "
-            f"known: {type(error).__name__}: {reason}"
-        ) from error
+        exported = export(model, inputs)
+    except InputError as error:
+        why = "".join(f"; the example decided {d.place}: `{d.test}` ({d.value})" for d in tests)
+        raise InputError(f"{error}; so its neighbours are not known{why}") from error.__cause__
     module: Any = exported.module(check_guards=False)
     graph: fx.Graph = module.graph
     return graph

@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from leannorm._errors import InputError
-from leannorm.functional.exported import AsOperators
-from leannorm.ops.select import use_backend
+from leannorm.functional.exporter import export
 from leannorm.program.join import INFER, TRAIN, join
 from leannorm.program.program import Program
 from leannorm.program.signature import signature_of
@@ -53,12 +51,11 @@ def fork(
             f"example_inputs must be a tuple of positional inputs, got {type(example_inputs).__name__}; "
             "for one tensor write (x,)"
         )
-    kwargs = dict(example_kwargs or {})
     exports = {}
     with _modes_restored(model), _counters_stay_on_the_device(model):
         for branch in (TRAIN, INFER):
             model.train(branch == TRAIN)
-            exports[branch] = _export(model, branch, example_inputs, kwargs, dynamic_shapes)
+            exports[branch] = export(model, example_inputs, example_kwargs, dynamic_shapes)
     variables: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     variables.update(model.named_buffers(remove_duplicate=False))
     train, infer = exports[TRAIN], exports[INFER]
@@ -69,20 +66,6 @@ def fork(
         raise InputError(f"the model's exports cannot be joined: {error}") from error
     structures = {branch: program.call_spec.out_spec for branch, program in exports.items()}
     return Program(joined, signature, structures)
-
-
-def _export(
-    model: torch.nn.Module, branch: str, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> ExportedProgram:
-    try:
-        with use_backend("reference"), AsOperators():
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-    except Exception as error:  # torch.export has no error of its own
-        reason = str(error).strip().split("\n", 1)[0]
-        raise InputError(
-            f"torch.export cannot trace {type(model).__name__} in the {branch} mode: "
-            f"{type(error).__name__}: {reason}"
-        ) from error
 
 
 @contextmanager

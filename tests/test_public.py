@@ -1,0 +1,77 @@
+"""The public surface: every name is found where it says, is documented, and nothing private shows."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import leannorm
+
+ROOT = Path(__file__).parent.parent
+ROOMS = [
+    "leannorm",
+    *(f"leannorm.{n}" for n in leannorm.__all__ if isinstance(getattr(leannorm, n), ModuleType)),
+]
+NAMES = [(room, name) for room in ROOMS for name in importlib.import_module(room).__all__]
+MODULES = [
+    m.name
+    for m in pkgutil.walk_packages(leannorm.__path__, "leannorm.")
+    if not m.name.endswith(("__main__", "._C"))
+]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+
+
+@pytest.mark.parametrize(("room", "name"), NAMES, ids=".".join)
+def test_a_public_name_says_where_it_is_found(room, name):
+    value = getattr(importlib.import_module(room), name)
+    assert inspect.getdoc(value)
+    if isinstance(value, ModuleType):
+        assert value.__name__ == f"{room}.{name}"
+    elif inspect.isroutine(value) or inspect.isclass(value):
+        assert value.__name__ == value.__qualname__ == name
+        assert value.__module__.startswith("leannorm.")
+        assert getattr(importlib.import_module(value.__module__), name) is value
+
+
+def test_no_room_of_the_inside_shows():
+    assert sorted(n for n in dir(leannorm) if not n.startswith("_")) == leannorm.__all__
+    assert {"__all__", "__doc__", "__version__"} <= set(dir(leannorm))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_function_stands_before_a_module_of_its_name(module):
+    """`import leannorm.a.b as b` reads the attribute, which must be the module."""
+    package, _, name = module.rpartition(".")
+    assert getattr(importlib.import_module(package), name, None) in (None, importlib.import_module(module))
+
+
+def test_every_dotted_name_on_a_page_is_there_after_a_bare_import():
+    text = "\n".join(page.read_text() for page in PAGES)
+    names = sorted(set(re.findall(r"(?<!-m )(?<![\w./])(leannorm(?:\.\w+)+)(?!\.\w*[/-])", text)))
+    assert "leannorm.interop.lightning.layer_sync" in names
+    assert len(names) > 25
+    code = f"""
+import leannorm, torch
+for name in {names}:
+    value = leannorm
+    for part in name.split(".")[1:]:
+        value = getattr(value, part, None)
+    if value is None and not hasattr(torch.ops.leannorm, name.removeprefix("leannorm.")):
+        print(name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("name", leannorm.nn.__all__)
+def test_help_of_forward_says_what_the_layer_does(name):
+    forward = getattr(leannorm.nn, name).forward
+    assert forward.__module__.startswith("leannorm.")
+    assert forward.__doc__
+    assert "``" not in forward.__doc__
