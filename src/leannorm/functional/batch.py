@@ -142,7 +142,11 @@ def tracked_batch_norm(
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
-        sharing = None if group is None else sharing._replace(group=group)
+        if group is None:
+            sharing = None
+        else:
+            tracks = running_mean is not None
+            sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
     _checks.rank(input, ranks)
     _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
     return _batch_norm_act(

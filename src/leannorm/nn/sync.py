@@ -85,8 +85,9 @@ class SyncBatchNorm(Synchronized):
     to a multiple of 4 KiB, whatever the number of ranks; no wait for the device. Evaluation does not
     communicate, without running statistics either. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
 
-    Ranks that disagree (other layer, mode or number of channels) all raise the same `SyncError`, on an
-    accelerator at one of the next calls, or at once with `debug_consistency`. Where a rank does not come,
+    Ranks that disagree (other layer, mode, number of channels, eps, momentum or tracking of statistics) all
+    raise the same `SyncError`, on an accelerator at one of the next calls, or at once with
+    `debug_consistency`. Where a rank does not come,
     the others raise within `timeout` seconds (default and at most: the group's own) and name it; on NCCL
     this needs `debug_consistency`, else torch's own watchdog ends the process. A batch of one value a
     channel over all ranks is an `InputError`.
