@@ -72,7 +72,6 @@ def conv_batch_norm(
     _checks.momentum(momentum)
     if num_batches_tracked is None and running_mean is not None and training:
         _checks.momentum_is_a_number(momentum)
-    _checks.running_statistics(running_mean, running_var, training)
     for name, v in (
         ("running_mean", running_mean),
         ("running_var", running_var),
@@ -80,6 +79,7 @@ def conv_batch_norm(
         ("bn_bias", bn_bias),
     ):
         _checks.one_per_output_channel(name, v, conv_weight)
+    _checks.running_statistics(running_mean, running_var, training)
     convolution = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
     sizes = convolution.output_sizes(input, conv_weight)
     _checks.positive_output(sizes, input, conv_weight)

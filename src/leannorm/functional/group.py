@@ -144,6 +144,8 @@ def layer_instance_norm(
         return hand_over(layer_instance_norm, locals())
     _checks.rank(input, (rank - 1, rank))
     alone = input.dim() < rank
+    if alone:
+        _checks.floating("input", input)
     _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
     y = instance_norm(
         input.unsqueeze(0) if alone else input,
