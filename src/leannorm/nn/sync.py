@@ -15,7 +15,7 @@ from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.group import note_evaluation
 from leannorm.distributed.membership import SharesStatistics, sharing_group
-from leannorm.nn._base import BatchNormBase
+from leannorm.nn._base import BatchNormBase, without_bias
 
 _constructed = itertools.count(1)
 _REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 64 bytes a channel
@@ -115,8 +115,10 @@ class SyncBatchNorm(Synchronized):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         timeout: float | None = None,
         debug_consistency: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*given, **without_bias(bias))
         self.share(process_group, timeout, debug_consistency)
