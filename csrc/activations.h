@@ -2,16 +2,10 @@
 // conventions at the kinks as ops/activation.py.
 #pragma once
 
+#include "channel.h"
 #include "elementary.h"
 
-namespace leannorm {
-
-// The order of `activation_index` in channel.cpp.
-enum Activation {
-  kIdentity, kRelu, kLeakyRelu, kSilu, kGelu, kGeluTanh, kHardswish, kHardtanh, kRelu6, kElu, kMish,
-};
-
-namespace LEANNORM_ISA {
+namespace leannorm::LEANNORM_ISA {
 
 template <class V> LEANNORM_INLINE V clamp(V z, double low, double high) {
   z = z < splat<V>(low) ? splat<V>(low) : z;  // written so that NaN stays NaN
@@ -107,5 +101,4 @@ template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   }
 }
 
-}  // namespace LEANNORM_ISA
-}  // namespace leannorm
+}  // namespace leannorm::LEANNORM_ISA

@@ -83,10 +83,10 @@ class MomentPartials {
             double* sum) const {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     const auto moments = kernels.moments[cut_.columns][type_];
-    std::fill_n(mean, slots, 0.0);
-    std::fill_n(sum, slots, 0.0);
-    std::fill_n(m2, slots, 0.0);
     if (cut_.columns || chunk.block.cycle != 0) {  // of a few rows, or of two samples
+      std::fill_n(mean, slots, 0.0);
+      std::fill_n(sum, slots, 0.0);
+      std::fill_n(m2, slots, 0.0);
       Block few = chunk.block;
       few.count = std::min(few.count, cut_.columns ? 8 : 2 * few.cycle);
       moments(x, few, mean, sum, m2);
