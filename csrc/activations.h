@@ -59,7 +59,7 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
   using S = typename Scalar<V>::type;
   const V zero{}, one = splat<V>(1);
   switch (act) {
-    case kRelu: return z > zero ? one : zero;
+    case kRelu: return z <= zero ? zero : one;  // at NaN 1, as torch's
     case kLeakyRelu: return z > zero ? one : splat<V>(0.01);
     case kSilu: {
       const V s = sigmoid(z);
@@ -92,7 +92,7 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
 template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   const V zero{}, one = splat<V>(1);
   switch (act) {
-    case kRelu: return y > zero ? one : zero;
+    case kRelu: return y <= zero ? zero : one;
     case kLeakyRelu: return y > zero ? one : splat<V>(0.01);
     case kHardtanh: return between(y, -1, 1);
     case kRelu6: return between(y, 0, 6);
