@@ -139,15 +139,15 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def parameters(input: Tensor, **tensors: Tensor | None) -> None:
-    """Every one given is floating point and dense, on the input's device, with one entry per channel."""
+    """Every one given is floating point, on the input's device, with one entry per channel.
+
+    That they are dense too is seen where the backend is picked, once for each kind of tensors.
+    """
     shape, device = input.shape[1:2], input.device
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if (
-            not (tensor.is_floating_point() and tensor.device == device and tensor.shape == shape)
-            or tensor.layout is not _STRIDED
-        ):
+        if not (tensor.is_floating_point() and tensor.device == device and tensor.shape == shape):
             floating(name, tensor)
             same_device(name, tensor, input)
             channels(name, tensor, input)
