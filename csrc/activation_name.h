@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "channel.h"
 #include "tensors.h"
 
 namespace leannorm {
@@ -19,8 +20,9 @@ inline int activation_index(StringHandle name) {
     if (std::strcmp(text, names[i]) == 0) return i;
   STD_TORCH_CHECK(false, "leannorm: unknown activation ", text);
 }
-constexpr int kIdentity = 0;
 // Does the output tell the derivative?
-inline bool from_output(int act) { return act == 1 || act == 2 || act == 7 || act == 8 || act == 9; }
+inline bool from_output(int act) {
+  return act == kRelu || act == kLeakyRelu || act == kHardtanh || act == kRelu6 || act == kElu;
+}
 
 }  // namespace leannorm

@@ -2,16 +2,10 @@
 // conventions at the kinks as ops/activation.py.
 #pragma once
 
+#include "channel.h"
 #include "elementary.h"
 
-namespace leannorm {
-
-// The order of `activation_index` in channel.cpp.
-enum Activation {
-  kIdentity, kRelu, kLeakyRelu, kSilu, kGelu, kGeluTanh, kHardswish, kHardtanh, kRelu6, kElu, kMish,
-};
-
-namespace LEANNORM_ISA {
+namespace leannorm::LEANNORM_ISA {
 
 template <class V> LEANNORM_INLINE V clamp(V z, double low, double high) {
   z = z < splat<V>(low) ? splat<V>(low) : z;  // written so that NaN stays NaN
@@ -65,7 +59,7 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
   using S = typename Scalar<V>::type;
   const V zero{}, one = splat<V>(1);
   switch (act) {
-    case kRelu: return z > zero ? one : zero;
+    case kRelu: return z <= zero ? zero : one;  // at NaN 1, as torch's
     case kLeakyRelu: return z > zero ? one : splat<V>(0.01);
     case kSilu: {
       const V s = sigmoid(z);
@@ -98,7 +92,7 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
 template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   const V zero{}, one = splat<V>(1);
   switch (act) {
-    case kRelu: return y > zero ? one : zero;
+    case kRelu: return y <= zero ? zero : one;
     case kLeakyRelu: return y > zero ? one : splat<V>(0.01);
     case kHardtanh: return between(y, -1, 1);
     case kRelu6: return between(y, 0, 6);
@@ -107,5 +101,4 @@ template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   }
 }
 
-}  // namespace LEANNORM_ISA
-}  // namespace leannorm
+}  // namespace leannorm::LEANNORM_ISA

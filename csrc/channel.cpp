@@ -71,7 +71,8 @@ struct Statistics {
       m2[part.at] += part.m2 + difference * difference * double(part.n);
       rest[part.at - base] += difference * (double(part.n) / double(count));
     }
-    for (size_t i = 0; i < rest.size(); ++i) mean[base + i] += rest[i];
+    for (size_t i = 0; i < rest.size(); ++i)
+      if (std::isfinite(rest[i])) mean[base + i] += rest[i];  // else the mean is no finite number already
     if (rstd == nullptr) return;
     for (int64_t i = base; i < base + statistics; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
   }

@@ -107,7 +107,7 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
     for (int j = 0; j < kVectors; ++j) {
       V& dz = result.of[j].dz;
       if constexpr (form == kAny) dz = dz * slope_from_output(y.of[j], act);
-      else dz = y.of[j] > V{} ? dz : V{};
+      else dz = y.of[j] <= V{} ? V{} : dz;  // at NaN as torch's
     }
     return result;
   }
@@ -119,7 +119,7 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
     V z = affine.apply(centred);
     if (o.residual != nullptr) z = z + r.of[j];
     if constexpr (form == kAny) dz = dz * slope_from_input(z, act);
-    else dz = z > V{} ? dz : V{};
+    else dz = z <= V{} ? V{} : dz;
   }
   return result;
 }

@@ -51,10 +51,9 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
 
 // visit(first element, planes, statistic) for the planes of every statistic, as they lie.
 template <class Visit> LEANNORM_INLINE void each_statistic(Block block, Visit visit) {
-  if (block.cycle == 0) return visit(0, block.count, 0);
-  int64_t s = 0;
-  for (int64_t p = 0; p < block.count; ++p) {
-    visit(p * block.stride, 1, s);
+  const int64_t visits = block.cycle == 0 ? 1 : block.count, planes = block.cycle == 0 ? block.count : 1;
+  for (int64_t p = 0, s = 0; p < visits; ++p) {
+    visit(p * block.stride, planes, s);
     if (++s == block.cycle) s = 0;
   }
 }
@@ -106,28 +105,38 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   });
 }
 
+// begin(statistic) before its planes and take(i, n, whole, past) for every batch of them, n of its elements: where
+// results are written past the caches from the first line on, and up to there as any.
+template <class E, class Begin, class Take>
+LEANNORM_INLINE void each_written(const Operands& o, Block block, Begin begin, Take take) {
+  using T = typename E::Scalar;
+  constexpr int W = E::W;
+  each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
+    begin(s);
+    for (int64_t p = 0; p < planes; ++p) {
+      int64_t i = start + p * block.stride;
+      const int64_t end = i + block.length, line = first_line<T>(o, i, end);
+      for (; i < line; i += W) take(i, line - i < W ? line - i : W, std::false_type(), std::false_type());
+      i = line;
+      if (writes_past<T>(o, i))
+        for (; i + W <= end; i += W) take(i, W, std::true_type(), std::true_type());
+      for (; i + W <= end; i += W) take(i, W, std::true_type(), std::false_type());
+      if (i < end) take(i, end - i, std::false_type(), std::false_type());
+    }
+  });
+  if (o.past) settle();
+}
+
 template <class T, Form form>
 void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
-  constexpr int W = E::W;
-  Affine<V> affine = plane_affine<V>(c, 0);
-  for (int64_t p = 0, s = 0; p < block.count; ++p) {
-    if (block.cycle != 0) {
-      affine = plane_affine<V>(c, s);
-      if (++s == block.cycle) s = 0;
-    }
-    const int64_t start = p * block.stride, end = start + block.length;
-    const int64_t line = first_line<T>(o, start, end);
-    for (int64_t i = start; i < line; i += W)
-      normalize_batch<E, form, false>({o, i}, line - i < W ? line - i : W, block.ahead, affine, act);
-    int64_t i = line;
-    if (writes_past<T>(o, i))
-      for (; i + W <= end; i += W) normalize_batch<E, form, true, true>({o, i}, W, block.ahead, affine, act);
-    for (; i + W <= end; i += W) normalize_batch<E, form, true>({o, i}, W, block.ahead, affine, act);
-    if (i < end) normalize_batch<E, form, false>({o, i}, end - i, block.ahead, affine, act);
-  }
-  if (o.past) settle();
+  Affine<V> affine;
+  each_written<E>(
+      o, block, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
+      [&](int64_t i, int64_t n, auto whole, auto past) LEANNORM_BODY {
+        normalize_batch<E, form, whole, past>({o, i}, n, block.ahead, affine, act);
+      });
 }
 
 template <class T, Form form>
@@ -161,24 +170,12 @@ template <class T, Form form>
 void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
-  constexpr int W = E::W;
-  Backward<V> backward = plane_backward<V>(c, 0);
-  for (int64_t p = 0, s = 0; p < block.count; ++p) {
-    if (block.cycle != 0) {
-      backward = plane_backward<V>(c, s);
-      if (++s == block.cycle) s = 0;
-    }
-    const int64_t start = p * block.stride, end = start + block.length;
-    const int64_t line = first_line<T>(o, start, end);
-    for (int64_t i = start; i < line; i += W)
-      input_grad_batch<E, form, false>({o, i}, line - i < W ? line - i : W, block.ahead, backward, act);
-    int64_t i = line;
-    if (writes_past<T>(o, i))
-      for (; i + W <= end; i += W) input_grad_batch<E, form, true, true>({o, i}, W, block.ahead, backward, act);
-    for (; i + W <= end; i += W) input_grad_batch<E, form, true>({o, i}, W, block.ahead, backward, act);
-    if (i < end) input_grad_batch<E, form, false>({o, i}, end - i, block.ahead, backward, act);
-  }
-  if (o.past) settle();
+  Backward<V> backward;
+  each_written<E>(
+      o, block, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
+      [&](int64_t i, int64_t n, auto whole, auto past) LEANNORM_BODY {
+        input_grad_batch<E, form, whole, past>({o, i}, n, block.ahead, backward, act);
+      });
 }
 
 }  // namespace leannorm::LEANNORM_ISA

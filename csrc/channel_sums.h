@@ -16,6 +16,9 @@ inline double add_rounded(double& a, double b) {
   return left;
 }
 
+// What rounding has made negative is 0; NaN stays, which std::fmax would make 0.
+inline double not_negative(double square) { return square < 0 ? 0.0 : square; }
+
 // How many statistics a block has.
 inline int64_t statistics_of(const Cut& cut, const Block& block) {
   return cut.columns ? block.length : std::max<int64_t>(1, block.cycle);
@@ -23,6 +26,7 @@ inline int64_t statistics_of(const Cut& cut, const Block& block) {
 
 // Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of
 // float64 input also what rounding left of the means: they are subtracted from each other, and no type is wider.
+// Where a value is NaN, so are both; where one is infinite, the mean is that infinity and the other sum NaN.
 class MomentPartials {
  public:
   MomentPartials(const Cut& cut, const Tensor& x)
@@ -39,13 +43,16 @@ class MomentPartials {
     // Differences from one of the values; float64 input, which has no wider type to be summed in, goes
     // once more with the differences from the mean.
     for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
+      for (int64_t j = 0; j < slots; ++j)
+        if (!std::isfinite(mean[j])) mean[j] = 0;  // no difference from it is a number
       std::fill_n(sum, slots, 0.0);
       std::fill_n(m2, slots, 0.0);
       kernels.wide_moments[cut_.columns][type_](x, chunk.block, mean, sum, m2);
       for (int64_t j = 0; j < slots; ++j) {
         const double rest = sum[j] / count, left = add_rounded(mean[j], rest);
         if (type_ == kDouble) left_of(mean)[j] = left;
-        m2[j] = std::fmax(m2[j] - rest * sum[j], 0.0);
+        if (std::isfinite(sum[j]) && std::isinf(m2[j])) continue;  // squares of finite values, beyond float64
+        m2[j] = not_negative(m2[j] - rest * sum[j]);
       }
     }
   }
@@ -65,7 +72,8 @@ class MomentPartials {
       for (int64_t j = 0; j < n; ++j) {
         double difference = other[j] - mean[j];
         if (with_left) difference += left_of(other)[j] - left_of(mean)[j];
-        const double left = add_rounded(mean[j], difference * weight);
+        const double step = std::isfinite(difference) ? difference * weight : other[j];  // an infinite mean stays
+        const double left = add_rounded(mean[j], step);
         if (with_left) left_of(mean)[j] += left;
         m2[j] += other_m2[j] + difference * difference * between;
       }
@@ -83,10 +91,10 @@ class MomentPartials {
             double* sum) const {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     const auto moments = kernels.moments[cut_.columns][type_];
-    std::fill_n(mean, slots, 0.0);
-    std::fill_n(sum, slots, 0.0);
-    std::fill_n(m2, slots, 0.0);
     if (cut_.columns || chunk.block.cycle != 0) {  // of a few rows, or of two samples
+      std::fill_n(mean, slots, 0.0);
+      std::fill_n(sum, slots, 0.0);
+      std::fill_n(m2, slots, 0.0);
       Block few = chunk.block;
       few.count = std::min(few.count, cut_.columns ? 8 : 2 * few.cycle);
       moments(x, few, mean, sum, m2);

@@ -11,8 +11,11 @@ constexpr double kSplit = (int64_t(1) << 41) + 1;  // Veltkamp's constant: 53 - 
 
 double leading_bits(double v) {
   const volatile double shifted = v * kSplit;  // rounded: no compiler may contract it into the difference
-  return shifted - (shifted - v);
+  const double lead = shifted - (shifted - v);
+  return std::isfinite(lead) ? lead : v;
 }
+// What is added to its leading bits; nothing to those that are no finite number.
+double behind(double lead, double rest) { return std::isfinite(lead) ? rest : 0.0; }
 
 const double* doubles(const Tensor& v) {
   STD_TORCH_CHECK(v.scalar_type() == ScalarType::Double && v.is_contiguous(),
@@ -96,7 +99,8 @@ Tensor sums_of(const Tensor& mean, const Tensor& m2, int64_t count) {
   const Tensor sums = new_doubles(mean, 4 * c);
   double* const out = mutable_doubles(sums);
   for (int64_t i = 0; i < c; ++i) {
-    const double lead = leading_bits(means[i]), rest = means[i] - lead, n_lead = n * lead, n_rest = n * rest;
+    const double lead = leading_bits(means[i]), rest = behind(lead, means[i] - lead);
+    const double n_lead = n * lead, n_rest = n * rest;
     out[i] = n_lead;
     out[c + i] = n_rest;
     out[2 * c + i] = n_lead * lead;
@@ -121,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments_of(const Tensor& total, doubl
     // what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
     const double n_left = (n_lead - n_merged) + n_rest, left = n_left / n;
     const double between = (square_lead - n_merged * lead) - n_left * (left + 2 * lead), sum = square_rest + between;
-    means[i] = lead + left;
+    means[i] = lead + behind(lead, left);
     m2s[i] = sum < 0 ? 0.0 : sum;  // NaN stays
     rstds[i] = 1 / std::sqrt(m2s[i] / n + eps);
   }

@@ -13,8 +13,17 @@ from leannorm._errors import DtypeError, InputError
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import transformed
 
+_STRIDED = torch.strided
+
 
 def floating(name: str, tensor: Tensor) -> None:
+    """And laid out by strides, as no kernel and no formula here reads sparse or mkldnn tensors."""
+    if tensor.layout is not _STRIDED:
+        remedy = "torch.nested.to_padded_tensor" if tensor.is_nested else f"{name}.to_dense()"
+        raise InputError(
+            f"{name} must be a dense tensor (layout torch.strided), got layout {tensor.layout}; "
+            f"convert it first with {remedy}"
+        )
     if not tensor.is_floating_point():
         raise DtypeError(
             f"{name} must be floating point (float32, float64, bfloat16 or float16), got {tensor.dtype}; "
@@ -130,7 +139,10 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def parameters(input: Tensor, **tensors: Tensor | None) -> None:
-    """Every one given is floating point, on the input's device, with one entry per channel."""
+    """Every one given is floating point, on the input's device, with one entry per channel.
+
+    That they are dense too is seen where the backend is picked, once for each kind of tensors.
+    """
     shape, device = input.shape[1:2], input.device
     for name, tensor in tensors.items():
         if tensor is None:

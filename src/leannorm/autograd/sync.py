@@ -38,7 +38,8 @@ class Sharing(NamedTuple):
     """Among whom a layer shares its statistics, and what it calls itself there.
 
     `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing). `asked` is the
-    layer's `process_group`, and `group` the name of the group that it means in this call.
+    layer's `process_group`, and `group` the name of the group that it means in this call; `eps`, `momentum`
+    and whether it `tracks` running statistics, which must be the other ranks' too, are noted with it.
     """
 
     group: str
@@ -47,9 +48,13 @@ class Sharing(NamedTuple):
     debug: bool = False
     seen: deque[Shared] | None = None
     asked: dist.ProcessGroup | str | None = None
+    eps: float = 0.0
+    momentum: float | None = None
+    tracks: bool = False
 
     def call(self, what: str, x: Tensor) -> Call:
-        return Call(self.layer, what, x.shape[1], self.timeout, self.debug)
+        settings = self.eps, self.momentum, self.tracks
+        return Call(self.layer, what, x.shape[1], self.timeout, self.debug, *settings)
 
     def forward_call(self, x: Tensor) -> Call:
         return self.call("training forward", x)

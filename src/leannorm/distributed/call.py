@@ -23,9 +23,18 @@ class Call(NamedTuple):
     channels: int
     timeout: float  # seconds; 0 is the process group's own
     debug: bool
+    eps: float = 0.0
+    momentum: float | None = None
+    tracks: bool = False  # running statistics
 
     def __str__(self) -> str:
         return f"{readable(self.layer)} ({self.what}, {self.channels} channels)"
+
+    def settings(self) -> str:
+        """What all ranks' layers must be constructed with, for their statistics and outputs to be one's."""
+        momentum = None if self.momentum is None else float(self.momentum)  # 1 is 1.0
+        moving = f", momentum={momentum}" if self.tracks else ""
+        return f"eps={float(self.eps)}{moving}, track_running_stats={self.tracks}"
 
     def header(self, count: int, size: int = 0) -> list[float]:
         """What is sent in front of the payload. Summed over the ranks it still tells whether all agree.
@@ -33,7 +42,8 @@ class Call(NamedTuple):
         The tokens are 16-bit hashes: sums of them and of their squares are exact for two million ranks,
         and by Cauchy and Schwarz ranks * sum(t*t) = sum(t)**2 only where all t are equal.
         """
-        token = zlib.crc32(f"{self.layer}|{self.what}|{self.channels}|{size}".encode())
+        said = self.layer, self.what, self.channels, size, self.settings()
+        token = zlib.crc32("|".join(map(str, said)).encode())
         t, u = token & 0xFFFF, token >> 16
         return [1, t, t * t, u, u * u, size, count]
 

@@ -34,9 +34,12 @@ def _add_up_over_ranks(
     channels: int,
     timeout: float,
     debug: bool,
+    eps: float,
+    momentum: float | None,
+    tracks: bool,
 ) -> Tensor:
     """Opaque to the compiler, which would drop the checks on the host from a functional collective."""
-    call = Call(layer, what, channels, timeout, debug)
+    call = Call(layer, what, channels, timeout, debug, eps, momentum, tracks)
     return statistics_group(group, call).all_reduce(sums, count, call).clone()
 
 
@@ -50,6 +53,9 @@ def _(
     channels: int,
     timeout: float,
     debug: bool,
+    eps: float,
+    momentum: float | None,
+    tracks: bool,
 ) -> Tensor:
     return sums[0].new_empty(sum(len(s) for s in sums) + 1)
 

@@ -112,13 +112,23 @@ def _stay(group: StatisticsGroup, key: str, ranks: int, seconds: float) -> None:
 def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:
     """What each rank was calling when they met and disagreed; the same text on every rank."""
     keys = [f"met/{number}/{rank}" for rank in range(group.world)]
-    group.store.set(keys[group.rank], str(call))
+    group.store.set(keys[group.rank], json.dumps([str(call), call.settings()]))
     group.store.wait(keys, timedelta(seconds=seconds))
-    ranks: dict[str, list[int]] = defaultdict(list)
+    calls: dict[str, list[int]] = defaultdict(list)
+    settings: dict[str, list[int]] = defaultdict(list)
     for rank, key in enumerate(keys):
-        ranks[group.store.get(key).decode()].append(rank)
+        name, setting = json.loads(group.store.get(key))
+        calls[name].append(rank)
+        settings[setting].append(rank)
     _stay(group, f"met/{number}", group.world, min(seconds, 1.0))
-    said = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in ranks.items())
+    if len(calls) == 1 and len(settings) > 1:
+        said = "; ".join(f"{_ranks(group, who)} with {what}" for what, who in settings.items())
+        return (
+            f"ranks that share statistics must have equal eps, momentum and track_running_stats, but are in "
+            f"{call}: {said}. Construct the layer with the same arguments on every rank, and change them, if "
+            "at all, on every rank in the same step"
+        )
+    said = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in calls.items())
     return (
         f"ranks that share statistics are in different calls (number {number} of the group): {said}. "
         "Every rank must use the same layers, in the same order and mode"

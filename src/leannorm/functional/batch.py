@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
+from leannorm.functional.overridden import hand_over, stands_in_for
 from leannorm.functional.running import (
     in_the_same_call,
     running_mean_and_rstd,
@@ -18,6 +20,7 @@ from leannorm.functional.running import (
 )
 
 
+@stands_in_for(F.batch_norm)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -48,9 +51,9 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    return batch_norm_act(
-        input, running_mean, running_var, weight, bias, training, momentum, eps, act="identity"
-    )
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
+        return hand_over(batch_norm, locals())
+    return _by_number(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def batch_norm_act(
@@ -86,20 +89,23 @@ def batch_norm_act(
     True
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
-        return handle_torch_function(
-            batch_norm_act,
-            (input, running_mean, running_var, weight, bias, residual),
-            input,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            training,
-            momentum,
-            eps,
-            act=act,
-            residual=residual,
-        )
+        return hand_over(batch_norm_act, locals())
+    return _by_number(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
+
+
+def _by_number(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    act: str = "identity",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """With a momentum that is a number, as nobody counts the batches."""
     _checks.momentum_is_a_number(momentum)
     _check(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
     return _batch_norm_act(
@@ -132,22 +138,15 @@ def tracked_batch_norm(
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
-        return handle_torch_function(
-            tracked_batch_norm,
-            tensors,
-            *tensors[:-1],
-            training,
-            momentum,
-            eps,
-            ranks,
-            act,
-            residual,
-            sharing,
-        )
+        return hand_over(tracked_batch_norm, locals())
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
-        sharing = None if group is None else sharing._replace(group=group)
+        if group is None:
+            sharing = None
+        else:
+            tracks = running_mean is not None
+            sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
     _checks.rank(input, ranks)
     _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
     return _batch_norm_act(

@@ -9,11 +9,12 @@ from typing import overload
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
+from leannorm.functional.overridden import hand_over
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 
 EPS_MODES = ("inside", "outside")
@@ -63,21 +64,7 @@ def conv_batch_norm(
     """
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     if has_torch_function_variadic(*tensors):
-        return handle_torch_function(
-            conv_batch_norm,
-            tensors,
-            *tensors,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            padding_mode=padding_mode,
-            training=training,
-            momentum=momentum,
-            eps=eps,
-            eps_mode=eps_mode,
-            num_batches_tracked=num_batches_tracked,
-        )
+        return hand_over(conv_batch_norm, locals())
     _check_convolution(input, conv_weight, conv_bias, groups)
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
@@ -85,7 +72,6 @@ def conv_batch_norm(
     _checks.momentum(momentum)
     if num_batches_tracked is None and running_mean is not None and training:
         _checks.momentum_is_a_number(momentum)
-    _checks.running_statistics(running_mean, running_var, training)
     for name, v in (
         ("running_mean", running_mean),
         ("running_var", running_var),
@@ -93,6 +79,7 @@ def conv_batch_norm(
         ("bn_bias", bn_bias),
     ):
         _checks.one_per_output_channel(name, v, conv_weight)
+    _checks.running_statistics(running_mean, running_var, training)
     convolution = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
     sizes = convolution.output_sizes(input, conv_weight)
     _checks.positive_output(sizes, input, conv_weight)

@@ -15,11 +15,12 @@ from torch.overrides import TorchFunctionMode
 
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import group_in_words, group_of_words
-from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
+from leannorm.functional.batch import batch_norm, batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
 from leannorm.functional.group import group_norm, layer_instance_norm
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.functional.operator import register
+from leannorm.functional.sync import sync_batch_norm
 
 _STATE = "Tensor(a!)? running_mean, Tensor(b!)? running_var"
 _TRACKED = f"{_STATE}, Tensor(c!)? num_batches_tracked"
@@ -187,6 +188,17 @@ def _call_act(x: Tensor, *rest: Any, act: str = "relu", residual: Tensor | None 
     return ops.batch_norm_act(x, *given.values(), act, residual)
 
 
+def _call_sync(
+    x: Tensor, *rest: Any, act: str, residual: Tensor | None, process_group: Any, timeout: Any, **more: Any
+) -> Any:
+    mean, var, weight, bias, training, momentum, eps = rest
+    if not training:
+        return _call_act(x, *rest, act=act, residual=residual)
+    sharing = Sharing("", more["name"], timeout or 0.0, more["debug_consistency"], asked=process_group)
+    given = x, mean, var, None, weight, bias, training, momentum, eps
+    return _call_tracked(*given, (2, 3, 4, 5), act, residual, sharing)
+
+
 def _each(value: int | Sequence[int]) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
@@ -215,16 +227,17 @@ def _call_conv(x: Tensor, weight: Tensor, bias: Any, mean: Any, var: Any, *bn: A
 
 
 def _call_rows(name: str) -> Callable[..., Any]:
-    def call(*tensors_and_shape: Any, **options: Any) -> Any:
-        *tensors, shape = tensors_and_shape
-        return getattr(ops, name)(*tensors, list(shape), **options)
+    def call(*given: Any, dim: int | None) -> Any:
+        return getattr(ops, name)(*(list(v) if isinstance(v, Sequence) else v for v in given), dim)
 
     return call
 
 
 _CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
     tracked_batch_norm: _call_tracked,
+    batch_norm: lambda *given: _call_act(*given, act="identity"),
     batch_norm_act: _call_act,
+    sync_batch_norm: _call_sync,
     conv_batch_norm: _call_conv,
     group_norm: lambda x, groups, weight, bias, eps: ops.group_norm(x, groups, weight, bias, eps),
     layer_instance_norm: lambda *given: ops.layer_instance_norm(*given),

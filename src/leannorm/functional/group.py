@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.functional.overridden import hand_over, of_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.ops.plan import channel_plan
 
 
+@stands_in_for(F.group_norm)
 def group_norm(
     input: Tensor,
     num_groups: int,
@@ -40,9 +43,7 @@ def group_norm(
     True
     """
     if has_torch_function_variadic(input, weight, bias):
-        return handle_torch_function(
-            group_norm, (input, weight, bias), input, num_groups, weight=weight, bias=bias, eps=eps
-        )
+        return hand_over(group_norm, locals())
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.divisible_groups(input, num_groups)
@@ -54,6 +55,7 @@ def group_norm(
     return channel_norm(input, weight, bias, None, eps, "identity", num_groups)[0]
 
 
+@stands_in_for(F.instance_norm)
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -87,18 +89,7 @@ def instance_norm(
     True
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
-        return handle_torch_function(
-            instance_norm,
-            (input, running_mean, running_var, weight, bias),
-            input,
-            running_mean=running_mean,
-            running_var=running_var,
-            weight=weight,
-            bias=bias,
-            use_input_stats=use_input_stats,
-            momentum=momentum,
-            eps=eps,
-        )
+        return hand_over(instance_norm, locals())
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -148,12 +139,13 @@ def layer_instance_norm(
     An input of one axis less than `rank` is a sample by itself.
     """
     tensors = (input, running_mean, running_var, weight, bias)
-    if has_torch_function_variadic(*tensors):
-        return handle_torch_function(
-            layer_instance_norm, tensors, *tensors, use_input_stats, momentum, eps, rank, num_features
-        )
+    # a subclass is told what the function below stands in for
+    if has_torch_function_variadic(*tensors) and not of_subclass(*tensors):
+        return hand_over(layer_instance_norm, locals())
     _checks.rank(input, (rank - 1, rank))
     alone = input.dim() < rank
+    if alone:
+        _checks.floating("input", input)
     _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
     y = instance_norm(
         input.unsqueeze(0) if alone else input,

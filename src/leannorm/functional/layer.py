@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.rows import row_norm
+from leannorm.functional.overridden import hand_over, stands_in_for
 from leannorm.ops.precision import compute_dtype
 
 
@@ -36,6 +38,7 @@ def _row_norm(
     return row_norm(input, residual, weight, bias, start, stop, eps, rms)
 
 
+@stands_in_for(F.layer_norm)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -74,19 +77,11 @@ def layer_norm(
             [-1.,  1.]])
     """
     if has_torch_function_variadic(input, weight, bias):
-        return handle_torch_function(
-            layer_norm,
-            (input, weight, bias),
-            input,
-            normalized_shape,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            dim=dim,
-        )
+        return hand_over(layer_norm, locals())
     return _row_norm(input, None, normalized_shape, weight, bias, eps, dim, rms=False)[0]
 
 
+@stands_in_for(F.rms_norm)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -122,9 +117,7 @@ def rms_norm(
     tensor([[3., 4.]])
     """
     if has_torch_function_variadic(input, weight):
-        return handle_torch_function(
-            rms_norm, (input, weight), input, normalized_shape, weight=weight, eps=eps, dim=dim
-        )
+        return hand_over(rms_norm, locals())
     return _row_norm(input, None, normalized_shape, weight, None, eps, dim, rms=True)[0]
 
 
@@ -155,17 +148,7 @@ def add_layer_norm(
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
     if has_torch_function_variadic(input, residual, weight, bias):
-        return handle_torch_function(
-            add_layer_norm,
-            (input, residual, weight, bias),
-            input,
-            residual,
-            normalized_shape,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            dim=dim,
-        )
+        return hand_over(add_layer_norm, locals())
     return _row_norm(input, residual, normalized_shape, weight, bias, eps, dim, rms=False)
 
 
@@ -195,14 +178,5 @@ def add_rms_norm(
     tensor([[3., 4.]])
     """
     if has_torch_function_variadic(input, residual, weight):
-        return handle_torch_function(
-            add_rms_norm,
-            (input, residual, weight),
-            input,
-            residual,
-            normalized_shape,
-            weight=weight,
-            eps=eps,
-            dim=dim,
-        )
+        return hand_over(add_rms_norm, locals())
     return _row_norm(input, residual, normalized_shape, weight, None, eps, dim, rms=True)

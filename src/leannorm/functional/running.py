@@ -33,10 +33,15 @@ def in_the_same_call(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
 ) -> Running | None:
-    """What the norm's own call moves: all, unless a compiler, a derivative or a repetition has a say."""
+    """What the norm's own call moves: all, unless a compiler, a derivative or a repetition has a say.
+
+    Nor with a count of batches that is no int64 (an averaged or cast copy of all buffers).
+    """
     if running_mean is None or running_var is None or torch.compiler.is_compiling() or rebuilding():
         return None
     if running_mean.requires_grad or running_var.requires_grad:
+        return None
+    if num_batches_tracked is not None and num_batches_tracked.dtype is not torch.int64:
         return None
     return running_mean, running_var, num_batches_tracked, momentum
 

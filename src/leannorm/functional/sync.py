@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
+from leannorm.functional.overridden import hand_over
 
 
 def sync_batch_norm(
@@ -44,6 +46,8 @@ def sync_batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
+        return hand_over(sync_batch_norm, locals())
     _checks.timeout(timeout)
     if not training:
         return batch_norm_act(

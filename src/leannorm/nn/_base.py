@@ -11,6 +11,11 @@ from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
 
 
+def without_bias(bias: bool) -> dict[str, bool]:
+    """torch's keyword where it is asked for; versions of torch that do not have it say so."""
+    return {} if bias else {"bias": False}
+
+
 class BatchNormBase(_BatchNorm):
     """`forward` of every batch norm; `ranks` are the numbers of axes that a subclass accepts."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm.nn._base import BatchNormBase
+from leannorm.nn._base import BatchNormBase, without_bias
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 
@@ -25,10 +25,12 @@ class BatchNormActBase(BatchNormBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         act: str = "relu",
     ) -> None:
         _checks.activation(act)
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*given, **without_bias(bias))
         self.activation = act
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.group import note_evaluation
 from leannorm.distributed.membership import SharesStatistics, sharing_group
-from leannorm.nn._base import BatchNormBase
+from leannorm.nn._base import BatchNormBase, without_bias
 
 _constructed = itertools.count(1)
 _REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 64 bytes a channel
@@ -85,8 +85,9 @@ class SyncBatchNorm(Synchronized):
     to a multiple of 4 KiB, whatever the number of ranks; no wait for the device. Evaluation does not
     communicate, without running statistics either. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
 
-    Ranks that disagree (other layer, mode or number of channels) all raise the same `SyncError`, on an
-    accelerator at one of the next calls, or at once with `debug_consistency`. Where a rank does not come,
+    Ranks that disagree (other layer, mode, number of channels, eps, momentum or tracking of statistics) all
+    raise the same `SyncError`, on an accelerator at one of the next calls, or at once with
+    `debug_consistency`. Where a rank does not come,
     the others raise within `timeout` seconds (default and at most: the group's own) and name it; on NCCL
     this needs `debug_consistency`, else torch's own watchdog ends the process. A batch of one value a
     channel over all ranks is an `InputError`.
@@ -114,8 +115,10 @@ class SyncBatchNorm(Synchronized):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = True,
         timeout: float | None = None,
         debug_consistency: bool = False,
     ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*given, **without_bias(bias))
         self.share(process_group, timeout, debug_consistency)

@@ -54,7 +54,7 @@ def _hardswish_grad(z: Tensor) -> Tensor:
 
 
 def _positive(z: Tensor) -> Tensor:
-    return (z > 0).to(z.dtype)
+    return (~(z <= 0)).to(z.dtype)  # at NaN 1, as torch's
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -29,12 +29,13 @@ def move_running(
     """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
 
     In place, and for what is not None. `momentum=None` weighs the batch by 1 / the number of batches,
-    computed on the device. An empty batch is counted and moves nothing.
+    computed on the device. An empty batch is counted and moves nothing. The number of batches may have any
+    dtype, which then rounds the count, as in torch.
     """
     if running_mean is not None and running_var is not None and not (isinstance(count, int) and count == 0):
         factor: float | Tensor = 0.0 if momentum is None else momentum
         if momentum is None and num_batches is not None:
-            factor = (num_batches.to(mean.dtype) + 1).reciprocal()
+            factor = (num_batches + 1).to(mean.dtype).reciprocal()
         degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
         if isinstance(count, Tensor):  # on the device: empty on all ranks
             factor = (count > 0).to(count.dtype) * factor

@@ -61,6 +61,12 @@ def pick(*tensors: Tensor | None) -> ModuleType:
 
 
 def _first(tensors: tuple[Tensor | None, ...]) -> ModuleType:
+    for t in tensors:
+        if t is not None and t.layout is not torch.strided:
+            raise InputError(
+                f"a norm's tensors must be dense (layout torch.strided), got one of shape {tuple(t.shape)} "
+                f"with layout {t.layout}; convert it first with .to_dense()"
+            )
     for backend in BACKENDS.values():
         if not backend.why_not(*tensors):
             return backend

@@ -18,14 +18,20 @@ _SPLIT = float(2**41 + 1)  # Veltkamp's constant: 53 - 41 = 12 bits stay
 
 def _leading_bits(v: Tensor) -> Tensor:
     shifted = v * _SPLIT
-    return shifted - (shifted - v)
+    lead = shifted - (shifted - v)
+    return torch.where(lead.isfinite(), lead, v)
+
+
+def _behind(lead: Tensor, rest: Tensor) -> Tensor:
+    """What is added to the leading bits; nothing to those that are no finite number."""
+    return torch.where(lead.isfinite(), rest, torch.zeros_like(rest))
 
 
 def sums_of(moments: Moments) -> Tensor:
     """The moments of one set as 4 C sums; add those of several sets (and their counts) to merge them."""
     n, mean = moments.count, moments.mean
     lead = _leading_bits(mean)
-    rest = mean - lead
+    rest = _behind(lead, mean - lead)
     n_lead, n_rest = n * lead, n * rest
     square_rest = torch.addcmul(moments.m2, rest, torch.add(n_rest, n_lead, alpha=2))
     return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
@@ -47,7 +53,7 @@ def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tenso
     between = torch.addcmul(square_lead, n_merged, lead, value=-1)
     between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
     m2 = (square_rest + between).clamp_min(0)
-    return lead + left, m2, torch.rsqrt(m2 / n + eps), count
+    return lead + _behind(lead, left), m2, torch.rsqrt(m2 / n + eps), count
 
 
 def means_of(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:

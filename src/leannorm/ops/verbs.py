@@ -272,9 +272,11 @@ class Verbs:
         m2: Tensor,
         count: int | Tensor,
     ) -> None:
-        """`ops.running.move_running` as one call, where nobody takes a gradient of the buffers."""
-        if (running_mean is None or running_var is None) or (
-            running_mean.requires_grad or running_var.requires_grad
+        """`ops.running.move_running` as one call, where nobody takes a gradient and the count is int64."""
+        if (
+            (running_mean is None or running_var is None)
+            or (running_mean.requires_grad or running_var.requires_grad)
+            or (num_batches is not None and num_batches.dtype is not torch.int64)
         ):
             running.move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
             return

@@ -75,7 +75,8 @@ def channel_moments(x: Tensor, groups: int = 0) -> Moments:
 
     zero = x.new_zeros((plan.kept,), dtype=dtype)
     mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
-    rounded = mean.to(compute_dtype(x)).unsqueeze(-1)
+    # no difference from an infinite mean is a number
+    rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x)).unsqueeze(-1)
     rest, m2 = zero, zero
     for part in parts:
         deviation = folded(part) - rounded

@@ -80,7 +80,7 @@ def derivative(z, ACT: tl.constexpr):
     """act'(z), in z's dtype."""
     one = tl.full(z.shape, 1.0, z.dtype)
     if ACT == "relu":
-        d = tl.where(z > 0, one, 0.0)
+        d = tl.where(z <= 0, 0.0, one)  # at NaN 1, as torch's
     elif ACT == "leaky_relu":
         d = tl.where(z > 0, one, 0.01)
     elif ACT == "silu":

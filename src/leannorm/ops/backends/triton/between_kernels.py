@@ -70,7 +70,14 @@ def constants_kernel(
 def _leading_bits(v):
     """The 12 leading bits (`ops/sums.py`): Veltkamp's split, rounded after every operation."""
     shifted = v * 2199023255553.0
-    return shifted - (shifted - v)
+    lead = shifted - (shifted - v)
+    return tl.where(tl.abs(lead) < float("inf"), lead, v)
+
+
+@triton.jit
+def _behind(lead, rest):
+    """What is added to the leading bits; nothing to those that are no finite number."""
+    return tl.where(tl.abs(lead) < float("inf"), rest, 0.0)
 
 
 @triton.jit(do_not_specialize=["count", "C"])
@@ -81,7 +88,7 @@ def sums_kernel(mean, m2, sums, count, C, BLOCK: tl.constexpr):
     n = count.to(tl.float64)
     value = tl.load(mean + c, mask=inside, other=0.0)
     lead = _leading_bits(value)
-    rest = value - lead
+    rest = _behind(lead, value - lead)
     n_lead, n_rest = n * lead, n * rest
     square_rest = tl.load(m2 + c, mask=inside, other=0.0) + rest * (n_rest + 2 * n_lead)
     tl.store(sums + c, n_lead, mask=inside)
@@ -108,7 +115,7 @@ def moments_kernel(total, mean, m2, rstd, count, C, EPS: tl.constexpr, BLOCK: tl
     left = n_left / n
     square = square_rest + ((square_lead - n_merged * lead) - n_left * (left + 2 * lead))
     square = tl.where(square < 0, 0.0, square)  # NaN stays
-    tl.store(mean + c, lead + left, mask=inside)
+    tl.store(mean + c, lead + _behind(lead, left), mask=inside)
     tl.store(m2 + c, square, mask=inside)
     tl.store(rstd + c, 1 / tl.sqrt(square / n + EPS), mask=inside)
     if tl.program_id(0) == 0:

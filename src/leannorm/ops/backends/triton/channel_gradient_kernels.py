@@ -152,5 +152,7 @@ def input_grad_kernel(
         g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
         if dz is not None:
             tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
-        gradient = tl.fma(-xhat, mean_dz_xhat, tl.fma(g, w, -mean_dz)) * scale
-        tl.store(dx + start + offsets, gradient.to(dx.dtype.element_ty), mask=inside)
+        gradient = tl.fma(g, w, -mean_dz)
+        if q is not None:  # of constant statistics no gradient comes from xhat, which may be NaN
+            gradient = tl.fma(-xhat, mean_dz_xhat, gradient)
+        tl.store(dx + start + offsets, (gradient * scale).to(dx.dtype.element_ty), mask=inside)

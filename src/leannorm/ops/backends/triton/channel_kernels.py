@@ -36,6 +36,12 @@ def not_negative(square):
 
 
 @triton.jit
+def finite(shift):
+    """0 in place of NaN and infinities: no difference from them is a number, not even an infinite one."""
+    return tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
+
+
+@triton.jit
 def beyond_float32(m2):
     """Is any of these sums of squares no number?"""
     return tl.min((m2 < float("inf")).to(tl.int32), 0) == 0
@@ -83,7 +89,7 @@ def moments_kernel(
 
     start, offsets, inside = tile(t0, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
     in_first = values_before(t0 + 1, inner, samples, COLUMNS, BE) - begin
-    shift = tl.sum(read(x, start, offsets, inside, DOUBLE), 1) / in_first.to(dtype)
+    shift = finite(tl.sum(read(x, start, offsets, inside, DOUBLE), 1) / in_first.to(dtype))
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for t in range(t0, t1):
@@ -134,9 +140,9 @@ def merge_moments_kernel(
     count = tile_count(inner, samples, COLUMNS, BE)
     k = tl.arange(0, BK)
     if GROUPED:
-        shift = tl.load(part_mean + c_first)
+        shift = finite(tl.load(part_mean + c_first))
     else:
-        shift = tl.load(part_mean + c_first + k, mask=c_first + k < c_last, other=0.0)[None, :]
+        shift = finite(tl.load(part_mean + c_first + k, mask=c_first + k < c_last, other=0.0))[None, :]
     total = tl.zeros((BP, BK), tl.float64)
     square = tl.zeros((BP, BK), tl.float64)
     for c0 in range(c_first, c_last, BK):

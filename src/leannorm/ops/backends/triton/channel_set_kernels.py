@@ -9,7 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.channel_kernels import beyond_float32, not_negative, squares_again, summed
+from leannorm.ops.backends.triton.channel_kernels import (
+    beyond_float32,
+    finite,
+    not_negative,
+    squares_again,
+    summed,
+)
 from leannorm.ops.backends.triton.tiles import (
     gradient_before_activation,
     in_two,
@@ -57,6 +63,7 @@ def set_forward_kernel(
     shift = tl.sum(read(x, start, offsets, inside, DOUBLE), 1)[:, None] / in_first
     if GROUPED:
         shift = tl.sum(shift, 0)[None, :] / tl.minimum(last - first, BC).to(dtype)
+    shift = finite(shift)
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for c0 in range(first, last, BC):

@@ -1,0 +1,66 @@
+"""Who is asked before a function computes: the modes and tensor subclasses of `__torch_function__`.
+
+As torch's own functions do, ours let a `torch.overrides.TorchFunctionMode`, a tensor of a subclass or one of
+`torch.fx`'s proxies decide what a call means. A subclass knows torch's functions, not ours (ExpandedWeight
+of per-sample gradients, MaskedTensor): where ours stands in for one of those, the subclass is told that one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
+
+_STANDS_IN_FOR: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def stands_in_for(torchs: Callable[..., Any]) -> Callable[[Function], Function]:
+    """Subclasses are told `torchs`, which has all arguments of the function that are not keyword-only."""
+
+    def note(function: Function) -> Function:
+        _STANDS_IN_FOR[function] = torchs
+        return function
+
+    return note
+
+
+def of_subclass(*values: object) -> bool:
+    """Is one a tensor whose class has a `__torch_function__` of its own?"""
+    return any(
+        isinstance(value, Tensor)
+        and type(value).__torch_function__ is not torch._C._disabled_torch_function_impl
+        for value in values
+        if type(value) is not Tensor
+    )
+
+
+def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
+    """What `__torch_function__` makes of a call; `given` are all its arguments, by name.
+
+    A subclass is told torch's function, unless the call says what that one has no argument for. Everybody
+    else is told `function`, its arguments in the order of its signature.
+    """
+    positional, named = _parameters(function)
+    args, kwargs = [given[name] for name in positional], {name: given[name] for name in named}
+    torchs = _STANDS_IN_FOR.get(function)
+    if torchs is not None and of_subclass(*args) and all(kwargs[name] is named[name] for name in named):
+        result: Result = torchs(**dict(zip(positional, args, strict=True)))
+    else:
+        result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
+    return result
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+    """The names of the arguments given by position; those given by name, with their defaults."""
+    of = inspect.signature(function).parameters.values()
+    named = {p.name: p.default for p in of if p.kind is p.KEYWORD_ONLY}
+    return [p.name for p in of if p.name not in named], named
