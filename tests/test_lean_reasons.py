@@ -24,6 +24,94 @@ def hooks_are_open():
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+# ---------------------------------------------------------------- isolation
+
+
+@pytest.mark.parametrize("setting", [*BOTH, pytest.param({"budget": 0.3}, id="budget")])
+@pytest.mark.filterwarnings("ignore:leannorm. budget")
+def test_a_logged_tensor_that_is_edited_in_place_afterwards(setting):
+    def program(context):
+        conv, other = convolutions()
+        x = image()
+        with context():
+            y = conv(x)
+            y.square().mean()
+            loss = other(F.relu(y, inplace=True)).square().mean()
+        loss.backward()
+        return conv.weight.grad, other.weight.grad, x.grad
+
+    assert_as_stock(program, **setting)
+
+
+@pytest.mark.parametrize("name", ["ConvNorm", "ChannelNorm", "RowNorm", "SyncNorm", "ChannelAffine", "Relu"])
+def test_a_function_of_the_users_may_have_any_name(name):
+    def forward(ctx, x):
+        ctx.save_for_backward(*(x * i for i in range(8 if name == "SyncNorm" else 6)))
+        return x * 2
+
+    def backward(ctx, g):
+        return g * 2 + ctx.saved_tensors[3]
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), members)
+
+    def program(context):
+        conv, _ = convolutions()
+        x = image()
+        with context():
+            loss = conv(function.apply(x * 1.0)).square().sum()
+        loss.backward()
+        return conv.weight.grad, x.grad
+
+    assert_as_stock(program)
+
+
+def test_a_recipe_that_fails_is_a_tensor_that_is_held(monkeypatch):
+    """As where another release of torch names what a node keeps otherwise."""
+    from leannorm.saving.recipes import norms
+
+    def gone(node, output, given, like):
+        return node._saved_no_longer_there
+
+    def program(context):
+        conv, _ = convolutions()
+        x, norm = image(), nn.GroupNorm(2, 8)
+        with context() as saved:
+            loss = conv(norm(x.sin())).square().sum()
+        if saved is not None:
+            (reason,) = saved.reasons
+            assert "NativeGroupNormBackward0 is held" in reason
+            assert "_saved_no_longer_there" in reason
+            assert saved.rebuilt_bytes == 0
+        loss.backward()
+        return conv.weight.grad, x.grad
+
+    from leannorm.saving.recipes import RECIPES
+
+    assert RECIPES["NativeGroupNormBackward0"] is norms.group_norm
+    monkeypatch.setitem(RECIPES, "NativeGroupNormBackward0", gone)
+    with pytest.warns(UserWarning, match="rebuilding it failed with AttributeError"):
+        assert_as_stock(program)
+
+
+def test_group_norm_whose_node_does_not_say_eps(monkeypatch):
+    """As on torch 2.15: the call says it."""
+    from leannorm.saving.recipes import norms
+
+    monkeypatch.setattr(norms, "_EPS_OF_GROUP_NORM", "_saved_no_eps")
+
+    def program(context):
+        conv, _ = convolutions()
+        x, norm = image(), nn.GroupNorm(2, 8, eps=0.3)
+        with context() as saved:
+            loss = conv(norm(x.sin())).square().sum()
+        assert saved is None or (saved.rebuilt_bytes and not saved.reasons)
+        loss.backward()
+        return conv.weight.grad, x.grad
+
+    assert_as_stock(program)
+
+
 # ---------------------------------------------------------------- closing
 
 

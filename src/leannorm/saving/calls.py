@@ -22,6 +22,7 @@ class Call(NamedTuple):
 
     eps: float | None
     bias: Tensor | None
+    reads_buffers: bool  # of running statistics, as in evaluation
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -38,9 +39,10 @@ def call_of(frame: FrameType) -> Call | None:
     """The call that is saving tensors now, if `frame` belongs to one of these functions."""
     code = frame.f_code
     if code is _WITHOUT:
-        return Call(frame.f_locals["eps"], None)
+        return Call(frame.f_locals["eps"], None, False)
     if code not in _WITH_BIAS:
         return None
     arguments = frame.f_locals
     bias = arguments["bias"]
-    return Call(arguments["eps"], None if bias is None else bias.detach().clone())
+    training = arguments.get("training", arguments.get("use_input_stats", True))
+    return Call(arguments["eps"], None if bias is None else bias.detach().clone(), not training)

@@ -7,6 +7,7 @@ sample of the elements, as long as they touch one of them: an optimizer's or an 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Sample(NamedTuple):
     """Some elements of a tensor, spread over its memory."""
 
     elements: Tensor
+    numel: int
     size: tuple[int]
     stride: tuple[int]
 
@@ -61,10 +63,12 @@ class Sample(NamedTuple):
         stride = max(1, numel // SAMPLED)
         size = ((numel - 1) // stride + 1,)
         elements = tensor.detach().as_strided(size, (stride,), tensor.storage_offset())
-        return Sample(bits(elements).clone(), size, (stride,))
+        return Sample(bits(elements).clone(), numel, size, (stride,))
 
     def matches(self, tensor: Tensor) -> bool:
         """Are these elements still what they were, bit for bit?"""
+        if tensor.numel() != self.numel or tensor.untyped_storage().nbytes() == 0:
+            return False
         elements = tensor.detach().as_strided(self.size, self.stride, tensor.storage_offset())
         return torch.equal(bits(elements), self.elements)
 
@@ -84,10 +88,13 @@ class Leaves:
     """
 
     _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    _lock = threading.Lock()  # passes may run in several threads
 
     def __init__(self) -> None:
         self._since = sequence_number()
-        self._before = {id(leaf): (leaf, leaf._version, Sample.of(leaf)) for leaf in list(self._known)}
+        with self._lock:
+            leaves = list(self._known)
+        self._before = {id(leaf): (leaf, leaf._version, Sample.of(leaf)) for leaf in leaves}
 
     def proves(self, node: int, leaf: Tensor) -> bool:
         """Did the node with this sequence number read what the leaf holds now?"""
@@ -95,7 +102,8 @@ class Leaves:
             _, version, sample = self._before[id(leaf)]
             unchanged = leaf._version == version and (sample is None or sample.matches(leaf))
             return unchanged and self._since <= node
-        self._known[leaf] = None  # from the next pass on
+        with self._lock:
+            self._known[leaf] = None  # from the next pass on
         return leaf._version == 0 and asynchronous(leaf)  # never edited; nobody may look there
 
     def forget(self) -> None:

@@ -28,7 +28,7 @@ from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.search import Missing, Search, as_made, in_memory
 from leannorm.saving.trial import layout, seconds, without_autocast
-from leannorm.saving.values import Step, Value, held
+from leannorm.saving.values import EditedError, Step, Value, held
 from leannorm.saving.verify import Layers, check_equal
 
 SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
@@ -60,6 +60,8 @@ class Packing:
         try:
             alone = tensor.dtype is torch.int64 and references(tensor) <= references_when_alone()
             return self._pack(tensor, alone, sys._getframe(1)).used()
+        except EditedError:  # what a step would read was edited since: no evidence
+            return self._hold(tensor).used()
         except Exception as error:
             self.reasons[reasons.failed(tensor, error)] += 1
             return self._hold(tensor).used()
@@ -69,8 +71,8 @@ class Packing:
         self.search.flags.look(number)
         if node is None:
             return self._without_node(tensor, alone, frame, number)
-        size, kind = tensor.numel(), kind_of(node)
-        if type(tensor) not in _PLAIN or size < SMALLEST:
+        kind = kind_of(node)
+        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
             value = self._hold(tensor, kind)
             value.call = self._call_of(frame, number)
             return value
@@ -81,6 +83,7 @@ class Packing:
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor, kind)
         unedited = as_made(node, output, version)
+        size = tensor.numel()
         self._largest = max(self._largest, size)
         may = self.policy.is_worth(size, self._largest)
         may = may and (self.choose is None or self.choose(place, call)) and unedited
@@ -158,8 +161,8 @@ class Packing:
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             value = self._hold(tensor)
-            value.call = self._call_of(frame, number)
-            if tensor.numel() >= SMALLEST:
+            call = value.call = self._call_of(frame, number)
+            if tensor.numel() >= SMALLEST or (call is not None and call.reads_buffers):
                 value.sample = Sample.of(tensor)
             return value
         # a narrow copy beside the caller's own tensor would be memory added

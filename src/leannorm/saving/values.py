@@ -23,6 +23,10 @@ class Memory(IntEnum):
     HELD = 2  # held since the forward pass, perhaps by the user
 
 
+class EditedError(RuntimeError):
+    """A tensor does not hold any more what a node had read."""
+
+
 class Step(NamedTuple):
     """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
 
@@ -146,7 +150,7 @@ class Value:
         assert tensor is not None
         _check_there(tensor, self.name)
         if self.sample is not None and not self.sample.matches(tensor):
-            raise RuntimeError(
+            raise EditedError(
                 f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through .data),"
                 " between the forward and the backward pass, and leannorm.lean() needs what it held to"
                 " rebuild a tensor: edit it after backward(), or leave lean() out for this step"
@@ -159,7 +163,7 @@ class Value:
         if self._rebuilt is not None:
             tensor, memory = self._rebuilt, Memory.SHARED
             if tensor._version != self._rebuilt_version:  # by a backward function of the user's
-                raise RuntimeError(self._edited(tensor))
+                raise EditedError(self._edited(tensor))
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
             tensor, memory = run(self.step, inputs, flags)
@@ -174,7 +178,7 @@ class Value:
         if not self.current:
             tensor = self.tensor if self.step is None else self.watch
             assert tensor is not None
-            raise RuntimeError(self._edited(tensor))
+            raise EditedError(self._edited(tensor))
 
     def _edited(self, tensor: Tensor) -> str:
         shape = list(self.layout[0]) if isinstance(self.layout, tuple) else list(tensor.shape)
