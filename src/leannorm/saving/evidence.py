@@ -17,8 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from leannorm.saving.device import asynchronous
 
-SAMPLED = 256
-"""Elements of a sample: a fingerprint that takes microseconds."""
+RUNS, NEIGHBOURS = 32, 8
+"""Of a sample: 256 elements, a fingerprint that takes microseconds."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,12 +45,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """Some elements of a tensor, spread over its memory."""
+    """Some elements of a tensor: runs of neighbours, a line of the cache each, spread over its memory."""
 
     elements: Tensor
     numel: int
-    size: tuple[int]
-    stride: tuple[int]
+    size: tuple[int, int]
+    stride: tuple[int, int]
 
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
@@ -60,10 +60,12 @@ class Sample(NamedTuple):
             return None
         if not _fills_its_memory(tensor) or tensor.untyped_storage().nbytes() == 0:
             return None
-        stride = max(1, numel // SAMPLED)
-        size = ((numel - 1) // stride + 1,)
-        elements = tensor.detach().as_strided(size, (stride,), tensor.storage_offset())
-        return Sample(bits(elements).clone(), numel, size, (stride,))
+        if numel <= RUNS * NEIGHBOURS:
+            size, stride = (1, numel), (numel, 1)
+        else:
+            size, stride = (RUNS, NEIGHBOURS), ((numel - NEIGHBOURS) // (RUNS - 1), 1)
+        elements = tensor.detach().as_strided(size, stride, tensor.storage_offset())
+        return Sample(bits(elements).clone(), numel, size, stride)
 
     def matches(self, tensor: Tensor) -> bool:
         """Are these elements still what they were, bit for bit?"""

@@ -33,8 +33,13 @@ class Policy:
     def __init__(self, flops_per_byte: float, everything: bool = False) -> None:
         self.flops_per_byte, self.everything = flops_per_byte, everything
 
+    @property
+    def reads_weights(self) -> bool:
+        """Do rebuilds read the weights of layers in the backward pass?"""
+        return self.flops_per_byte > 0
+
     def considers(self, node: str) -> bool:
-        return self.flops_per_byte > 0 or node not in PRODUCTS
+        return self.reads_weights or node not in PRODUCTS
 
     def may_add(self, value: Value | None) -> bool:
         """May a sum take this input? None: it is not at hand, and would first have to be rebuilt itself."""
