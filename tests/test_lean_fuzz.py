@@ -11,10 +11,11 @@ from programs.campaign import run_seeds, summary
 from programs.compare import judge
 from programs.generate import generate
 from programs.language import parse
-from programs.listings import FAIRLY_REFUSED, KNOWN, SAME, UNSEEN
+from programs.listings import FAIRLY_REFUSED, KNOWN
 from programs.observe import observe
 from programs.run import Run
 from programs.shrink import shrink
+from programs.told_apart import SAME, UNSEEN
 
 PROGRAMS, PARTS = 2000, 8
 

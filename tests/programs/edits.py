@@ -36,11 +36,11 @@ def hidden_edit(g):
     name = g.tensor(lambda t: not is_leaf(t))
     if name is None:
         return None
-    if g.chance(0.4):
+    if g.chance(0.6):
         copied, name = g.pick("{}.clone()", "({} * 1.0)").format(name), g.fresh()
         if not g.add(f"{name} = " + g.pick(*ELEMENTWISE).replace("{}", copied)):
             return None
-    step = g.pick("", "if i: ")
+    step = g.pick("", "if i: ", "if i: ")  # a step that is tried first is trusted from then on
     edits = (
         f"{step}{name}.detach().mul_(2)",
         f"{step}{name}.data.mul_(2)",

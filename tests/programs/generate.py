@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from programs.language import Line, Program
-from programs.observe import edit_of, observe
+from programs.observe import may_hide_edits, observe
 from programs.operations import BLOCKS, OPERATIONS
 from programs.run import SharingRun, is_leaf
 
@@ -247,10 +247,7 @@ def _backward(maker):
 
 def _documented(program):
     """Without the hidden edits that `lean()` documents as unseen."""
-    lines = [line for line in (*program.forward, *program.backward) if edit_of(line.text)]
-    if not any(edit_of(line.text).kind != "visible" for line in lines) and "detach()" not in str(program):
-        return program
-    while not (observed := observe(program)).documented:
+    while may_hide_edits(program) and not (observed := observe(program)).documented:
         unseen = observed.unseen
         program = program.with_(
             forward=tuple(line for line in program.forward if line.text not in unseen),

@@ -1,4 +1,4 @@
-"""Programs that were written down: what `lean()` once had wrong, and what the fuzzer must tell apart."""
+"""What `lean()` once had wrong, as programs; and where it may refuse in place of being right."""
 
 KNOWN = {
     "a copy of a weight is overwritten": """
@@ -226,75 +226,64 @@ KNOWN = {
         backward:
             loss.backward()
     """,
+    "a copy of what is in no usual layout": """
+        n=4,4 s=11,11
+        forward:
+            x = leaf(n, 16, s, s)
+            with lean():
+                loss = F.hardswish(x.mT.clone()).square().mean()
+        backward:
+            loss.backward()
+    """,
+    "a view of a weight, between two backward passes": """
+        n=5,5 s=7,7 forwards=2
+        before:
+            w = parameter(16, 8, 3, 3)
+            v = w.mT
+        forward:
+            with lean():
+                y = v * 1
+                loss = (y * y).sum()
+        backward:
+            loss.backward()
+            sgd(1.0)
+    """,
+    "a tensor that waits in one lean() and is packed in another": """
+        n=4,4 s=9,9
+        before:
+            saver = lean()
+            w = parameter(64, dtype=torch.bfloat16)
+        forward:
+            x = tensor(n, s, 64, dtype=torch.bfloat16)
+            with saver:
+                y = F.rms_norm(x, (64,), w)
+                with lean():
+                    z = F.relu(y) / 3
+                    log = z.float().norm()
+                loss = (z @ z.mT).float().square().mean()
+        backward:
+            loss.backward()
+    """,
+    "an edit through .data of a tensor that was made outside": """
+        n=4,4 s=6,6
+        before:
+            w = parameter(64)
+        forward:
+            x = leaf(n, s, 64)
+            y = x + w
+            with lean("conv"):
+                z = F.silu(y)
+                if i: y.data.mul_(2)
+                loss = F.silu(y).square().sum()
+        backward:
+            loss.backward()
+    """,
 }
 FAIRLY_REFUSED = {
+    "a view of a weight, between two backward passes": ["refused"],
+    "an edit through .data of a tensor that was made outside": ["refused"],
     "a weight edited after it was cast": ["refused"],
     "a parameter edited through .data, under autocast": ["refused"],
     "a parameter edited through .data, with a rebuilt convolution": ["refused"],
     "an edit through .data between two readers": ["refused"],
-}
-SAME = {
-    "gradients of a backward pass that raises": """
-        n=3 s=11
-        before:
-            w = parameter(48, 48)
-        forward:
-            x = leaf(n, 16, s, s)
-            with lean(budget=0.7):
-                loss = (w @ w).sin().sum() + torch.tanh(x).sum()
-        backward:
-            with torch.no_grad(): w.mul_(1.5)
-            loss.backward()
-    """,
-    "a leaf's .data edit where stock raises for another reason": """
-        n=5 s=11
-        before:
-            w = parameter(16)
-        forward:
-            x = leaf(n, 8, s, s)
-            with lean():
-                y = torch.sigmoid(x)
-                y.mul_(1.5)
-                loss = y.mean() + w.square().mean()
-        backward:
-            w.data.mul_(1.5)
-            loss.backward()
-    """,
-}
-UNSEEN = {
-    "between a norm and an activation that saves its output": """
-        n=4 s=6
-        forward:
-            x = leaf(n, 8, s, s)
-            with lean():
-                y = F.batch_norm(x, None, None, None, None, True)
-                with torch.no_grad(): y.clamp_(max=0.1)
-                loss = F.relu(y).mean()
-        backward:
-            loss.backward()
-    """,
-    "through .data of what is not saved again": """
-        n=4 s=6
-        forward:
-            x = leaf(n, 8, s, s)
-            with lean():
-                y = F.silu(x)
-                z = y.square()
-                y.data.mul_(2)
-                loss = F.relu(y).mean() + z.mean()
-        backward:
-            loss.backward()
-    """,
-    "through a detached tensor": """
-        n=4 s=6
-        forward:
-            x = leaf(n, 8, s, s)
-            with lean():
-                y = F.silu(x)
-                t = y.detach()
-                t.mul_(2)
-                loss = F.relu(y).mean()
-        backward:
-            loss.backward()
-    """,
 }

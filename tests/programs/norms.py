@@ -35,7 +35,8 @@ def with_other_affine(g, name, text):
         return text
     t = g.names[name]
     size = t.shape[-1 if "layer_norm" in text else 1]
-    weight, bias = (g.pick("None", g.leaf((size,), t.dtype)) for _ in range(2))
+    kinds = "parameter", "frozen", "buffer"
+    weight, bias = (g.pick("None", g.leaf((size,), t.dtype, kinds)) for _ in range(2))
     return f"{text[: found.start()]}, {weight}, {bias}{text[found.end() :]}"
 
 

@@ -62,6 +62,11 @@ def _inside(node):
     return node.value, node.attr if isinstance(node, ast.Attribute) else ""
 
 
+def may_hide_edits(program):
+    """Can any line edit what autograd does not see? For most programs this is told without running them."""
+    return any(word in str(program) for word in ("no_grad()", ".detach()", ".data"))
+
+
 @lru_cache(maxsize=1 << 14)
 def names_read(text):
     tree = ast.parse(f"{text} pass" if text.endswith(":") else text)
@@ -77,6 +82,7 @@ class Seen(NamedTuple):
     memory: dict[str, int]
     leaves: frozenset[str]
     saved: frozenset[str]
+    no_grad: bool = False  # of a block around the line
 
 
 class Observed(NamedTuple):
@@ -92,7 +98,9 @@ class Observed(NamedTuple):
             return True
         for line in self.lines:
             edit = edit_of(line.text)
-            if edit is not None and (edit.kind != "visible" or line.memory.get(edit.name) in read):
+            if edit is not None and (
+                edit.kind != "visible" or line.no_grad or line.memory.get(edit.name) in read
+            ):
                 return True
             read |= {line.memory[name] for name in names_read(line.text) if name in line.memory}
         return False
@@ -113,6 +121,8 @@ class Observed(NamedTuple):
             return True
         place = line.memory[edit.name]
         sharing = [name for name, memory in line.memory.items() if memory == place]
+        if edit.kind == "visible" and line.no_grad:
+            edit = Edit(edit.name, "hidden")
         if edit.kind == "visible":
             if edit.name not in line.leaves or line.leaves.issuperset(sharing):
                 return True
@@ -138,7 +148,7 @@ class Observed(NamedTuple):
     @staticmethod
     def _reads(line, name, place):
         edit = edit_of(line.text)
-        hidden = edit is not None and edit.kind != "visible" and edit.name == name
+        hidden = edit is not None and (edit.kind != "visible" or line.no_grad) and edit.name == name
         return line.memory.get(name) == place and name in names_read(line.text) and not hidden
 
 
@@ -159,6 +169,7 @@ class Observer(HookedRun):
         places = {name: _place(t) for name, t in tensors.items()}
         leaves = frozenset(name for name, t in tensors.items() if is_leaf(t))
         self._packed.clear()
+        grad = torch.is_grad_enabled()
         try:
             super().line(line, names)
         finally:
@@ -167,7 +178,7 @@ class Observer(HookedRun):
             if edit is not None:
                 saved.discard(edit.name)
             if names is not self.shared:
-                self.seen.append(Seen(line.text, memory, leaves, frozenset(saved)))
+                self.seen.append(Seen(line.text, memory, leaves, frozenset(saved), not grad))
 
 
 def _is_tensor(value):

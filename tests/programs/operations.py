@@ -274,7 +274,7 @@ OPERATIONS = {
     user_function: 3,
     log: 3,
     part_in_checkpoint: 2,
-    hidden_edit: 3,
+    hidden_edit: 4,
     visible_edit: 2,
     leaf_edit: 1,
     cached: 2,

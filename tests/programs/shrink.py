@@ -8,7 +8,7 @@ import re
 
 from programs.compare import judge
 from programs.language import SECTIONS, Line
-from programs.observe import edit_of, names_read, observe
+from programs.observe import may_hide_edits, names_read, observe
 
 _MOST = 600  # programs tried
 
@@ -34,9 +34,7 @@ def shrink(program, verdict, warm=False):
 
 
 def _is_documented(program):
-    edits = [edit_of(line.text) for line in (*program.forward, *program.backward)]
-    hidden = any(edit is not None and edit.kind != "visible" for edit in edits)
-    return not (hidden or "detach()" in str(program)) or observe(program).documented
+    return not may_hide_edits(program) or observe(program).documented
 
 
 def _crashes_torch(listing):
