@@ -22,18 +22,18 @@ RUNS, NEIGHBOURS = 32, 8
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EMPTY: dict[torch.device, Tensor] = {}
+_EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def version_of(tensor: Tensor) -> Tensor | None:
     """A tensor without memory that shares `tensor`'s version counter; None for a fake one."""
     if type(tensor) not in _PLAIN:
         return None
-    device = tensor.device
-    if device not in _EMPTY:
-        _EMPTY[device] = torch.empty(0, device=device)
+    kind = tensor.device, tensor.dtype
+    if kind not in _EMPTY:
+        _EMPTY[kind] = torch.empty(0, device=kind[0], dtype=kind[1])
     counter = tensor.detach()
-    counter.data = _EMPTY[device]  # changes its memory and keeps its version counter
+    counter.data = _EMPTY[kind]  # changes its memory and keeps its version counter
     return counter
 
 

@@ -45,10 +45,11 @@ def _signed(value: Any) -> Any:
 def saved(node: Any, name: str) -> Value | None:
     """The value that was packed for what the node saved under `name`.
 
-    None where it was saved outside of `lean()` or by others' hooks, and while the node is still saving it.
+    None where it was saved outside of `lean()` or by others' hooks, while the node is still saving it, and
+    where it was edited unseen: before the node read it, or after.
     """
     packed = getattr(node, f"_raw_saved_{name}").data
-    return packed if type(packed) is Value else None
+    return packed if type(packed) is Value and packed.memory is None else None
 
 
 def is_saving(node: Any, name: str) -> bool:
@@ -62,7 +63,7 @@ def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
         packed = [tensor.data for tensor in node._raw_saved_tensors]
     except RuntimeError:  # freed
         return None
-    ours = all(value is None or type(value) is Value for value in packed)
+    ours = all(value is None or (type(value) is Value and value.memory is None) for value in packed)
     return packed if ours and len(packed) == count else None
 
 

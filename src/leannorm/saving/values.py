@@ -24,7 +24,7 @@ class Memory(IntEnum):
 
 
 class EditedError(RuntimeError):
-    """A tensor does not hold any more what a node had read."""
+    """In the forward pass: a tensor does not hold any more what a node had read, so no step may read it."""
 
 
 class Step(NamedTuple):
@@ -136,21 +136,21 @@ class Value:
     def look(self) -> Tensor:
         """The tensor, without counting as a use."""
         if self.step is None:
-            return self._proved()
+            return self._proved(EditedError)
         return run(self.step, [(value.look(), Memory.HELD) for value in self.step.inputs], current())[0]
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
         """The tensor for a step, and whose memory it is."""
         return self._rebuild(flags) if self.step is not None else (self._proved(), Memory.HELD)
 
-    def _proved(self) -> Tensor:
+    def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
         """What is held, if it is still what was packed."""
-        self._check_version()
+        self._check_version(error)
         tensor = self.tensor
         assert tensor is not None
         _check_there(tensor, self.name)
         if self.sample is not None and not self.sample.matches(tensor):
-            raise EditedError(
+            raise error(
                 f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through .data),"
                 " between the forward and the backward pass, and leannorm.lean() needs what it held to"
                 " rebuild a tensor: edit it after backward(), or leave lean() out for this step"
@@ -163,7 +163,7 @@ class Value:
         if self._rebuilt is not None:
             tensor, memory = self._rebuilt, Memory.SHARED
             if tensor._version != self._rebuilt_version:  # by a backward function of the user's
-                raise EditedError(self._edited(tensor))
+                raise RuntimeError(self._edited(tensor))
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
             tensor, memory = run(self.step, inputs, flags)
@@ -174,11 +174,11 @@ class Value:
             self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Memory.SHARED
         return tensor, memory
 
-    def _check_version(self) -> None:
+    def _check_version(self, error: type[RuntimeError] = RuntimeError) -> None:
         if not self.current:
             tensor = self.tensor if self.step is None else self.watch
             assert tensor is not None
-            raise EditedError(self._edited(tensor))
+            raise error(self._edited(tensor))
 
     def _edited(self, tensor: Tensor) -> str:
         shape = list(self.layout[0]) if isinstance(self.layout, tuple) else list(tensor.shape)
