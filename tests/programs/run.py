@@ -38,6 +38,10 @@ def _context(text):
     return compile(text.removeprefix("with ").removesuffix(":"), "<program>", "eval")
 
 
+class HooksLeftOpen:
+    """Noted in place of an error, where a forward pass leaves saved-tensor hooks behind."""
+
+
 class Run:
     """Stock autograd; subclasses say what `lean` and `make_lean` mean in the program."""
 
@@ -139,7 +143,7 @@ class Run:
         except (Exception, Interrupt) as error:
             if not getattr(error, "noted", False):
                 error.noted = True
-                self._note(f"{where}: {line.text}", "raised", (type(error).__name__, str(error)))
+                self._note(f"{where}: {line.text}", "raised", (type(error), str(error)))
             raise
 
     def _note(self, where, kind, value):
@@ -157,7 +161,7 @@ class Run:
     def _close(self, where):
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             return
-        self._note(where, "raised", ("hooks were left open", ""))
+        self._note(where, "raised", (HooksLeftOpen, ""))
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
