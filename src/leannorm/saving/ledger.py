@@ -27,107 +27,87 @@ class Record(NamedTuple):
     seconds: float | None
 
 
-class _Entry(NamedTuple):
-    value: weakref.ref[Value]
-    node: str
-    shape: torch.Size
-    dtype: torch.dtype
-    seconds: float | None  # None: it is held
+_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None]  # a record that nobody has asked for yet
 
 
 class Ledger:
     """Counts storages, not tensors; parameters, which are there anyway, are not counted as held."""
 
     def __init__(self) -> None:
-        self._entries: list[_Entry] = []
+        self._values: list[weakref.ref[Value]] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
-        self._closed: list[tuple[_Entry, int]] | None = None
+        self._closed: list[_Row] | None = None
 
-    def holds(self, value: Value, tensor: Tensor, node: str = "") -> None:
+    def holds(self, value: Value, tensor: Tensor) -> None:
         """Storages are looked at when somebody asks: all at one time, and out of the forward pass."""
         base = tensor if tensor._base is None else tensor._base
         if not (base.requires_grad and base.is_leaf):  # no parameter
-            self._enter(value, tensor, node, None)
+            self._values.append(weakref.ref(value))
+        self._closed = None
 
-    def rebuilds(
-        self, value: Value, tensor: Tensor, node: str, seconds: float = 0.0, nbytes: int | None = None
-    ) -> None:
+    def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
+        """`value`, of `tensor`, is not held, or is held no more."""
         if nbytes is None:  # a view would hold the whole
             nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
         self._rebuilt[_root(value)] = nbytes
-        self._enter(value, tensor, node, seconds)
-
-    def _enter(self, value: Value, tensor: Tensor, node: str, seconds: float | None) -> None:
-        self._entries.append(_Entry(weakref.ref(value), node, tensor.shape, tensor.dtype, seconds))
+        self._values.append(weakref.ref(value))
         self._closed = None
 
     def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
         """The rebuilt values by the memory that they share: what it belongs to, their places among the
         tensors that were packed, its bytes, and the seconds of the slowest of them."""
         places: dict[Value, dict[int, float]] = {}
-        for entry in self._entries:
-            value = entry.value()
-            if value is not None and value.place >= 0 and entry.seconds is not None:
-                places.setdefault(_root(value), {})[value.place] = entry.seconds
+        for value in self._alive():
+            if value.step is not None and value.place >= 0:
+                places.setdefault(_root(value), {})[value.place] = value.seconds
         for root, sharing in places.items():
             yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
 
     def close(self) -> None:
-        """Remember what each entry weighs, which stays when the backward pass has let everything go."""
-        self._closed = list(self._weighed())
+        """Remember what each value weighs, which stays when the backward pass has let everything go."""
+        self._closed = list(self._rows())
 
     def records(self) -> list[Record]:
-        return [
-            Record(entry.node, entry.shape, entry.dtype, nbytes, entry.seconds is not None, entry.seconds)
-            for entry, nbytes in self._look()
-        ]
+        return [Record._make(row) for row in self._look()]
 
     def kept(self) -> int:
-        return sum(nbytes for entry, nbytes in self._look() if entry.seconds is None)
+        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._look() if not rebuilt)
 
     def rebuilt(self) -> int:
-        return sum(nbytes for entry, nbytes in self._look() if entry.seconds is not None)
+        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._look() if rebuilt)
 
-    def _look(self) -> list[tuple[_Entry, int]]:
-        return list(self._weighed()) if self._closed is None else self._closed
+    def _look(self) -> list[_Row]:
+        return list(self._rows()) if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now."""
-        return {
-            storage._cdata: storage.nbytes()
-            for entry in self._entries
-            for storage in [_storage(entry)]
-            if storage is not None
-        }
+        tensors = (value.tensor for value in self._alive())
+        storages = [t.untyped_storage() for t in tensors if t is not None and t.layout == torch.strided]
+        return {storage._cdata: storage.nbytes() for storage in storages}
 
-    def _weighed(self) -> Iterator[tuple[_Entry, int]]:
-        """Every entry that is alive, with the bytes of its storage if it is the first one of that storage."""
+    def _alive(self) -> Iterator[Value]:
+        for reference in self._values:
+            value = reference()
+            if value is not None:
+                yield value
+
+    def _rows(self) -> Iterator[_Row]:
+        """Every value that is alive, with the bytes of its storage if it is the first one of that storage."""
         seen: set[object] = set()
-        for entry in self._entries:
-            value = entry.value()
-            if value is None:
-                continue
-            if entry.seconds is None:
-                storage = _storage(entry)
-                if storage is None:  # it has become one that is rebuilt
-                    continue
-                key: object = storage._cdata
-                nbytes = 0 if key in seen else storage.nbytes()
-            else:
-                key = root = _root(value)
-                nbytes = 0 if key in seen else self._rebuilt.get(root, 0)
-            seen.add(key)
-            yield entry, nbytes
-
-
-def _storage(entry: _Entry) -> torch.UntypedStorage | None:
-    value = entry.value()
-    if value is None or entry.seconds is not None:
-        return None
-    tensor = value.memory if value.tensor is None else value.tensor
-    if tensor is None or tensor.layout != torch.strided:
-        return None
-    return tensor.untyped_storage()
+        for value in self._alive():
+            tensor = value.tensor if value.step is None else value.memory
+            if tensor is not None:
+                nbytes = 0
+                if tensor.layout == torch.strided:
+                    storage = tensor.untyped_storage()
+                    nbytes = 0 if storage._cdata in seen else storage.nbytes()
+                    seen.add(storage._cdata)
+                yield value.name, tensor.shape, tensor.dtype, nbytes, False, None
+            elif value not in seen:  # one that was held first has come twice
+                root = _root(value)
+                nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
+                seen.update((value, (root, "memory")))
+                yield value.name, value.shape, value.dtype, nbytes, True, value.seconds
 
 
 def _root(value: Value) -> Value:

@@ -73,7 +73,7 @@ class Packing:
             return self._without_node(tensor, alone, frame, number)
         kind = kind_of(node)
         if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
-            value = self._hold(tensor, kind)
+            value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
@@ -81,7 +81,7 @@ class Packing:
         self.calls.append(call)
         known = find(node, output)
         if known is not None and known.layout == seen_as and known.version == version and known.current:
-            return self._again(known, tensor, kind)
+            return self._again(known, tensor)
         unedited = as_made(node, output, version)
         size = tensor.numel()
         self._largest = max(self._largest, size)
@@ -98,9 +98,10 @@ class Packing:
         if isinstance(found, Step) and spent is not None:
             value = Value(None, version, found, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
-            self.ledger.rebuilds(value, tensor, kind, spent)
+            value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
+            self.ledger.rebuilds(value, tensor)
         else:
-            value = self._hold(tensor, kind)
+            value = self._hold(tensor, kind or node.name())
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
@@ -112,12 +113,11 @@ class Packing:
             self._retry(node, output)
         return value
 
-    def _again(self, known: Value, tensor: Tensor, kind: str) -> Value:
+    def _again(self, known: Value, tensor: Tensor) -> Value:
         """A tensor that was packed before; edited unseen since, it is held: all read what stock's would."""
         rebuilt = known.step is not None and known.memory is None
         if rebuilt and known.sample is not None and not known.sample.matches(tensor):
             known.memory = tensor.detach()
-            self.ledger.holds(known, tensor, kind)
         return known
 
     def _mark(self, value: Value, tensor: Tensor) -> None:
@@ -171,6 +171,7 @@ class Packing:
             step = narrowed(tensor)
             if step is not None:
                 value = Value(None, 0, step)
+                value.shape, value.dtype = tensor.shape, tensor.dtype
                 self._narrow(value, step, tensor)
                 return value
         value = self._hold(tensor)
@@ -178,15 +179,15 @@ class Packing:
         return value
 
     def _hold(self, tensor: Tensor, kind: str = "") -> Value:
-        value = held(tensor)
-        self.ledger.holds(value, tensor, kind)
+        value = held(tensor, kind)
+        self.ledger.holds(value, tensor)
         return value
 
     def _narrow(self, value: Value, step: Step, tensor: Tensor) -> None:
         narrow = step.inputs[0]
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
-        self.ledger.rebuilds(value, tensor, "", nbytes=tensor.nbytes - narrow.tensor.nbytes)
+        self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
 
     def _narrow_positions(self, node: Node) -> None:
         """Where windows had their maxima, in as few bytes as positions in the input need."""
@@ -233,8 +234,9 @@ class Packing:
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
                     value.becomes(step)
+                    value.seconds = spent
                     self._mark(value, tensor)
-                    self.ledger.rebuilds(value, tensor, value.name, spent)
+                    self.ledger.rebuilds(value, tensor)
 
 
 def unpack(value: Value) -> Tensor:

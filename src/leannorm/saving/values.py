@@ -63,6 +63,9 @@ class Value:
     """
 
     layout: Hashable = None  # of the tensor that was packed; None: nobody packed it
+    shape = torch.Size()  # of a tensor that is rebuilt, and its dtype, for who asks
+    dtype = torch.float32
+    seconds = 0.0  # of one rebuild
     place = -1  # among the tensors that were packed
     as_made = True  # was it what its node had put out, when it was packed?
     seen_at = 0  # sequence number of the first node made after it was packed
@@ -98,6 +101,7 @@ class Value:
         """Let go of the tensor: from now on it is rebuilt."""
         assert self.tensor is not None
         self.watch, self.sample = version_of(self.tensor), Sample.of(self.tensor)
+        self.shape, self.dtype = self.tensor.shape, self.tensor.dtype
         self.step, self.tensor, self.origin = step, None, None
         self._rests_on(step)
 
@@ -233,9 +237,6 @@ def _place_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
-def held(tensor: Tensor) -> Value:
-    """Without the graph that made it, which may lead back to the node that saved it."""
-    node = tensor.grad_fn
-    if node is None:
-        return Value(tensor, tensor._version)
-    return Value(tensor.detach(), tensor._version, None, node.name())
+def held(tensor: Tensor, name: str = "") -> Value:
+    """Without the graph that made it, which may lead back to the node that saved it; `name` is the node's."""
+    return Value(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version, None, name)
