@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import inspect
 import io
 import pickle
 import warnings
+import weakref
 
 import lean_cases
 import pytest
@@ -162,6 +165,31 @@ class TestMakeLean:
             assert not other._forward_pre_hooks
             other(IMAGE)
         assert len(model._forward_pre_hooks) == 1
+
+    def test_whoever_looks_at_forward_sees_the_models_own(self):
+        model, x = make_lean(network()), IMAGE
+        own = type(model).forward
+        assert inspect.signature(model.forward) == inspect.signature(own.__get__(model))
+        assert model.forward.__code__ is own.__code__
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "leannorm: lean.. was entered inside compiled code")
+            exported = torch.export.export(model.eval(), (x,)).module()
+        assert torch.equal(exported(x), model(x))
+        assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+        model.forward = lambda *inputs, run=model.forward: run(*inputs)  # as other libraries wrap it
+        assert torch.equal(unmake_lean(model)(x), exported(x))
+
+    def test_freed_with_its_last_reference(self):
+        gc.collect()
+        gc.disable()
+        try:
+            model = make_lean(nn.Sequential(nn.Linear(4, 4)))
+            model(torch.randn(2, 4))
+            seen = weakref.ref(model)
+            del model
+            assert seen() is None
+        finally:
+            gc.enable()
 
     def test_error_in_the_forward_pass(self):
         model = make_lean(network())

@@ -16,6 +16,15 @@ from leannorm.saving.context import lean
 from leannorm.saving.policy import check
 
 _ATTRIBUTE = "_leannorm_lean"
+_OF_A_METHOD = {
+    "__code__",
+    "__defaults__",
+    "__func__",
+    "__globals__",
+    "__kwdefaults__",
+    "__name__",
+    "__self__",
+}
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -60,6 +69,11 @@ class _LeanForward:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._forward())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_A_METHOD:  # exporters look at the method that they take this for
+            return getattr(self._forward(), name)
+        raise AttributeError(name)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.__dict__.items() if key != "_local"}
