@@ -1,8 +1,7 @@
-"""Batch norm as one operator with explicit state, and how a function becomes an operator of torch's."""
+"""Batch norm as one operator with explicit state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.functional.declare import Affine, declare
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends.reference import channel_moments
 from leannorm.ops.modes import transformed
-from leannorm.ops.schema import LIBRARY
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
 
@@ -151,36 +150,18 @@ def _move(estimate: Tensor, value: Tensor, momentum: float, batch_id: Tensor | N
     estimate.copy_(moved if batch_id is None else torch.where(batch_id == 0, value, moved))
 
 
-def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Make a function of ours an operator `leannorm::name`: one node in an exported graph.
-
-    Eagerly and compiled it is the function, with the function's own derivative; an export sees only
-    the fake, so that no shape is looked at and no kernel is chosen before the program runs.
-    """
-    name = schema.split("(", 1)[0]
-    LIBRARY.define(schema)
-
-    def kernel(*args: Any) -> Any:
-        if torch.compiler.is_exporting():
-            with torch._C._AutoDispatchBelowAutograd():
-                return getattr(torch.ops.leannorm, name).default(*args)
-        return function(*args)
-
-    LIBRARY.impl(name, kernel, "Autograd")
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
-
-
 def _fake_batch_norm_op(
     x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(estimated_mean), torch.empty_like(estimated_var)
 
 
-register(
+declare(
     "batch_norm_op(Tensor x, Tensor(a!) estimated_mean, Tensor(b!) estimated_var, Tensor? scale,"
     " Tensor? bias, Tensor? batch_id, bool is_infer, bool use_global_est, float epsilon, float momentum)"
     " -> (Tensor y, Tensor batch_mean, Tensor batch_var)",
     _batch_norm_op,
     _fake_batch_norm_op,
+    by_batch=lambda given: not given["is_infer"],
+    folds=Affine("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 )
