@@ -140,8 +140,21 @@ def _statistics(backend: ModuleType, z: Tensor, eps: float, outside: bool) -> tu
     return moments, rstd
 
 
+class KeptByConvNorm(NamedTuple):
+    """What a convolution with its batch norm saves."""
+
+    x: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    weight: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+
+
 class ConvNorm(torch.autograd.Function):
     """norm(conv(x)) * weight + bias by the batch's statistics, or by the given ones; also mean and M2."""
+
+    Kept = KeptByConvNorm
 
     @staticmethod
     def forward(
@@ -169,7 +182,7 @@ class ConvNorm(torch.autograd.Function):
             y = backend.channel_normalize(z, mean, rstd, weight, bias)
         else:
             y, mean, m2, rstd = backend.channel_forward(z, weight, bias, None, eps)
-        ctx.save_for_backward(x, conv_weight, conv_bias, weight, mean, rstd)
+        ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd))
         ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
         if m2 is not None:
@@ -181,7 +194,7 @@ class ConvNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 10
-        x, conv_weight, conv_bias, weight, mean, rstd = ctx.saved_tensors
+        x, conv_weight, conv_bias, weight, mean, rstd = KeptByConvNorm(*ctx.saved_tensors)
         needed = ctx.needs_input_grad
         into: Tensor | None = None
         if ctx.constant and not needed[3]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,23 @@ from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
 
+class KeptByRowNorm(NamedTuple):
+    """What layer and RMS norm save; with a residual x is the sum."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+
+
 class RowNorm(torch.autograd.Function):
     """y (and x + residual) of `row_forward`.
 
     Keeps x (with a residual: the sum, which is an output anyway) and two statistics a row, in float32 or
     wider: no bytes per element beside the input's own, as the caller holds that already.
     """
+
+    Kept = KeptByRowNorm
 
     @staticmethod
     def forward(
@@ -34,7 +45,7 @@ class RowNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor] | Tensor:
         backend = ctx.backend = pick(x, residual, weight, bias)
         y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, start, stop, eps, rms)
-        ctx.save_for_backward(x if residual is None else total, mean, rstd, weight)
+        ctx.save_for_backward(*KeptByRowNorm(x if residual is None else total, mean, rstd, weight))
         ctx.span, ctx.eps, ctx.rms = (start, stop), eps, rms
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         ctx.set_materialize_grads(False)
@@ -42,7 +53,7 @@ class RowNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
+        x, mean, rstd, weight = KeptByRowNorm(*ctx.saved_tensors)
         start, stop = ctx.span
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
