@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from leannorm._types import Running
+from leannorm._types import Epilogue, Running
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import reference
 from leannorm.ops.layout import memory_format
@@ -84,17 +84,8 @@ class ChannelNorm(torch.autograd.Function):
     Kept = KeptByChannelNorm
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        act: str,
-        groups: int,
-        running: Running | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias, residual, act, eps, groups, running = given
         backend = ctx.backend = pick(*_with_buffers((x, weight, bias, residual), running))
         y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         keep_for_backward(ctx, KeptByChannelNorm(x, mean, rstd, weight, bias, residual, y), act)
@@ -123,16 +114,8 @@ class ChannelAffine(torch.autograd.Function):
     Kept = KeptByChannelNorm
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        act: str,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, *epilogue: Any) -> Tensor:
+        weight, bias, residual, act = epilogue
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
@@ -163,16 +146,10 @@ _norm, _affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
 
 
 def channel_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    groups: int = 0,
-    running: Running | None = None,
+    x: Tensor, epilogue: Epilogue, eps: float, groups: int = 0, running: Running | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
+    weight, bias, residual, act = epilogue
     tensors = _with_buffers((x, weight, bias, residual), running)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(x, weight, bias, residual):
@@ -180,20 +157,13 @@ def channel_norm(
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
-    result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, eps, act, groups, running)
+    result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, act, eps, groups, running)
     return result
 
 
-def channel_affine(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-) -> Tensor:
+def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) -> Tensor:
     """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
+    weight, bias, residual, act = epilogue
     if transformed(x, mean, rstd, weight, bias, residual):
         return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     if not recorded(x, weight, bias, residual):

@@ -140,6 +140,15 @@ def _statistics(backend: ModuleType, z: Tensor, eps: float, outside: bool) -> tu
     return moments, rstd
 
 
+class Normalization(NamedTuple):
+    """The norm after a convolution: its parameters, and its statistics where they are constants."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
 class KeptByConvNorm(NamedTuple):
     """What a convolution with its batch norm saves."""
 
@@ -158,18 +167,9 @@ class ConvNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-        convolution: Convolution,
-        eps: float,
-        outside: bool,
+        ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        conv_bias, weight, bias, mean, rstd, convolution, eps, outside = given
         z = convolution(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
         m2 = None
@@ -229,25 +229,19 @@ class ConvNorm(torch.autograd.Function):
 
 
 def conv_norm(
-    x: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
     convolution: Convolution,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    norm: Normalization,
     eps: float,
     outside: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`ConvNorm`, or its formula in plain torch where a transform has to look inside."""
-    if transformed(x, conv_weight, conv_bias, weight, bias):
-        z, m2 = convolution(x, conv_weight, conv_bias), None
+    weight, bias, mean, rstd = norm
+    if transformed(*operands, weight, bias):
+        z, m2 = convolution(*operands), None
         if mean is None or rstd is None:
             moments, rstd = _statistics(reference, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
         return reference.channel_normalize(z, mean, rstd, weight, bias), mean, m2
-    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(
-        x, conv_weight, conv_bias, weight, bias, mean, rstd, convolution, eps, outside
-    )
+    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
     return result

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
+from leannorm._types import Epilogue
 from leannorm.autograd.channel import (
     KeptByChannelNorm,
     gradients_in_dtype,
@@ -97,16 +98,8 @@ class SyncNorm(torch.autograd.Function):
     Kept = KeptBySyncNorm
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        act: str,
-        sharing: Sharing,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        weight, bias, residual, act, eps, sharing = given
         ctx.backend = pick(x, weight, bias, residual)
         local = ctx.backend.channel_moments(x)
         total = _shared(ctx.backend.sums_of(local), local.count, sharing, x)
@@ -180,22 +173,13 @@ def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tenso
 
 
 def sync_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    sharing: Sharing,
+    x: Tensor, epilogue: Epilogue, eps: float, sharing: Sharing
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
-    if transformed(x, weight, bias, residual):
+    if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
-        y = reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        return y, mean, m2, count
+        return reference.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
     if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
         sharing = sharing._replace(seen=None)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(
-        x, weight, bias, residual, eps, act, sharing
-    )
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(x, *epilogue, eps, sharing)
     return result

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
+from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.functional.declare import Affine, declare
 from leannorm.functional.running import running_mean_and_rstd
@@ -107,40 +108,26 @@ def batch_norm_op(
 
 
 def _batch_norm_op(
-    x: Tensor,
-    estimated_mean: Tensor,
-    estimated_var: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    batch_id: Tensor | None,
-    is_infer: bool,
-    use_global_est: bool,
-    epsilon: float,
-    momentum: float,
+    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
+    estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        y = _by_estimates(x, estimated_mean, estimated_var, scale, bias, epsilon)
+        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
         moments = channel_moments(x.detach())
         mean, m2 = moments.mean, moments.m2
     else:
-        y, mean, m2 = channel_norm(x, scale, bias, None, epsilon, "identity")
+        y, mean, m2 = channel_norm(x, epilogue, epsilon)
     count = values_per_channel(x)
     mean, var = mean.detach(), m2.detach() / max(count, 1)
     if count:
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:
-        y = _by_estimates(x, estimated_mean, estimated_var, scale, bias, epsilon)
+        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
     return y, mean.to(estimated_mean.dtype), var.to(estimated_var.dtype)
-
-
-def _by_estimates(
-    x: Tensor, mean: Tensor, var: Tensor, scale: Tensor | None, bias: Tensor | None, epsilon: float
-) -> Tensor:
-    mean, rstd = running_mean_and_rstd(mean, var, epsilon)
-    return channel_affine(x, mean, rstd, scale, bias, None, "identity")
 
 
 @torch.no_grad()

@@ -60,17 +60,8 @@ def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool,
     return value is not None or not there, copy_of(value)
 
 
-def _row_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    backend: Any,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool,
-) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, start, stop, eps, rms)[0]
+def _row_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, backend: Any, *rows: Any) -> Tensor:
+    y: Tensor = backend.row_forward(x, None, weight, bias, *rows)[0]
     return y
 
 
@@ -83,8 +74,7 @@ def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
     known, bias = _bias(None, sum(before_bias), given, has_bias)
     if not known:
         return None
-    constants = node.backend, *node.span, node.eps, node.rms
-    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), constants)
+    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (node.backend, *node.rows))
 
 
 def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
