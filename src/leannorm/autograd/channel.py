@@ -54,9 +54,9 @@ class KeptByChannelNorm(NamedTuple):
 
 
 def keep_for_backward(
-    ctx: Any, given: KeptByChannelNorm, act: str, *more: Tensor, constant: bool = False
+    ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor, constant: bool = False
 ) -> None:
-    """Save of what was `given` only what the derivative of `act` needs; the bias only behind one.
+    """Save of the fields that are `given` what the derivative of `act` needs; the bias only behind one.
 
     `constant` statistics with no gradient of the weight to take: then x is needed by the activation alone.
     """
@@ -68,7 +68,8 @@ def keep_for_backward(
         residual, out = None, None if act == "identity" else out
     x = None if constant and (act == "identity" or out is not None) else x
     bias = None if act == "identity" else bias
-    ctx.save_for_backward(*KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out), *more)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out)
+    ctx.save_for_backward(*kept, *more)
     ctx.act = act
     ctx.dtypes = dtypes
 
@@ -88,7 +89,7 @@ class ChannelNorm(torch.autograd.Function):
         weight, bias, residual, act, eps, groups, running = given
         backend = ctx.backend = pick(*_with_buffers((x, weight, bias, residual), running))
         y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
-        keep_for_backward(ctx, KeptByChannelNorm(x, mean, rstd, weight, bias, residual, y), act)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act)
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
@@ -98,11 +99,12 @@ class ChannelNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 8
-        kept, backend = KeptByChannelNorm(*ctx.saved_tensors), ctx.backend
+        kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; a record would cost time
         if twice_differentiable():
-            assert kept.x is not None
-            backend, moments = reference, reference.channel_moments(kept.x, ctx.groups)
-            kept = kept._replace(mean=moments.mean, rstd=reference.rstd_of(moments, ctx.eps))
+            backend, moments = reference, reference.channel_moments(kept[0], ctx.groups)
+            kept = KeptByChannelNorm(*kept)._replace(
+                mean=moments.mean, rstd=reference.rstd_of(moments, ctx.eps)
+            )
         needed = ctx.needs_input_grad[:4]
         dx, dweight, dbias, dz = backend.channel_backward(dy, *kept, ctx.act, ctx.groups, needed[3])
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None, None)
@@ -119,27 +121,25 @@ class ChannelAffine(torch.autograd.Function):
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
-        given = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, y)
-        keep_for_backward(ctx, given, act, constant=constant)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, constant=constant)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kept = KeptByChannelNorm(*ctx.saved_tensors)
+        x, *others = ctx.saved_tensors
         backend = reference if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]
         dweight = dbias = dx = dz = None
-        if kept.x is None:  # nothing is read from it but its shape and layout
-            dy = dy.contiguous(memory_format=ctx.layout)
-            kept = kept._replace(x=dy)
+        if x is None:  # nothing is read from it but its shape and layout
+            x = dy = dy.contiguous(memory_format=ctx.layout)
         if need_weight or need_bias:
-            dbias, dweight = backend.channel_grad_sums(dy, *kept, ctx.act)
+            dbias, dweight = backend.channel_grad_sums(dy, x, *others, ctx.act)
         if need_x or need_residual:
-            dx, dz = backend.channel_input_grad(dy, *kept, None, None, ctx.act, want_dz=need_residual)
-        dx, *others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
-        return (dx, None, None, *others, None)
+            dx, dz = backend.channel_input_grad(dy, x, *others, None, None, ctx.act, want_dz=need_residual)
+        dx, *of_others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
+        return (dx, None, None, *of_others, None)
 
 
 _norm, _affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
@@ -176,4 +176,5 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) ->
 
 def values_per_channel(x: Tensor) -> int:
     """How many values stand behind each channel's statistics."""
-    return x.shape[0] * prod(x.shape[2:])
+    samples, _, *positions = x.shape
+    return samples * prod(positions)

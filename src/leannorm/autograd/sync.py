@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from leannorm._errors import SyncError
 from leannorm._types import Epilogue
 from leannorm.autograd.channel import (
-    KeptByChannelNorm,
     gradients_in_dtype,
     keep_for_backward,
     twice_differentiable,
@@ -105,7 +104,7 @@ class SyncNorm(torch.autograd.Function):
         total = _shared(ctx.backend.sums_of(local), local.count, sharing, x)
         mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
         y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        keep_for_backward(ctx, KeptByChannelNorm(x, mean, rstd, weight, bias, residual, y), act, count)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, count)
         ctx.eps, ctx.sharing = eps, sharing
         ctx.mark_non_differentiable(mean, m2, count)
         return y, mean, m2, count

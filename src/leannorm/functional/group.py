@@ -50,9 +50,8 @@ def group_norm(
     _checks.divisible_groups(input, num_groups)
     _checks.parameters(input, weight=weight, bias=bias)
     _checks.non_negative_eps(eps)
-    plan = channel_plan(input.shape, num_groups)
     # torch's rule, its quirk included: only a batch whose groups hold one value all together is refused
-    _checks.more_than_one_value(input, plan.kept * plan.inner // num_groups)
+    _checks.more_than_one_value(input, input.numel() // num_groups)
     return channel_norm(input, Epilogue(weight, bias), eps, num_groups)[0]
 
 

@@ -15,9 +15,10 @@ from leannorm.ops.select import pick
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
     """The constants of evaluation, of running statistics that are there; no gradient goes to them."""
-    assert running.mean is not None
-    assert running.var is not None
-    mean, var = (v.detach() if v.requires_grad else v for v in (running.mean, running.var))
+    mean, var, _, _ = running
+    assert mean is not None
+    assert var is not None
+    mean, var = mean.detach() if mean.requires_grad else mean, var.detach() if var.requires_grad else var
     constants: tuple[Tensor, Tensor] = _serving(mean, var).constants_of(mean, var, eps)
     return constants
 
