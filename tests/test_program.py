@@ -8,7 +8,7 @@ import torch
 from program_cases import NETWORKS, ByMode, InPlace, Repeated, stack
 from torch.utils import _pytree as pytree
 
-from leannorm import nn, program
+from leannorm import functional, nn, program
 from leannorm._errors import InputError
 
 
@@ -198,6 +198,40 @@ def test_shared_effects_happen_once_when_both_branches_run():
     assert net.calls == 1
     forked.infer(image())
     assert net.calls == 2
+
+
+class StatisticsOnly(torch.nn.Module):
+    """Calls a function for what it does to the running statistics, and counts no batches."""
+
+    def __init__(self, normalize):
+        super().__init__()
+        self.normalize = normalize
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x):
+        self.normalize(x, self.mean, self.var, training=self.training)
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    "normalize",
+    [
+        functional.batch_norm,
+        functional.sync_batch_norm,
+        lambda x, *state, **kwargs: functional.conv_batch_norm(
+            x, torch.ones(3, 3, 1, 1), None, *state, **kwargs
+        ),
+    ],
+    ids=["batch_norm", "sync_batch_norm", "conv_batch_norm"],
+)
+def test_statistics_without_a_count_of_batches_move(normalize):
+    net = StatisticsOnly(normalize)
+    forked, x = program.fork(net, (image(),)), image() + 2
+    expected = copy.deepcopy(net)
+    expected.train()(x), forked.train(x)
+    assert expected.mean.all()
+    assert_same_state(forked, expected)
 
 
 def test_varying_batch():

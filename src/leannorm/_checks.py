@@ -86,10 +86,15 @@ def momentum_is_a_number(value: float | None) -> None:
         )
 
 
-def _writable(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():
+def _writable(*tensors: Tensor) -> bool:
+    return torch.compiler.is_compiling() or all(map(_in_place, tensors))
+
+
+def _in_place(tensor: Tensor) -> bool:
+    """May it be written in place: no leaf that needs a gradient, no memory that is frozen or overlaps?"""
+    if not (tensor.requires_grad or tensor.is_inference()) and tensor.is_contiguous():
         return True
-    if not (tensor.requires_grad or tensor.is_inference() or tensor.stride(0) == 0) or transformed(tensor):
+    if transformed(tensor):
         return True
     frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
     overlaps = tensor.shape[0] > 1 and tensor.stride(0) == 0
@@ -99,12 +104,12 @@ def _writable(tensor: Tensor) -> bool:
 def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) -> None:
     if (mean is None) != (var is None):
         raise InputError("running_mean and running_var must both be given or both be None; one is None")
-    for name, statistic in (("running_mean", mean), ("running_var", var)):
-        if training and statistic is not None and not _writable(statistic):
-            raise InputError(
-                f"{name} is updated in place, so it must own its memory and need no gradient, got strides "
-                f"{statistic.stride()}, requires_grad={statistic.requires_grad}; pass {name}.detach().clone()"
-            )
+    if training and mean is not None and var is not None and not _writable(mean, var):
+        name, statistic = ("running_var", var) if _writable(mean) else ("running_mean", mean)
+        raise InputError(
+            f"{name} is updated in place, so it must own its memory and need no gradient, got strides "
+            f"{statistic.stride()}, requires_grad={statistic.requires_grad}; pass {name}.detach().clone()"
+        )
     if mean is None and not training:
         raise InputError(
             "evaluation needs running_mean and running_var, got None; "
@@ -143,7 +148,7 @@ def parameters(input: Tensor, **tensors: Tensor | None) -> None:
 
     That they are dense too is seen where the backend is picked, once for each kind of tensors.
     """
-    shape, device = input.shape[1:2], input.device
+    shape, device = (input.shape[1],), input.device
     for name, tensor in tensors.items():
         if tensor is None:
             continue
@@ -157,8 +162,8 @@ def one_per_output_channel(name: str, vector: Tensor | None, conv_weight: Tensor
     if vector is None:
         return
     floating(name, vector)
-    same_device(name, vector, conv_weight)
-    if tuple(vector.shape) != (conv_weight.shape[0],):
+    if not (vector.device == conv_weight.device and vector.shape == (conv_weight.shape[0],)):
+        same_device(name, vector, conv_weight)
         raise InputError(
             f"{name} must have one entry per output channel, shape ({conv_weight.shape[0]},), got "
             f"{tuple(vector.shape)}; make the norm's num_features equal to the convolution's out_channels"
@@ -184,12 +189,11 @@ def normalized_axes(input: Tensor, normalized_shape: Sequence[int], dim: int | N
     if not wanted:
         raise InputError("normalized_shape must name at least one axis, got (); pass the size of the last")
     single_axis(wanted, dim)
-    if dim is None:
-        start, place = rank - len(wanted), f"the last {len(wanted)} sizes"
-    else:
-        start, place = dim + rank if dim < 0 else dim, f"the size of axis {dim}"
+    first = -len(wanted) if dim is None else dim
+    start = first + rank if first < 0 else first
     stop = start + len(wanted)
-    if start < 0 or stop > rank or tuple(input.shape[start:stop]) != wanted:
+    if start < 0 or stop > rank or input.shape[start:stop] != wanted:
+        place = f"the last {len(wanted)} sizes" if dim is None else f"the size of axis {dim}"
         raise InputError(
             f"normalized_shape {wanted} must equal {place} of the input, got an input of shape "
             f"{tuple(input.shape)}; change normalized_shape or move the axes of the input"
@@ -199,14 +203,15 @@ def normalized_axes(input: Tensor, normalized_shape: Sequence[int], dim: int | N
 
 def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Tensor | None) -> None:
     """Every one given is floating point, on the input's device, of the normalized shape."""
+    wanted = tuple(normalized_shape)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
         floating(name, tensor)
-        same_device(name, tensor, input)
-        if tuple(tensor.shape) != tuple(normalized_shape):
+        if not (tensor.device == input.device and tensor.shape == wanted):
+            same_device(name, tensor, input)
             raise InputError(
-                f"{name} must have the shape normalized_shape = {tuple(normalized_shape)}, "
+                f"{name} must have the shape normalized_shape = {wanted}, "
                 f"got {tuple(tensor.shape)}; reshape it or leave it out"
             )
 

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 from torch import Tensor
 
-# running mean and variance, the number of batches if it is counted, momentum (None: 1 / that number)
-Running: TypeAlias = tuple[Tensor, Tensor, Tensor | None, float | None]
+
+class Running(NamedTuple):
+    """Running statistics, the number of batches if it is counted, momentum (None: 1 / that number)."""
+
+    mean: Tensor | None
+    var: Tensor | None
+    num_batches: Tensor | None
+    momentum: float | None
+
+
+class Epilogue(NamedTuple):
+    """What a kernel makes of the normalized values before it writes: act(xhat * weight + bias + residual)."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None = None
+    act: str = "identity"
+
+
+class Rows(NamedTuple):
+    """Which axes a row norm normalizes, start..stop-1, and how."""
+
+    start: int
+    stop: int
+    eps: float
+    rms: bool
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from leannorm._types import Running
+from leannorm._types import Epilogue, Running
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import reference
 from leannorm.ops.layout import memory_format
@@ -41,30 +41,35 @@ def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | No
     ]
 
 
+class KeptByChannelNorm(NamedTuple):
+    """What a per-channel norm saves, in the order in which the backward verbs take it."""
+
+    x: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    output: Tensor | None
+
+
 def keep_for_backward(
-    ctx: Any,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    y: Tensor,
-    act: str,
-    *more: Tensor,
-    constant: bool = False,
+    ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor, constant: bool = False
 ) -> None:
-    """Save for the backward pass only what the derivative of `act` needs; the bias only behind one.
+    """Save of the fields that are `given` what the derivative of `act` needs; the bias only behind one.
 
     `constant` statistics with no gradient of the weight to take: then x is needed by the activation alone.
     """
+    x, mean, rstd, weight, bias, residual, out = given
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
-    out = None
-    if residual is not None and ACTIVATIONS[act].grad_from_output is not None:
-        residual, out = None, None if act == "identity" else y
-    kept = None if constant and (act == "identity" or out is not None) else x
+    if residual is None or ACTIVATIONS[act].grad_from_output is None:
+        out = None
+    else:
+        residual, out = None, None if act == "identity" else out
+    x = None if constant and (act == "identity" or out is not None) else x
     bias = None if act == "identity" else bias
-    ctx.save_for_backward(kept, mean, rstd, weight, bias, residual, out, *more)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out)
+    ctx.save_for_backward(*kept, *more)
     ctx.act = act
     ctx.dtypes = dtypes
 
@@ -77,21 +82,14 @@ def _with_buffers(tensors: tuple[Tensor | None, ...], running: Running | None) -
 class ChannelNorm(torch.autograd.Function):
     """act(norm(x) * weight + bias + residual) by the input's own statistics; also returns mean and M2."""
 
+    Kept = KeptByChannelNorm
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        act: str,
-        groups: int,
-        running: Running | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias, residual, act, eps, groups, running = given
         backend = ctx.backend = pick(*_with_buffers((x, weight, bias, residual), running))
         y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
-        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act)
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
@@ -101,41 +99,34 @@ class ChannelNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 8
-        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
-        backend = ctx.backend
+        kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; a record would cost time
         if twice_differentiable():
-            backend, moments = reference, reference.channel_moments(x, ctx.groups)
-            mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
+            backend, moments = reference, reference.channel_moments(kept[0], ctx.groups)
+            kept = KeptByChannelNorm(*kept)._replace(
+                mean=moments.mean, rstd=reference.rstd_of(moments, ctx.eps)
+            )
         needed = ctx.needs_input_grad[:4]
-        dx, dweight, dbias, dz = backend.channel_backward(
-            dy, x, mean, rstd, weight, bias, residual, out, ctx.act, ctx.groups, needed[3]
-        )
+        dx, dweight, dbias, dz = backend.channel_backward(dy, *kept, ctx.act, ctx.groups, needed[3])
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None, None)
 
 
 class ChannelAffine(torch.autograd.Function):
     """act((x - mean) * rstd * weight + bias + residual) by given statistics, which are constants."""
 
+    Kept = KeptByChannelNorm
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        act: str,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, *epilogue: Any) -> Tensor:
+        weight, bias, residual, act = epilogue
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
-        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, constant=constant)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, constant=constant)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
+        x, *others = ctx.saved_tensors
         backend = reference if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
@@ -143,29 +134,22 @@ class ChannelAffine(torch.autograd.Function):
         dweight = dbias = dx = dz = None
         if x is None:  # nothing is read from it but its shape and layout
             x = dy = dy.contiguous(memory_format=ctx.layout)
-        statistics = (x, mean, rstd, weight, bias, residual, out)
         if need_weight or need_bias:
-            dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
+            dbias, dweight = backend.channel_grad_sums(dy, x, *others, ctx.act)
         if need_x or need_residual:
-            dx, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=need_residual)
-        dx, *others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
-        return (dx, None, None, *others, None)
+            dx, dz = backend.channel_input_grad(dy, x, *others, None, None, ctx.act, want_dz=need_residual)
+        dx, *of_others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
+        return (dx, None, None, *of_others, None)
 
 
 _norm, _affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
 
 
 def channel_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    groups: int = 0,
-    running: Running | None = None,
+    x: Tensor, epilogue: Epilogue, eps: float, groups: int = 0, running: Running | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
+    weight, bias, residual, act = epilogue
     tensors = _with_buffers((x, weight, bias, residual), running)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(x, weight, bias, residual):
@@ -173,20 +157,13 @@ def channel_norm(
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
-    result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, eps, act, groups, running)
+    result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, act, eps, groups, running)
     return result
 
 
-def channel_affine(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-) -> Tensor:
+def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) -> Tensor:
     """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
+    weight, bias, residual, act = epilogue
     if transformed(x, mean, rstd, weight, bias, residual):
         return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     if not recorded(x, weight, bias, residual):
@@ -199,4 +176,5 @@ def channel_affine(
 
 def values_per_channel(x: Tensor) -> int:
     """How many values stand behind each channel's statistics."""
-    return x.shape[0] * prod(x.shape[2:])
+    samples, _, *positions = x.shape
+    return samples * prod(positions)

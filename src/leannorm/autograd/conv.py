@@ -140,23 +140,36 @@ def _statistics(backend: ModuleType, z: Tensor, eps: float, outside: bool) -> tu
     return moments, rstd
 
 
+class Normalization(NamedTuple):
+    """The norm after a convolution: its parameters, and its statistics where they are constants."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
+
+
+class KeptByConvNorm(NamedTuple):
+    """What a convolution with its batch norm saves."""
+
+    x: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    weight: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+
+
 class ConvNorm(torch.autograd.Function):
     """norm(conv(x)) * weight + bias by the batch's statistics, or by the given ones; also mean and M2."""
 
+    Kept = KeptByConvNorm
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor | None,
-        rstd: Tensor | None,
-        convolution: Convolution,
-        eps: float,
-        outside: bool,
+        ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        conv_bias, weight, bias, mean, rstd, convolution, eps, outside = given
         z = convolution(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
         m2 = None
@@ -169,7 +182,7 @@ class ConvNorm(torch.autograd.Function):
             y = backend.channel_normalize(z, mean, rstd, weight, bias)
         else:
             y, mean, m2, rstd = backend.channel_forward(z, weight, bias, None, eps)
-        ctx.save_for_backward(x, conv_weight, conv_bias, weight, mean, rstd)
+        ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd))
         ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
         if m2 is not None:
@@ -181,7 +194,7 @@ class ConvNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 10
-        x, conv_weight, conv_bias, weight, mean, rstd = ctx.saved_tensors
+        x, conv_weight, conv_bias, weight, mean, rstd = KeptByConvNorm(*ctx.saved_tensors)
         needed = ctx.needs_input_grad
         into: Tensor | None = None
         if ctx.constant and not needed[3]:
@@ -216,25 +229,19 @@ class ConvNorm(torch.autograd.Function):
 
 
 def conv_norm(
-    x: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
     convolution: Convolution,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    norm: Normalization,
     eps: float,
     outside: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`ConvNorm`, or its formula in plain torch where a transform has to look inside."""
-    if transformed(x, conv_weight, conv_bias, weight, bias):
-        z, m2 = convolution(x, conv_weight, conv_bias), None
+    weight, bias, mean, rstd = norm
+    if transformed(*operands, weight, bias):
+        z, m2 = convolution(*operands), None
         if mean is None or rstd is None:
             moments, rstd = _statistics(reference, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
         return reference.channel_normalize(z, mean, rstd, weight, bias), mean, m2
-    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(
-        x, conv_weight, conv_bias, weight, bias, mean, rstd, convolution, eps, outside
-    )
+    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
     return result

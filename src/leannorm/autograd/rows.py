@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from leannorm._types import Rows
 from leannorm.autograd.channel import applied_directly, twice_differentiable
 from leannorm.ops.backends import reference
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
+
+
+class KeptByRowNorm(NamedTuple):
+    """What layer and RMS norm save; with a residual x is the sum."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
 
 
 class RowNorm(torch.autograd.Function):
@@ -20,30 +30,23 @@ class RowNorm(torch.autograd.Function):
     wider: no bytes per element beside the input's own, as the caller holds that already.
     """
 
+    Kept = KeptByRowNorm
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        stop: int,
-        eps: float,
-        rms: bool,
-    ) -> tuple[Tensor, Tensor] | Tensor:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | Tensor:
+        residual, weight, bias, rows = given
         backend = ctx.backend = pick(x, residual, weight, bias)
-        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, start, stop, eps, rms)
-        ctx.save_for_backward(x if residual is None else total, mean, rstd, weight)
-        ctx.span, ctx.eps, ctx.rms = (start, stop), eps, rms
+        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *rows)
+        ctx.save_for_backward(*KeptByRowNorm(x if residual is None else total, mean, rstd, weight))
+        ctx.rows = rows
         ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, total)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
-        start, stop = ctx.span
+        x, mean, rstd, weight = KeptByRowNorm(*ctx.saved_tensors)
+        start, stop, _, rms = ctx.rows
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
             return _grads(ctx, dtotal, None, None)
@@ -51,8 +54,8 @@ class RowNorm(torch.autograd.Function):
         if twice_differentiable():
             # create_graph: the statistics become functions of x again, so that no term is lost
             backend = reference
-            mean, rstd = reference.row_moments(x, start, stop, ctx.eps, ctx.rms)
-        grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, ctx.rms, want_affine)
+            mean, rstd = reference.row_moments(x, *ctx.rows)
+        grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
         return _grads(ctx, *grads)
 
 
@@ -65,29 +68,22 @@ def _grads(
         (g if g.dtype == dtype else g.to(dtype)) if wanted and g is not None else None
         for g, wanted, dtype in found
     ]
-    return (*grads, None, None, None, None)
+    return (*grads, None)
 
 
 _norm = applied_directly(RowNorm)
 
 
 def row_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rows: Rows
 ) -> tuple[Tensor, Tensor]:
     """y and x + residual (x where there is none), differentiable in every way torch knows."""
     tensors = (x, residual, weight, bias)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(*tensors):
         backend = reference if looked_into else pick(*tensors)
-        y, total, _, _ = backend.row_forward(*tensors, start, stop, eps, rms)
+        y, total, _, _ = backend.row_forward(*tensors, *rows)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm
-    out = apply(x, residual, weight, bias, start, stop, eps, rms)
+    out = apply(x, residual, weight, bias, rows)
     return (out, x) if residual is None else out

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
+from leannorm._types import Epilogue
 from leannorm.autograd.channel import (
     gradients_in_dtype,
     keep_for_backward,
@@ -77,48 +78,56 @@ class AddUp(torch.autograd.Function):
         return AddUp.apply(gradient[1:].contiguous(), 0, ctx.group, call)[1:], None, None, None
 
 
+class KeptBySyncNorm(NamedTuple):
+    """As `KeptByChannelNorm`, and the number of values behind each statistic."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    output: Tensor | None
+    size: Tensor
+
+
 class SyncNorm(torch.autograd.Function):
     """`ChannelNorm` by the statistics of all ranks' inputs; also returns their mean, M2 and count."""
 
+    Kept = KeptBySyncNorm
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        eps: float,
-        act: str,
-        sharing: Sharing,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        weight, bias, residual, act, eps, sharing = given
         ctx.backend = pick(x, weight, bias, residual)
         local = ctx.backend.channel_moments(x)
         total = _shared(ctx.backend.sums_of(local), local.count, sharing, x)
         mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
         y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, count)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, count)
         ctx.eps, ctx.sharing = eps, sharing
         ctx.mark_non_differentiable(mean, m2, count)
         return y, mean, m2, count
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight, bias, residual, out, count = ctx.saved_tensors
+        kept = KeptBySyncNorm(*ctx.saved_tensors)
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
         backend, twice = ctx.backend, twice_differentiable()
         if twice:
-            backend, call = reference, sharing.call("moments to differentiate twice", x)
-            mean, _, rstd, _ = _moments(x, ctx.eps, sharing, call)
-        statistics = (x, mean, rstd, weight, bias, residual, out)
+            backend, call = reference, sharing.call("moments to differentiate twice", kept.x)
+            mean, _, rstd, _ = _moments(kept.x, ctx.eps, sharing, call)
+            kept = kept._replace(mean=mean, rstd=rstd)
+        *statistics, size = kept
         dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
         dx = dz = None
         if needed[0]:
-            call = sharing.call("backward", x)
+            call = sharing.call("backward", kept.x)
             if twice:
                 total = AddUp.apply(torch.cat((dbias, dweight)), 0, sharing.group, call)
             else:
                 total = add_up((dbias, dweight), 0, sharing.group, call)
-            p, q = backend.means_of(total, weight, count)
+            p, q = backend.means_of(total, kept.weight, size)
             dx, dz = backend.channel_input_grad(dy, *statistics, p, q, ctx.act, want_dz=needed[3])
         elif needed[3]:
             _, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=True)
@@ -163,22 +172,13 @@ def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tenso
 
 
 def sync_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    sharing: Sharing,
+    x: Tensor, epilogue: Epilogue, eps: float, sharing: Sharing
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
-    if transformed(x, weight, bias, residual):
+    if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
-        y = reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        return y, mean, m2, count
+        return reference.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
     if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
         sharing = sharing._replace(seen=None)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(
-        x, weight, bias, residual, eps, act, sharing
-    )
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(x, *epilogue, eps, sharing)
     return result

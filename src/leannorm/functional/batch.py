@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
@@ -53,7 +54,8 @@ def batch_norm(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(batch_norm, locals())
-    return _by_number(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    running = Running(running_mean, running_var, None, momentum)
+    return _by_number(input, running, Epilogue(weight, bias), training, eps)
 
 
 def batch_norm_act(
@@ -90,27 +92,15 @@ def batch_norm_act(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
         return hand_over(batch_norm_act, locals())
-    return _by_number(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
+    running = Running(running_mean, running_var, None, momentum)
+    return _by_number(input, running, Epilogue(weight, bias, residual, act), training, eps)
 
 
-def _by_number(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    act: str = "identity",
-    residual: Tensor | None = None,
-) -> Tensor:
+def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> Tensor:
     """With a momentum that is a number, as nobody counts the batches."""
-    _checks.momentum_is_a_number(momentum)
-    _check(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual)
-    return _batch_norm_act(
-        input, running_mean, running_var, None, weight, bias, training, momentum, eps, act, residual
-    )
+    _checks.momentum_is_a_number(running.momentum)
+    _check(input, running, epilogue, training, eps)
+    return (_by_batch if training else _by_running)(input, running, epilogue, eps)
 
 
 def tracked_batch_norm(
@@ -148,36 +138,17 @@ def tracked_batch_norm(
             tracks = running_mean is not None
             sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
     _checks.rank(input, ranks)
-    _check(input, running_mean, running_var, weight, bias, use_batch, momentum, eps, act, residual, sharing)
-    return _batch_norm_act(
-        input,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        weight,
-        bias,
-        use_batch,
-        momentum,
-        eps,
-        act,
-        residual,
-        sharing,
-    )
+    running = Running(running_mean, running_var, num_batches_tracked, momentum)
+    epilogue = Epilogue(weight, bias, residual, act)
+    _check(input, running, epilogue, use_batch, eps)
+    if not use_batch:
+        return _by_running(input, running, epilogue, eps)
+    return _by_batch(input, running, epilogue, eps, sharing)
 
 
-def _check(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    act: str,
-    residual: Tensor | None,
-    sharing: Sharing | None = None,
-) -> None:
+def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> None:
+    running_mean, running_var, _, momentum = running
+    weight, bias, residual, act = epilogue
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -189,35 +160,24 @@ def _check(
         _checks.floating("residual", residual)
         _checks.same_device("residual", residual, input)
         _checks.same_shape("residual", residual, input)
-    if training and sharing is None:
-        _checks.more_than_one_value(input, values_per_channel(input))
 
 
-def _batch_norm_act(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    act: str,
-    residual: Tensor | None,
-    sharing: Sharing | None = None,
+def _by_running(input: Tensor, running: Running, epilogue: Epilogue, eps: float) -> Tensor:
+    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
+
+
+def _by_batch(
+    input: Tensor, running: Running, epilogue: Epilogue, eps: float, sharing: Sharing | None = None
 ) -> Tensor:
-    if not training and running_mean is not None and running_var is not None:
-        mean, rstd = running_mean_and_rstd(running_mean, running_var, eps)
-        return channel_affine(input, mean, rstd, weight, bias, residual, act)
     count: int | Tensor
     if sharing is None:
-        running = in_the_same_call(running_mean, running_var, num_batches_tracked, momentum)
-        y, mean, m2 = channel_norm(input, weight, bias, residual, eps, act, running=running)
-        if running is not None:
-            return y
         count = values_per_channel(input)
+        _checks.more_than_one_value(input, count)
+        moved = in_the_same_call(running)
+        y, mean, m2 = channel_norm(input, epilogue, eps, running=moved)
+        if moved is not None:
+            return y
     else:
-        y, mean, m2, count = sync_norm(input, weight, bias, residual, eps, act, sharing)
-    update_running_statistics(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)
+        y, mean, m2, count = sync_norm(input, epilogue, eps, sharing)
+    update_running_statistics(running, mean, m2, count)
     return y

@@ -13,7 +13,8 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm.autograd.conv import Convolution, conv_norm, rstd_outside
+from leannorm._types import Running
+from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
 from leannorm.functional.overridden import hand_over
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 
@@ -85,11 +86,12 @@ def conv_batch_norm(
     _checks.positive_output(sizes, input, conv_weight)
     count = input.shape[0] * prod(sizes)
     outside = eps_mode == "outside"
+    running = Running(running_mean, running_var, num_batches_tracked, momentum)
     mean = rstd = None
     if training:
         _checks.more_than_one_value(input, count)
-    elif running_mean is not None and running_var is not None:
-        mean, rstd = running_mean_and_rstd(running_mean, running_var, eps)
+    elif running_var is not None:
+        mean, rstd = running_mean_and_rstd(running, eps)
         if outside:
             rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
     device = input.device.type
@@ -99,11 +101,10 @@ def conv_batch_norm(
         conv_bias = _autocast(conv_bias, device)
     _checks.same_dtype("conv_weight", conv_weight, input)
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        y, mean, m2 = conv_norm(
-            input, conv_weight, conv_bias, bn_weight, bn_bias, mean, rstd, convolution, eps, outside
-        )
+        operands, affine = (input, conv_weight, conv_bias), Normalization(bn_weight, bn_bias, mean, rstd)
+        y, mean, m2 = conv_norm(convolution, operands, affine, eps, outside)
     if m2 is not None:
-        update_running_statistics(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)
+        update_running_statistics(running, mean, m2, count)
     return y
 
 

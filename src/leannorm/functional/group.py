@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.functional.overridden import hand_over, of_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
@@ -49,10 +50,9 @@ def group_norm(
     _checks.divisible_groups(input, num_groups)
     _checks.parameters(input, weight=weight, bias=bias)
     _checks.non_negative_eps(eps)
-    plan = channel_plan(input.shape, num_groups)
     # torch's rule, its quirk included: only a batch whose groups hold one value all together is refused
-    _checks.more_than_one_value(input, plan.kept * plan.inner // num_groups)
-    return channel_norm(input, weight, bias, None, eps, "identity", num_groups)[0]
+    _checks.more_than_one_value(input, input.numel() // num_groups)
+    return channel_norm(input, Epilogue(weight, bias), eps, num_groups)[0]
 
 
 @stands_in_for(F.instance_norm)
@@ -96,29 +96,17 @@ def instance_norm(
     _checks.running_statistics(running_mean, running_var, use_input_stats)
     _checks.non_negative_eps(eps)
     _checks.momentum(momentum)
-    if not use_input_stats and running_mean is not None and running_var is not None:
-        mean, rstd = running_mean_and_rstd(running_mean, running_var, eps)
-        return channel_affine(input, mean, rstd, weight, bias, None, "identity")
+    running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(weight, bias)
+    if not use_input_stats:
+        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
     _checks.more_than_one_spatial_element(input)
-    return _by_own_statistics(input, running_mean, running_var, weight, bias, momentum, eps)
-
-
-def _by_own_statistics(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Tensor:
     channels = input.shape[1]
     if channels == 0:  # no group to speak of
         return input.clone()
-    y, mean, m2 = channel_norm(input, weight, bias, None, eps, "identity", channels)
+    y, mean, m2 = channel_norm(input, epilogue, eps, channels)
     if input.numel():
-        moved = mean.mean(0), m2.mean(0), channel_plan(input.shape, channels).inner
-        update_running_statistics(running_mean, running_var, None, momentum, *moved)
+        inner = channel_plan(input.shape, channels).inner
+        update_running_statistics(running, mean.mean(0), m2.mean(0), inner)
     return y
 
 

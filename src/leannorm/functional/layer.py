@@ -10,21 +10,20 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._types import Rows
 from leannorm.autograd.rows import row_norm
 from leannorm.functional.overridden import hand_over, stands_in_for
 from leannorm.ops.precision import compute_dtype
 
 
 def _row_norm(
-    input: Tensor,
-    residual: Tensor | None,
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
     eps: float | None,
     dim: int | None,
     rms: bool,
 ) -> tuple[Tensor, Tensor]:
+    input, residual, weight, bias = tensors
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
     _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
@@ -35,7 +34,7 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
-    return row_norm(input, residual, weight, bias, start, stop, eps, rms)
+    return row_norm(input, residual, weight, bias, Rows(start, stop, eps, rms))
 
 
 @stands_in_for(F.layer_norm)
@@ -78,7 +77,7 @@ def layer_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(layer_norm, locals())
-    return _row_norm(input, None, normalized_shape, weight, bias, eps, dim, rms=False)[0]
+    return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, rms=False)[0]
 
 
 @stands_in_for(F.rms_norm)
@@ -118,7 +117,7 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight):
         return hand_over(rms_norm, locals())
-    return _row_norm(input, None, normalized_shape, weight, None, eps, dim, rms=True)[0]
+    return _row_norm((input, None, weight, None), normalized_shape, eps, dim, rms=True)[0]
 
 
 def add_layer_norm(
@@ -149,7 +148,7 @@ def add_layer_norm(
     """
     if has_torch_function_variadic(input, residual, weight, bias):
         return hand_over(add_layer_norm, locals())
-    return _row_norm(input, residual, normalized_shape, weight, bias, eps, dim, rms=False)
+    return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, rms=False)
 
 
 def add_rms_norm(
@@ -179,4 +178,4 @@ def add_rms_norm(
     """
     if has_torch_function_variadic(input, residual, weight):
         return hand_over(add_rms_norm, locals())
-    return _row_norm(input, residual, normalized_shape, weight, None, eps, dim, rms=True)
+    return _row_norm((input, residual, weight, None), normalized_shape, eps, dim, rms=True)

@@ -1,8 +1,7 @@
-"""Batch norm as one operator with explicit state, and how a function becomes an operator of torch's."""
+"""Batch norm as one operator with explicit state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,11 +9,12 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
+from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.functional.declare import Affine, declare
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends.reference import channel_moments
 from leannorm.ops.modes import transformed
-from leannorm.ops.schema import LIBRARY
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
 
@@ -108,40 +108,26 @@ def batch_norm_op(
 
 
 def _batch_norm_op(
-    x: Tensor,
-    estimated_mean: Tensor,
-    estimated_var: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    batch_id: Tensor | None,
-    is_infer: bool,
-    use_global_est: bool,
-    epsilon: float,
-    momentum: float,
+    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
+    estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        y = _by_estimates(x, estimated_mean, estimated_var, scale, bias, epsilon)
+        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
         moments = channel_moments(x.detach())
         mean, m2 = moments.mean, moments.m2
     else:
-        y, mean, m2 = channel_norm(x, scale, bias, None, epsilon, "identity")
+        y, mean, m2 = channel_norm(x, epilogue, epsilon)
     count = values_per_channel(x)
     mean, var = mean.detach(), m2.detach() / max(count, 1)
     if count:
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:
-        y = _by_estimates(x, estimated_mean, estimated_var, scale, bias, epsilon)
+        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
     return y, mean.to(estimated_mean.dtype), var.to(estimated_var.dtype)
-
-
-def _by_estimates(
-    x: Tensor, mean: Tensor, var: Tensor, scale: Tensor | None, bias: Tensor | None, epsilon: float
-) -> Tensor:
-    mean, rstd = running_mean_and_rstd(mean, var, epsilon)
-    return channel_affine(x, mean, rstd, scale, bias, None, "identity")
 
 
 @torch.no_grad()
@@ -151,36 +137,18 @@ def _move(estimate: Tensor, value: Tensor, momentum: float, batch_id: Tensor | N
     estimate.copy_(moved if batch_id is None else torch.where(batch_id == 0, value, moved))
 
 
-def register(schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Make a function of ours an operator `leannorm::name`: one node in an exported graph.
-
-    Eagerly and compiled it is the function, with the function's own derivative; an export sees only
-    the fake, so that no shape is looked at and no kernel is chosen before the program runs.
-    """
-    name = schema.split("(", 1)[0]
-    LIBRARY.define(schema)
-
-    def kernel(*args: Any) -> Any:
-        if torch.compiler.is_exporting():
-            with torch._C._AutoDispatchBelowAutograd():
-                return getattr(torch.ops.leannorm, name).default(*args)
-        return function(*args)
-
-    LIBRARY.impl(name, kernel, "Autograd")
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
-
-
 def _fake_batch_norm_op(
     x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(estimated_mean), torch.empty_like(estimated_var)
 
 
-register(
+declare(
     "batch_norm_op(Tensor x, Tensor(a!) estimated_mean, Tensor(b!) estimated_var, Tensor? scale,"
     " Tensor? bias, Tensor? batch_id, bool is_infer, bool use_global_est, float epsilon, float momentum)"
     " -> (Tensor y, Tensor batch_mean, Tensor batch_var)",
     _batch_norm_op,
     _fake_batch_norm_op,
+    by_batch=lambda given: not given["is_infer"],
+    folds=Affine("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 )

@@ -13,9 +13,12 @@ from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.select import pick
 
 
-def running_mean_and_rstd(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The constants of evaluation; no gradient goes to them."""
-    mean, var = (v.detach() if v.requires_grad else v for v in (running_mean, running_var))
+def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
+    """The constants of evaluation, of running statistics that are there; no gradient goes to them."""
+    mean, var, _, _ = running
+    assert mean is not None
+    assert var is not None
+    mean, var = mean.detach() if mean.requires_grad else mean, var.detach() if var.requires_grad else var
     constants: tuple[Tensor, Tensor] = _serving(mean, var).constants_of(mean, var, eps)
     return constants
 
@@ -27,39 +30,24 @@ def _serving(*tensors: Tensor | None) -> ModuleType:
     return pick(*tensors)
 
 
-def in_the_same_call(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-) -> Running | None:
+def in_the_same_call(running: Running) -> Running | None:
     """What the norm's own call moves: all, unless a compiler, a derivative or a repetition has a say.
 
     Nor with a count of batches that is no int64 (an averaged or cast copy of all buffers).
     """
-    if running_mean is None or running_var is None or torch.compiler.is_compiling() or rebuilding():
+    mean, var, num_batches, _ = running
+    if mean is None or var is None or torch.compiler.is_compiling() or rebuilding():
         return None
-    if running_mean.requires_grad or running_var.requires_grad:
+    if mean.requires_grad or var.requires_grad:
         return None
-    if num_batches_tracked is not None and num_batches_tracked.dtype is not torch.int64:
-        return None
-    return running_mean, running_var, num_batches_tracked, momentum
+    return running if num_batches is None or num_batches.dtype is torch.int64 else None
 
 
-def update_running_statistics(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    mean: Tensor,
-    m2: Tensor,
-    count: int | Tensor,
-) -> None:
+def update_running_statistics(running: Running, mean: Tensor, m2: Tensor, count: int | Tensor) -> None:
     """Move the running statistics towards a batch's, in place, and for what is not None.
 
     A forward pass that a backward pass repeats, to rebuild what was not kept, does nothing a second time.
     """
-    if rebuilding() or (running_mean is None and num_batches_tracked is None):
+    if rebuilding() or (running.mean is None and running.num_batches is None):
         return
-    backend = _serving(running_mean, running_var, mean)
-    backend.move_running(running_mean, running_var, num_batches_tracked, momentum, mean, m2, count)
+    _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -91,148 +91,59 @@ def _(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
 
 
 @_fake("channel_normalize")
-def _(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-) -> Tensor:
+def _(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x)
 
 
 @_fake("channel_grad_sums")
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
     return _statistics(x, shape), _statistics(x, shape)
 
 
 @_fake("channel_input_grad")
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    p: Tensor | None,
-    q: Tensor | None,
-    act: str,
-    want_dz: bool,
-) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *_, want_dz = rest
     return torch.empty_like(x), _dz(x, want_dz)
 
 
 @_fake("channel_forward")
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, groups = rest
     mean, m2, rstd = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(3))
     return torch.empty_like(x), mean, m2, rstd
 
 
 @_fake("channel_forward_tracked_")
-def _(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches: Tensor | None,
-    momentum: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mean, m2, rstd = (_statistics(x, (x.shape[1],)) for _ in range(3))
     return torch.empty_like(x), mean, m2, rstd
 
 
 @_fake("channel_backward")
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-    groups: int,
-    want_dz: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
-    return torch.empty_like(x), dweight, dbias, _dz(x, want_dz)
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), *_in_place(dy, x, *rest)
 
 
 @_fake("channel_backward_")
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-    groups: int,
-    want_dz: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, weight, *_, want_dz = rest
     dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)
 
 
 @_fake("row_forward")
-def _(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, start, stop, *_ = rest
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (x.new_empty(shape, dtype=compute_dtype(x)) for _ in range(2))
     return torch.empty_like(x), _none(x) if residual is None else torch.empty_like(x), mean, rstd
 
 
 @_fake("row_backward")
-def _(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool,
-    want_affine: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, start, stop, rms, want_affine = rest
+
     def affine(wanted: bool) -> Tensor:
         return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
 
@@ -240,16 +151,7 @@ def _(
 
 
 @_fake("move_running_")
-def _(
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches: Tensor | None,
-    momentum: float | None,
-    mean: Tensor,
-    m2: Tensor,
-    count: int,
-    total_count: Tensor | None,
-) -> None:
+def _(*given: Any) -> None:
     return None
 
 

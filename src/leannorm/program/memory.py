@@ -2,7 +2,8 @@
 
 torch.export gives every node a fake value, and fakes that stand for one memory share one storage; the
 operators' schemas tell of further results that may be views. Which arguments an operator writes to its
-schema tells. A few operators' schemas tell neither; they are in the tables below.
+schema tells. A few operators' schemas do not tell: norms move their statistics only where they use those of
+the batch (`functional/declare.py` knows when), and dropout may hand back its input.
 """
 
 from __future__ import annotations
@@ -14,19 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-# Batch norm hides that it moves its statistics; ours tells it, but does so only in training.
-_STATISTICS = {
-    "aten::batch_norm": (3, 4, lambda a: a[5]),
-    "aten::instance_norm": (3, 4, lambda a: a[5]),
-    "leannorm::layer_instance_norm": (1, 2, lambda a: a[5]),
-    "leannorm::batch_norm_act": (1, 2, lambda a: a[5]),
-    "leannorm::tracked_batch_norm": (1, 3, lambda a: a[3] is not None),
-    "leannorm::cumulative_batch_norm": (1, 3, lambda a: True),
-    "leannorm::sync_batch_norm": (1, 3, lambda a: a[3] is not None),
-    "leannorm::conv_batch_norm": (3, 5, lambda a: a[5] is not None),
-    "leannorm::batch_norm_op": (1, 2, lambda a: not a[6]),
-}
-
+from leannorm.functional.declare import NORMS, written_by_schema
 
 # Outside of training dropout hands back its input.
 _IDENTITIES = {
@@ -78,11 +67,12 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     if target._schema.name in _IDENTITIES:
         return _nodes(node.args[0]) if _IDENTITIES[target._schema.name](node.args) else []
     views = {s for r in target._schema.returns if r.alias_info for s in r.alias_info.before_set}
+    given = arguments(node)
     return [
         n
-        for i, argument in enumerate(target._schema.arguments)
+        for argument in target._schema.arguments
         if argument.alias_info is not None and views & argument.alias_info.before_set
-        for n in _nodes(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
+        for n in _nodes(given.get(argument.name))
     ]
 
 
@@ -90,18 +80,22 @@ def _written(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return []
-    name = target._schema.name
+    name, given = target._schema.name, arguments(node)
     if name == "aten::detach_":  # changes what is known about a tensor, not its memory
         return []
-    if name in _STATISTICS:
-        first, last, applies = _STATISTICS[name]
-        return _nodes(node.args[first : last + 1]) if applies(node.args) else []
-    return [
-        n
-        for i, argument in enumerate(target._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for n in _nodes(node.args[i] if i < len(node.args) else node.kwargs.get(argument.name))
-    ]
+    norm = NORMS.get(name)
+    if norm is not None and not norm.by_batch(given):
+        return []
+    names = written_by_schema(target) if norm is None else norm.statistics
+    return [n for name in names for n in _nodes(given.get(name))]
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """All arguments of an operator's call by name, defaults included."""
+    target: Any = node.target
+    named = zip(target._schema.arguments, node.args, strict=False)
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    return defaults | {a.name: v for a, v in named} | dict(node.kwargs)
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -13,18 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from leannorm.functional.declare import NORMS
+from leannorm.program.memory import arguments
+
 # operator -> what it is, and the number of axes with which its features are on axis 1
 _LAYERS = {
     **{f"aten::conv{n}d": ("conv", n + 2) for n in (1, 2, 3)},
     **{f"aten::conv_transpose{n}d": ("transposed", n + 2) for n in (1, 2, 3)},
     "aten::linear": ("linear", 2),
-}
-# operator -> its names of x, mean, variance, weight, bias, eps
-_NORMS = {
-    "aten::batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "eps"),
-    "leannorm::tracked_batch_norm": ("x", "running_mean", "running_var", "weight", "bias", "eps"),
-    "leannorm::batch_norm_act": ("x", "running_mean", "running_var", "weight", "bias", "eps"),
-    "leannorm::batch_norm_op": ("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 }
 
 
@@ -77,13 +73,9 @@ def find(graph: fx.Graph, only_scales: Callable[[Norm], bool]) -> tuple[list[Mat
     matches: list[Match] = []
     skips: list[Skip] = []
     for node in graph.nodes:
-        if _name(node) not in _NORMS:
-            if _name(node) == "leannorm::conv_batch_norm":
-                skips.append(
-                    Skip(node, "it is one operator with its convolution; take to_pair() of the layer")
-                )
-            continue
         norm = norm_of(node)
+        if norm is None:
+            continue
         if isinstance(norm, str):
             skips.append(Skip(node, norm))
             continue
@@ -99,19 +91,24 @@ def find(graph: fx.Graph, only_scales: Callable[[Norm], bool]) -> tuple[list[Mat
     return matches, skips
 
 
-def norm_of(node: fx.Node) -> Norm | str:
-    """The norm that a node is, or why it cannot be folded."""
-    a = _arguments(node)
-    if a.get("training") or a.get("is_infer") is False:
+def norm_of(node: fx.Node) -> Norm | str | None:
+    """The norm that a node is, or why it cannot be folded; None where it is no such norm."""
+    operator = NORMS.get(_name(node))
+    if operator is None:
+        return None
+    if isinstance(operator.folds, str):
+        return operator.folds or None
+    a = arguments(node)
+    if operator.by_batch(a):
         return "it uses the batch's own statistics"
     if a.get("act", "identity") != "identity" or a.get("residual") is not None:
         return "it also adds or activates in the same operator"
-    x, mean, var, weight, bias, eps = (a[name] for name in _NORMS[_name(node)])
+    x, mean, var, weight, bias, eps = (a[name] for name in operator.folds)
     for what, value in (("statistics", mean), ("statistics", var), ("weight", weight), ("bias", bias)):
         if value is not None and value.op != "get_attr":
             return f"its {what} is computed, not a variable"
     result = node
-    if _name(node) == "leannorm::batch_norm_op":
+    if len(node.target._schema.returns) > 1:  # type: ignore[union-attr]
         results = [u for u in node.users if u.args[1] == 0]
         if len(results) != 1 or len(node.users) != 1:
             return "its statistics are used as well"
@@ -150,7 +147,7 @@ def _layer_of(node: fx.Node) -> Layer | str:
     if _name(node) not in _LAYERS:
         kinds = {"call_function": str(node.target), "placeholder": "an input", "output": "an output"}
         return kinds.get(node.op, node.op)
-    (kind, axes), a = _LAYERS[_name(node)], _arguments(node)
+    (kind, axes), a = _LAYERS[_name(node)], arguments(node)
     if a["weight"].op != "get_attr" or (a["bias"] is not None and a["bias"].op != "get_attr"):
         return f"a {kind} layer whose weight is computed (a parametrization)"
     padding = a.get("padding", 0)
@@ -164,11 +161,3 @@ def _name(node: fx.Node) -> str:
 
 def _each(value: Any) -> list[int]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of a call by name, defaults included."""
-    target: Any = node.target
-    named = zip(target._schema.arguments, node.args, strict=False)
-    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    return defaults | {a.name: v for a, v in named} | dict(node.kwargs)

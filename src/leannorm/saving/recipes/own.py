@@ -15,8 +15,6 @@ from leannorm.saving.graph import ours, saved_by_function
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
 
-_SYNC, _AFFINE = ours(SyncNorm), ours(ChannelAffine)
-
 
 def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
     *residual, mean, rstd, weight, bias, backend, act = rest
@@ -24,61 +22,59 @@ def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
     return y
 
 
-@recipe(ours(ChannelNorm), _AFFINE, _SYNC)
+def _kept(node: Any) -> Any:
+    """The record of what the node's function keeps, made of values.
+
+    None while the node is still saving (its own output, for one), and where it saved outside of `lean()`.
+    """
+    record = type(node)._forward_cls.Kept
+    values = saved_by_function(node, len(record._fields))
+    kept = None if values is None else record(*values)
+    return None if kept is None or None in (kept.x, kept.mean, kept.rstd) else kept
+
+
+@recipe(ours(ChannelNorm), ours(ChannelAffine), ours(SyncNorm))
 def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    values = saved_by_function(node, 8 if isinstance(node, SyncNorm._backward_cls) else 7)
-    if output or values is None:  # not all there yet: the node is saving its own output
-        return None
-    x, mean, rstd, weight, bias, residual = values[:6]
-    if x is None or mean is None or rstd is None:
+    kept = _kept(node)
+    if output or kept is None:
         return None
     statistics = 2 if isinstance(node, ChannelAffine._backward_cls) else 0
     has_x, has_weight, has_bias, has_residual = (dtype is not None for dtype in node.dtypes)
     before_bias = has_x + statistics + has_weight
-    known, b = _affine(bias, before_bias, given, has_bias)
+    known, bias = _bias(kept.bias, before_bias, given, has_bias)
+    residual = kept.residual
     if has_residual and residual is None:
         residual = given(before_bias + has_bias)
         if residual is None:
             return None
     if not known:
         return None
-    captured = mean.look(), rstd.look(), copy_of(weight), b
-    inputs = (x,) if residual is None else (x, residual)
+    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    inputs = (kept.x,) if residual is None else (kept.x, residual)
     return Step(_channel_normalize, inputs, captured, (node.backend, node.act))
 
 
-def _affine(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
+def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
     """Is the bias known, and a copy of it: saved by the node, or its input i (an absent one is no input)."""
     value = saved if saved is not None or not there else given(i)
     return value is not None or not there, copy_of(value)
 
 
-def _row_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    backend: Any,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool,
-) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, start, stop, eps, rms)[0]
+def _row_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, backend: Any, *rows: Any) -> Tensor:
+    y: Tensor = backend.row_forward(x, None, weight, bias, *rows)[0]
     return y
 
 
 @recipe(ours(RowNorm))
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    values = saved_by_function(node, 4)
-    if output or values is None:
+    kept = _kept(node)
+    if output or kept is None:
         return None
-    x, _, _, weight = values
     *before_bias, has_bias = (dtype is not None for dtype in node.dtypes)
-    known, b = _affine(None, sum(before_bias), given, has_bias)
-    if x is None or not known:
+    known, bias = _bias(None, sum(before_bias), given, has_bias)
+    if not known:
         return None
-    constants = node.backend, *node.span, node.eps, node.rms
-    return Step(_row_forward, (x,), (copy_of(weight), b), constants)
+    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (node.backend, *node.rows))
 
 
 def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
@@ -90,18 +86,15 @@ def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
 
 @recipe(ours(ConvNorm))
 def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    values = saved_by_function(node, 6)
-    if output or values is None:
-        return None
-    x, kernel, conv_bias, weight, mean, rstd = values
-    if x is None or kernel is None or mean is None or rstd is None or x.products:
+    kept = _kept(node)
+    if output or kept is None or kept.x.products:
         return None
     has_weight, has_bias = (dtype is not None for dtype in node.dtypes)
-    known, b = _affine(None, 2 + (conv_bias is not None) + has_weight, given, has_bias)
+    known, bias = _bias(None, 2 + (kept.conv_bias is not None) + has_weight, given, has_bias)
     if not known:
         return None
-    captured = mean.look(), rstd.look(), copy_of(weight), b
-    inputs = (x, kernel) if conv_bias is None else (x, kernel, conv_bias)
-    flops = 2 * kernel.look()[0].numel() * prod(node._input_metadata[0].shape)
+    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    inputs = tuple(v for v in (kept.x, kept.conv_weight, kept.conv_bias) if v is not None)
+    flops = 2 * kept.conv_weight.look()[0].numel() * prod(node._input_metadata[0].shape)
     constants = node.convolution, node.backend
     return Step(_conv_norm, inputs, captured, constants, kind="product", flops=flops)
