@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from leannorm._types import Running
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -104,8 +104,8 @@ class ChannelNorm(torch.autograd.Function):
         x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
         backend = ctx.backend
         if twice_differentiable():
-            backend, moments = reference, reference.channel_moments(x, ctx.groups)
-            mean, rstd = moments.mean, reference.rstd_of(moments, ctx.eps)
+            backend, moments = REFERENCE, REFERENCE.channel_moments(x, ctx.groups)
+            mean, rstd = moments.mean, REFERENCE.rstd_of(moments, ctx.eps)
         needed = ctx.needs_input_grad[:4]
         dx, dweight, dbias, dz = backend.channel_backward(
             dy, x, mean, rstd, weight, bias, residual, out, ctx.act, ctx.groups, needed[3]
@@ -127,8 +127,8 @@ class ChannelAffine(torch.autograd.Function):
         residual: Tensor | None,
         act: str,
     ) -> Tensor:
-        ctx.backend = pick(x, weight, bias, residual)
-        y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        backend = ctx.backend = pick(x, weight, bias, residual)
+        y = backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, constant=constant)
         return y
@@ -136,7 +136,7 @@ class ChannelAffine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
-        backend = reference if twice_differentiable() else ctx.backend
+        backend = REFERENCE if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]
@@ -169,7 +169,7 @@ def channel_norm(
     tensors = _with_buffers((x, weight, bias, residual), running)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(x, weight, bias, residual):
-        backend = reference if looked_into else pick(*tensors)
+        backend = REFERENCE if looked_into else pick(*tensors)
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
@@ -188,10 +188,10 @@ def channel_affine(
 ) -> Tensor:
     """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, mean, rstd, weight, bias, residual):
-        return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        return REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     if not recorded(x, weight, bias, residual):
         backend = pick(x, weight, bias, residual)
-        return cast(Tensor, backend.channel_normalize(x, mean, rstd, weight, bias, residual, act))
+        return backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
     y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
     return y

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.channel import applied_directly, twice_differentiable
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
@@ -50,8 +50,8 @@ class RowNorm(torch.autograd.Function):
         backend = ctx.backend
         if twice_differentiable():
             # create_graph: the statistics become functions of x again, so that no term is lost
-            backend = reference
-            mean, rstd = reference.row_moments(x, start, stop, ctx.eps, ctx.rms)
+            backend = REFERENCE
+            mean, rstd = REFERENCE.row_moments(x, start, stop, ctx.eps, ctx.rms)
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, ctx.rms, want_affine)
         return _grads(ctx, *grads)
 
@@ -85,7 +85,7 @@ def row_norm(
     tensors = (x, residual, weight, bias)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(*tensors):
-        backend = reference if looked_into else pick(*tensors)
+        backend = REFERENCE if looked_into else pick(*tensors)
         y, total, _, _ = backend.row_forward(*tensors, start, stop, eps, rms)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm

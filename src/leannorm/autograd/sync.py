@@ -22,7 +22,7 @@ from leannorm.autograd.channel import (
 )
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import rebuilding
 from leannorm.ops.select import pick, transformed
 
@@ -91,11 +91,12 @@ class SyncNorm(torch.autograd.Function):
         act: str,
         sharing: Sharing,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        ctx.backend = pick(x, weight, bias, residual)
-        local = ctx.backend.channel_moments(x)
-        total = _shared(ctx.backend.sums_of(local), local.count, sharing, x)
-        mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
-        y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        backend = ctx.backend = pick(x, weight, bias, residual)
+        local = backend.channel_moments(x)
+        assert isinstance(local.count, int)
+        total = _shared(backend.sums_of(local), local.count, sharing, x)
+        mean, m2, rstd, count = backend.moments_of(total, eps)
+        y = backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         keep_for_backward(ctx, x, mean, rstd, weight, bias, residual, y, act, count)
         ctx.eps, ctx.sharing = eps, sharing
         ctx.mark_non_differentiable(mean, m2, count)
@@ -107,7 +108,7 @@ class SyncNorm(torch.autograd.Function):
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
         backend, twice = ctx.backend, twice_differentiable()
         if twice:
-            backend, call = reference, sharing.call("moments to differentiate twice", x)
+            backend, call = REFERENCE, sharing.call("moments to differentiate twice", x)
             mean, _, rstd, _ = _moments(x, ctx.eps, sharing, call)
         statistics = (x, mean, rstd, weight, bias, residual, out)
         dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
@@ -156,9 +157,9 @@ def _may_be_repeated() -> bool:
 
 def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, M2, rstd and count of all ranks' inputs, in plain torch operations that can be differentiated."""
-    local = reference.channel_moments(x)
-    total = AddUp.apply(reference.sums_of(local), local.count, sharing.group, call)
-    mean, m2, rstd, count = reference.moments_of(total, eps)
+    local = REFERENCE.channel_moments(x)
+    total = AddUp.apply(REFERENCE.sums_of(local), local.count, sharing.group, call)
+    mean, m2, rstd, count = REFERENCE.moments_of(total, eps)
     return mean, m2, rstd, count.detach()
 
 
@@ -174,7 +175,7 @@ def sync_norm(
     """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, weight, bias, residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
-        y = reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        y = REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         return y, mean, m2, count
     if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
         sharing = sharing._replace(seen=None)

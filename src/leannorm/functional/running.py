@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from leannorm._types import Running
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.select import pick
 
@@ -16,14 +14,13 @@ from leannorm.ops.select import pick
 def running_mean_and_rstd(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The constants of evaluation; no gradient goes to them."""
     mean, var = (v.detach() if v.requires_grad else v for v in (running_mean, running_var))
-    constants: tuple[Tensor, Tensor] = _serving(mean, var).constants_of(mean, var, eps)
-    return constants
+    return _serving(mean, var).constants_of(mean, var, eps)
 
 
-def _serving(*tensors: Tensor | None) -> ModuleType:
+def _serving(*tensors: Tensor | None) -> Backend:
     """Plain torch where somebody looks inside: a transform, or a compiler, which fuses it with more."""
     if torch.compiler.is_compiling() or transformed(*tensors):
-        return reference
+        return REFERENCE
     return pick(*tensors)
 
 

@@ -11,6 +11,7 @@ from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
+from leannorm.ops.backends import Backend
 from leannorm.saving.graph import ours, saved_by_function
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
@@ -20,8 +21,8 @@ _SYNC, _AFFINE = ours(SyncNorm), ours(ChannelAffine)
 
 def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
     *residual, mean, rstd, weight, bias, backend, act = rest
-    y: Tensor = backend.channel_normalize(x, mean, rstd, weight, bias, *(residual or (None,)), act)
-    return y
+    kernels: Backend = backend
+    return kernels.channel_normalize(x, mean, rstd, weight, bias, (residual or [None])[0], act)
 
 
 @recipe(ours(ChannelNorm), _AFFINE, _SYNC)
@@ -57,14 +58,13 @@ def _row_forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    backend: Any,
+    backend: Backend,
     start: int,
     stop: int,
     eps: float,
     rms: bool,
 ) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, start, stop, eps, rms)[0]
-    return y
+    return backend.row_forward(x, None, weight, bias, start, stop, eps, rms)[0]
 
 
 @recipe(ours(RowNorm))
