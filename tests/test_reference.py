@@ -69,7 +69,7 @@ KINKS = (-3.0, -1.0, 0.0, 1.0, 3.0, 6.0)
 
 @pytest.mark.parametrize("act", ACTS)
 def test_derivatives_are_autograds_at_kinks_too(act):
-    forward, grad, from_output = ACTIVATIONS[act]
+    forward, grad, from_output, *_ = ACTIVATIONS[act]
     z = torch.cat((torch.randn(200, dtype=torch.float64) * 4, torch.tensor(KINKS, dtype=torch.float64)))
     z.requires_grad_()
     y = forward(z)

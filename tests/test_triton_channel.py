@@ -66,7 +66,7 @@ def test_every_activation(act, launches):
     assert_close_to_reference(on(ChannelCase((2, 3, 3, 4), layout), dtype, act, residual=residual), TRITON)
 
 
-@pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].grad_from_output is not None])
+@pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].from_output is not None])
 @pytest.mark.parametrize("launches", ["several"], indirect=True)
 def test_a_derivative_read_from_the_output(act, launches):
     case = ChannelCase((2, 3, 4, 5), "channels_last")

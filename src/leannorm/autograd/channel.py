@@ -60,7 +60,7 @@ def keep_for_backward(
     """
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
     out = None
-    if residual is not None and ACTIVATIONS[act].grad_from_output is not None:
+    if residual is not None and ACTIVATIONS[act].from_output is not None:
         residual, out = None, None if act == "identity" else y
     kept = None if constant and (act == "identity" or out is not None) else x
     bias = None if act == "identity" else bias

@@ -87,8 +87,8 @@ def _activation_grad(
     dz, activation = dy.to(xhat.dtype), ACTIVATIONS[act]
     if act == "identity":
         return dz
-    if out is not None and activation.grad_from_output is not None:
-        return dz * activation.grad_from_output(out.to(xhat.dtype))
+    if out is not None and activation.from_output is not None:
+        return dz * activation.from_output(out.to(xhat.dtype))
     return dz * activation.grad(_before_activation(xhat, weight, bias, residual))
 
 
