@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm.ops.backends import cpu
+from leannorm.ops.backends import CPU
 from leannorm.report.freed_memory import keep_freed_memory
 
 # Every batch norm of ResNet-50 at 8x3x224x224, and how often it occurs.
@@ -95,9 +95,9 @@ def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable
     leaf_residual = residual.clone().requires_grad_()
 
     def ours() -> list[Tensor]:
-        y, mean, _, rstd = cpu.channel_forward(x, weight, bias, added, 1e-5, row.act, groups)
+        y, mean, _, rstd = CPU.channel_forward(x, weight, bias, added, 1e-5, row.act, groups)
         out = y if row.residual else None
-        dx, dweight, dbias, dz = cpu.channel_backward(
+        dx, dweight, dbias, dz = CPU.channel_backward(
             dy, x, mean, rstd, weight, bias, None, out, row.act, groups, row.residual
         )
         return [y, dx, dweight, dbias, *([dz] if row.residual and dz is not None else [])]

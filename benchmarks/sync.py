@@ -34,7 +34,7 @@ from torch import Tensor
 from leannorm import nn
 from leannorm._types import Moments
 from leannorm.distributed.call import message_size
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.select import pick
 from leannorm.report.freed_memory import keep_freed_memory
 
@@ -64,13 +64,13 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         backend = pick(x, weight, bias)
         local = backend.channel_moments(x)
-        rstd = reference.rstd_of(local, eps)
+        rstd = REFERENCE.rstd_of(local, eps)
         mine = torch.cat((local.mean, rstd, torch.tensor([float(local.count)], dtype=rstd.dtype))).float()
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
         mean, rstd, count = torch.stack(every).double().split((x.shape[1], x.shape[1], 1), dim=1)
         merged = merged_of(Moments(mean, (rstd.pow(-2) - eps) * count, count))
-        rstd, total = reference.rstd_of(merged, eps), merged.count[0]
+        rstd, total = REFERENCE.rstd_of(merged, eps), merged.count[0]
         ctx.save_for_backward(x, merged.mean, rstd, weight, total)
         ctx.backend = backend
         return backend.channel_normalize(x, merged.mean, rstd, weight, bias)
@@ -81,7 +81,7 @@ class Gather(torch.autograd.Function):
         dbias, dweight = ctx.backend.channel_grad_sums(dy, x, mean, rstd, weight)
         sums = torch.cat((dbias, dweight)).float()
         dist.all_reduce(sums)
-        p, q = reference.channel_means(*sums.double().chunk(2), weight, 0, count)
+        p, q = REFERENCE.channel_means(*sums.double().chunk(2), weight, 0, count)
         dx, _ = ctx.backend.channel_input_grad(dy, x, mean, rstd, weight, None, None, None, p, q)
         return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None
 

@@ -2,7 +2,7 @@
 // conventions at the kinks as ops/activation.py.
 #pragma once
 
-#include "channel.h"
+#include "activation.h"
 #include "elementary.h"
 
 namespace leannorm::LEANNORM_ISA {

@@ -7,14 +7,10 @@
 
 #include <cstdint>
 
+#include "activation.h"
 #include "isa.h"
 
 namespace leannorm {
-
-// The order of `activation_index` in activation_name.h.
-enum Activation {
-  kIdentity, kRelu, kLeakyRelu, kSilu, kGelu, kGeluTanh, kHardswish, kHardtanh, kRelu6, kElu, kMish,
-};
 
 // The first pass over a set fetches what lies `next` elements further, if that is not 0, and the second what lies
 // `ahead`: of a set that stays in the cache the next set, else the next plane.

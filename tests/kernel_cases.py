@@ -11,10 +11,10 @@ from cases import ChannelCase, make
 from torch import Tensor
 
 from leannorm._types import Moments
-from leannorm.ops.backends import cpu, reference
+from leannorm.ops.backends import CPU, REFERENCE
 from leannorm.ops.plan import channel_plan, statistics_shape
 
-needs_kernels = pytest.mark.skipif(bool(cpu.why_not()), reason=" ".join(cpu.why_not()))
+needs_kernels = pytest.mark.skipif(bool(CPU.why_not()), reason=" ".join(CPU.why_not()))
 
 
 class Call(NamedTuple):
@@ -96,18 +96,18 @@ def exact_forward(call: Call) -> dict[str, Tensor]:
         m2s.append(math.fsum([d * d for d in deviations] + [-rest * rest * count]))
     shape = statistics_shape(call.x.shape, call.groups)
     mean, m2 = (call.x.new_tensor(v).reshape(shape) for v in (means, m2s))
-    rstd = reference.rstd_of(Moments(mean, m2, count), 1e-5)
-    y = reference.channel_normalize(call.x, mean, rstd, call.weight, call.bias, call.residual, call.act)
+    rstd = REFERENCE.rstd_of(Moments(mean, m2, count), 1e-5)
+    y = REFERENCE.channel_normalize(call.x, mean, rstd, call.weight, call.bias, call.residual, call.act)
     return {"y": y, "mean": mean, "m2": m2, "rstd": rstd, "moments.mean": mean, "moments.m2": m2}
 
 
-def assert_close_to_reference(call: Call, backend: Any = cpu) -> None:
+def assert_close_to_reference(call: Call, backend: Any = CPU) -> None:
     """Each result within twice the reference's own error in this dtype and a rounding of the largest."""
     ours = results(backend, call)
     # the oracle goes back from the same statistics and output: the forward pass's error is its own
     statistics = ours["mean"], ours["rstd"], ours["y"].double()
-    exact = results(reference, call.double(), statistics) | exact_forward(call)
-    plain = results(reference, call, (ours["mean"], ours["rstd"], ours["y"]))
+    exact = results(REFERENCE, call.double(), statistics) | exact_forward(call)
+    plain = results(REFERENCE, call, (ours["mean"], ours["rstd"], ours["y"]))
     # what a gradient is made of before its terms cancel
     terms = call.dy.double().abs().amax() * exact["rstd"].amax() if call.dy.numel() else torch.zeros(())
     largest_weight = 1.0 if call.weight is None else call.weight.double().abs().amax()

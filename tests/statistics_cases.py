@@ -2,9 +2,9 @@
 
 import torch
 
-from leannorm.ops.backends import cpu, reference
+from leannorm.ops.backends import CPU, REFERENCE
 
-BACKENDS = [reference] if cpu.why_not() else [reference, cpu]
+BACKENDS = [REFERENCE] if CPU.why_not() else [REFERENCE, CPU]
 
 
 def total_of(backend, sets):

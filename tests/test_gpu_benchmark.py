@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu_report import OutOfTimeError, Report
-from benchmarks.gpu_shapes import Case, errors, make_set, moved, ours, torchs
+from benchmarks.gpu.report import OutOfTimeError, Report
+from benchmarks.gpu.shapes import Case, errors, make_set, moved, ours, torchs
 from leannorm.cli import main
 from leannorm.report.timing import device_seconds, launches, sets_past_the_cache
 

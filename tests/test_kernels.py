@@ -12,7 +12,7 @@ import torch
 from cases import ACTS, CASES, DTYPES, EMPTY, ChannelCase, lay_out
 from kernel_cases import assert_close_to_reference, call_on, needs_kernels, results
 
-from leannorm.ops.backends import cpu, reference
+from leannorm.ops.backends import CPU, REFERENCE
 
 pytestmark = needs_kernels
 SIZES = (1, 7, 8, 15, 16, 17, 4095, 4097)
@@ -49,12 +49,12 @@ def test_every_size_in_every_place(size):
 @pytest.mark.parametrize("shape", [*EMPTY, (3, 0, 4), (3, 0)], ids=str)
 def test_nothing_in_it(shape):
     x = torch.empty(shape)
-    y, mean, m2, rstd = cpu.channel_forward(x, None, None, None, 1e-5, "relu", 0)
+    y, mean, m2, rstd = CPU.channel_forward(x, None, None, None, 1e-5, "relu", 0)
     assert y.shape == shape
     assert mean.eq(0).all()
     assert m2.eq(0).all()
     torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-    dx, dweight, dbias, dz = cpu.channel_backward(x, x, mean, rstd, None, None, None, None, "relu", 0, True)
+    dx, dweight, dbias, dz = CPU.channel_backward(x, x, mean, rstd, None, None, None, None, "relu", 0, True)
     assert dx.shape == dz.shape == shape
     assert dweight.eq(0).all()
     assert dbias.eq(0).all()
@@ -63,10 +63,10 @@ def test_nothing_in_it(shape):
 @pytest.mark.parametrize("shape", [(3, 0, 4), (0, 4, 5), (2, 4, 0)], ids=str)
 def test_groups_of_nothing(shape):
     x = torch.empty(shape)
-    y, mean, _, rstd = cpu.channel_forward(x, None, None, None, 1e-5, "identity", 2)
+    y, mean, _, rstd = CPU.channel_forward(x, None, None, None, 1e-5, "identity", 2)
     assert (y.shape, mean.shape) == (shape, (shape[0], 2))
     assert mean.eq(0).all()
-    dx, dweight, dbias, _ = cpu.channel_backward(x, x, mean, rstd, None, None, None, None, "identity", 2)
+    dx, dweight, dbias, _ = CPU.channel_backward(x, x, mean, rstd, None, None, None, None, "identity", 2)
     assert (dx.shape, dweight.shape, dbias.shape) == (shape, shape[1:2], shape[1:2])
 
 
@@ -99,7 +99,7 @@ def test_threads_change_no_bit(shape, groups, layout):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            seen.append(results(cpu, call))
+            seen.append(results(CPU, call))
     finally:
         torch.set_num_threads(before)
     for other in seen[1:]:
@@ -131,13 +131,13 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
 
     x, dy, residual = (made(torch.randn(1, 5, *plane)) for _ in range(3))
     given = torch.randn(5).double(), torch.rand(5).double(), torch.rand(5), torch.rand(5), residual
-    y = cpu.channel_normalize(x, *given, "relu")
-    dx, dz = cpu.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    y = CPU.channel_normalize(x, *given, "relu")
+    dx, dz = CPU.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
     alone = torch.ones(2, 5, *plane, dtype=dtype)  # too small for it
     x, dy, residual = (alone * v[:1] for v in (x, dy, residual))
     given = *given[:4], residual
-    small = cpu.channel_normalize(x, *given, "relu")
-    small_dx, small_dz = cpu.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    small = CPU.channel_normalize(x, *given, "relu")
+    small_dx, small_dz = CPU.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
     for large, want in ((y, small), (dx, small_dx), (dz, small_dz)):
         assert torch.equal(large, want[:1].expand(shape))
 
@@ -148,12 +148,12 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
 def test_a_rebuilt_output_is_the_same_bits(dtype, act, layout):
     for shape, groups in (((4, 64, 15, 15), 0), ((2, 6, 33, 17), 3)):
         call = call_on(ChannelCase(shape, layout), dtype, act, groups)
-        y, mean, _, rstd = cpu.channel_forward(call.x, call.weight, call.bias, None, 1e-5, act, groups)
-        assert torch.equal(y, cpu.channel_normalize(call.x, mean, rstd, call.weight, call.bias, None, act))
+        y, mean, _, rstd = CPU.channel_forward(call.x, call.weight, call.bias, None, 1e-5, act, groups)
+        assert torch.equal(y, CPU.channel_normalize(call.x, mean, rstd, call.weight, call.bias, None, act))
         # and so are the gradients, whether the derivative is read from the output or rebuilt
         saved = (call.dy, call.x, mean, rstd, call.weight, call.bias, None)
-        kept = cpu.channel_backward(*saved, y, act, groups)
-        rebuilt = cpu.channel_backward(*saved, None, act, groups)
+        kept = CPU.channel_backward(*saved, y, act, groups)
+        rebuilt = CPU.channel_backward(*saved, None, act, groups)
         for a, b in zip(kept[:3], rebuilt[:3], strict=True):
             assert torch.equal(a, b)
 
@@ -161,9 +161,9 @@ def test_a_rebuilt_output_is_the_same_bits(dtype, act, layout):
 def test_the_gradient_in_the_inputs_place_is_the_same():
     for layout in ("contiguous", "channels_last"):
         call = call_on(ChannelCase((4, 20, 9, 9), layout), torch.float32, "silu")
-        _, mean, _, rstd = cpu.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
+        _, mean, _, rstd = CPU.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
         arguments = (mean, rstd, call.weight, call.bias, None, None, "silu", 0, False)
-        dx, dweight, dbias, _ = cpu.channel_backward(call.dy, call.x, *arguments)
+        dx, dweight, dbias, _ = CPU.channel_backward(call.dy, call.x, *arguments)
         place = call.x.clone()
         more = torch.ops.leannorm.channel_backward_(call.dy, place, *arguments)
         assert torch.equal(place, dx)
@@ -176,7 +176,7 @@ def test_the_gradient_in_the_inputs_place_is_the_same():
 def test_the_dispatcher_finds_nothing_wrong(layout, groups):
     call = call_on(ChannelCase((2, 4, 3, 3), layout), torch.float32, residual=True)
     x, dy, weight, bias, residual, act, _, _ = call
-    _, mean, m2, rstd = cpu.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
+    _, mean, m2, rstd = CPU.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
     saved = (dy, x, mean, rstd, weight, bias, residual, None)
     buffers = torch.zeros(4), torch.ones(4), torch.tensor(0)
     ops = torch.ops.leannorm
@@ -205,10 +205,10 @@ def test_a_call_leaves_nothing_behind():
 
     def calls(n):
         for _ in range(n):
-            results(cpu, call)
-            cpu.channel_forward(call.x, None, None, None, 1e-5, running=running)
+            results(CPU, call)
+            CPU.channel_forward(call.x, None, None, None, 1e-5, running=running)
             with pytest.raises(RuntimeError, match="unknown activation"):
-                cpu.channel_normalize(call.x, running[0].double(), running[1].double(), act="softplus")
+                CPU.channel_normalize(call.x, running[0].double(), running[1].double(), act="softplus")
 
     calls(200)
     before = malloc().in_use
@@ -244,8 +244,8 @@ def test_a_kernel_refuses_what_it_cannot_read(changed, words):
 def test_a_parameter_of_any_dtype():
     x = torch.randn(4, 6, 5, dtype=torch.bfloat16)
     weight, bias = torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float16)
-    y, *_ = cpu.channel_forward(x, weight, bias, None, 1e-5)
-    want, *_ = reference.channel_forward(x.double(), weight, bias.double(), None, 1e-5)
+    y, *_ = CPU.channel_forward(x, weight, bias, None, 1e-5)
+    want, *_ = REFERENCE.channel_forward(x.double(), weight, bias.double(), None, 1e-5)
     assert (y.double() - want).abs().max() <= torch.finfo(torch.bfloat16).eps * want.abs().max()
 
 
@@ -272,7 +272,7 @@ def test_more_elements_than_an_int_counts(shape):
     assert x.numel() > 2**31
     x.fill_(1)
     x[-1, -1] = 3
-    y, mean, _, rstd = cpu.channel_forward(x, None, None, None, 1e-5, "identity", 0)
+    y, mean, _, rstd = CPU.channel_forward(x, None, None, None, 1e-5, "identity", 0)
     count = x[:, -1].numel()
     last = count + 2 * x[-1, -1].numel()
     assert abs(mean[-1].item() - last / count) < 1e-6
@@ -283,5 +283,5 @@ def test_more_elements_than_an_int_counts(shape):
 
 def test_lay_out_is_what_the_kernels_are_fed():
     x = lay_out(torch.randn(2, 3, 4, 5), "channels_last")
-    y, *_ = cpu.channel_forward(x, None, None, None, 1e-5)
+    y, *_ = CPU.channel_forward(x, None, None, None, 1e-5)
     assert y.stride() == x.stride()

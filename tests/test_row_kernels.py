@@ -10,9 +10,9 @@ from row_cases import DTYPES, RowCase, lay_out, ours
 
 from leannorm import functional
 from leannorm.ops import select
-from leannorm.ops.backends import BACKENDS, cpu, reference
+from leannorm.ops.backends import BACKENDS, CPU, REFERENCE
 
-pytestmark = pytest.mark.skipif(bool(cpu.why_not()), reason="; ".join(cpu.why_not()))
+pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
 
 SIZES = (1, 7, 8, 15, 16, 17, 4095, 4097)
 SHAPES = [
@@ -62,7 +62,7 @@ def assert_agree(got, want, x, kept):
 def test_agrees_with_the_reference(shape, start, stop, dtype, rms):
     for residual in (False, True):
         given = operands(shape, start, stop, dtype, rms, residual)
-        got, want = (both_ways(b, given, start, stop, rms) for b in (cpu, reference))
+        got, want = (both_ways(b, given, start, stop, rms) for b in (CPU, REFERENCE))
         kept = torch.Size(shape[start:stop]).numel()
         assert_agree(got, want, given[0], kept)
 
@@ -74,7 +74,7 @@ def test_layouts(layout, start):
     other = operands((3, 6, 4, 5), start, start + 1, torch.float32, False, True)
     mixed = (*given[:4], *other[4:])  # gradients that lie in another layout than the input
     for operand in (given, mixed):
-        got, want = (both_ways(b, operand, start, start + 1, False) for b in (cpu, reference))
+        got, want = (both_ways(b, operand, start, start + 1, False) for b in (CPU, REFERENCE))
         assert_agree(got, want, operand[0], 2)
         assert got[0].stride() == torch.empty_like(operand[0]).stride()
 
@@ -90,7 +90,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, dtype, layout):
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(both_ways(cpu, given, 1, 2, False))
+            results.append(both_ways(CPU, given, 1, 2, False))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -126,7 +126,7 @@ def test_not_a_number_stays_in_its_row():
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 3), (0, 4, 2)], ids=str)
 def test_nothing_in_nothing_out(shape):
     given = operands(shape, 1, 2, torch.float32, False, True)
-    for g, w in zip(*(both_ways(b, given, 1, 2, False) for b in (cpu, reference)), strict=True):
+    for g, w in zip(*(both_ways(b, given, 1, 2, False) for b in (CPU, REFERENCE)), strict=True):
         torch.testing.assert_close(g, w)
 
 
@@ -175,7 +175,7 @@ def test_the_way_to_memory_changes_no_bit(cache):
 
 LARGE = """
 import torch
-from leannorm.ops.backends import cpu
+from leannorm.ops.backends import CPU
 
 weight, bias = torch.randn(64), torch.randn(64)
 for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -183,13 +183,13 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16):
         x, dy, more = (torch.randn(shape).to(dtype) for _ in range(3))
         for residual in (None, more):
             args = 1, 2, 1e-5, False
-            y, total, mean, rstd = cpu.row_forward(x, residual, weight, bias, *args)
+            y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, *args)
             kept = x if residual is None else total
-            dx, *_ = cpu.row_backward(dy, residual, kept, mean, rstd, weight, 1, 2, False)
+            dx, *_ = CPU.row_backward(dy, residual, kept, mean, rstd, weight, 1, 2, False)
             for part in torch.arange(len(x)).chunk(10):
                 add = None if residual is None else residual[part]
-                y_, _, *statistics = cpu.row_forward(x[part], add, weight, bias, *args)
-                dx_, *_ = cpu.row_backward(dy[part], add, kept[part], *statistics, weight, 1, 2, False)
+                y_, _, *statistics = CPU.row_forward(x[part], add, weight, bias, *args)
+                dx_, *_ = CPU.row_backward(dy[part], add, kept[part], *statistics, weight, 1, 2, False)
                 assert torch.equal(y[part], y_) and torch.equal(dx[part], dx_)
 """
 

@@ -5,14 +5,14 @@ import torch
 from statistics_cases import total_of
 
 from leannorm._types import Moments
-from leannorm.ops.backends import cpu, reference, triton
+from leannorm.ops.backends import CPU, REFERENCE, TRITON
 
 
-@pytest.fixture(params=[cpu, triton], ids=["cpu", "triton"])
+@pytest.fixture(params=[CPU, TRITON], ids=["cpu", "triton"])
 def kernels(request):
     """A backend whose kernels these are, and its device's tensors."""
     backend = request.param
-    device = "cuda" if backend is triton and torch.cuda.is_available() else "cpu"
+    device = "cuda" if backend is TRITON and torch.cuda.is_available() else "cpu"
     reasons = backend.why_not(torch.empty(1, device=device), named=True)
     if reasons:
         pytest.skip(" ".join(reasons))
@@ -33,9 +33,9 @@ def moments(channels, count=12, scale=1.0):
 def test_sums_are_the_plain_ones(kernels, channels, scale):
     sets = [moments(channels, n, scale) for n in (1, 12, 0, 1000)]
     for one in sets:
-        torch.testing.assert_close(kernels.sums_of(one), reference.sums_of(one), rtol=1e-15, atol=0)
-    total = total_of(reference, sets)
-    found, plain = kernels.moments_of(total, 1e-5), reference.moments_of(total, 1e-5)
+        torch.testing.assert_close(kernels.sums_of(one), REFERENCE.sums_of(one), rtol=1e-15, atol=0)
+    total = total_of(REFERENCE, sets)
+    found, plain = kernels.moments_of(total, 1e-5), REFERENCE.moments_of(total, 1e-5)
     for got, want in zip(found, plain, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-7 * scale**2)
 
@@ -47,14 +47,14 @@ def test_means_are_the_plain_ones(kernels, dtype, count, channels):
     total = torch.randn(1 + 2 * channels, dtype=F64)
     weight = None if dtype is None else torch.randn(channels).to(dtype)
     given = total, weight, torch.tensor(count, dtype=F64)
-    for got, want in zip(kernels.means_of(*given), reference.means_of(*given), strict=True):
+    for got, want in zip(kernels.means_of(*given), REFERENCE.means_of(*given), strict=True):
         assert torch.equal(got, want)
 
 
 def test_nan_and_nothing(kernels):
     total = torch.zeros(9, dtype=F64)
     total[2] = torch.nan
-    for backend in (kernels, reference):
+    for backend in (kernels, REFERENCE):
         mean, m2, rstd, count = backend.moments_of(total, 1.0)
         assert count == 0
         assert mean[0] == m2[0] == 0
@@ -77,7 +77,7 @@ def test_running_statistics_move_as_by_the_plain_formula(kernels, dtype, momentu
     start = torch.randn(66).to(dtype)[::2], torch.rand(33).to(dtype)
     count = count.to(mean.device) if isinstance(count, torch.Tensor) else count
     ends = []
-    for backend in (kernels, reference):
+    for backend in (kernels, REFERENCE):
         buffers = start[0].clone(), start[1].clone(), torch.tensor(3) if tracked else None
         backend.move_running(*buffers, momentum, mean, m2, count)
         ends.append(buffers)
@@ -152,7 +152,7 @@ def test_buffers_of_inference_mode_move(kernels):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_constants_are_the_plain_ones_and_copies(kernels, dtype):
     mean, var = torch.randn(66).to(dtype)[::2], torch.rand(33).to(dtype)
-    found, plain = kernels.constants_of(mean, var, 1e-5), reference.constants_of(mean, var, 1e-5)
+    found, plain = kernels.constants_of(mean, var, 1e-5), REFERENCE.constants_of(mean, var, 1e-5)
     mean.zero_()
     for got, want in zip(found, plain, strict=True):
         assert torch.equal(got, want)

@@ -12,9 +12,9 @@ from kernel_cases import assert_close_to_reference, call_on, results
 
 from leannorm.ops import schema
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import reference, triton
+from leannorm.ops.backends import REFERENCE, TRITON, triton
 
-REASONS = [] if torch.cuda.is_available() else triton.why_not(torch.empty(1), named=True)
+REASONS = [] if torch.cuda.is_available() else TRITON.why_not(torch.empty(1), named=True)
 pytestmark = pytest.mark.skipif(bool(REASONS), reason=" ".join(REASONS))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (1, 7, 16, 17)
@@ -45,7 +45,7 @@ def launches(request, monkeypatch):
 def test_the_verbs_are_the_references(case):
     for dtype, groups in ((torch.float32, 0), (torch.bfloat16, 1), (torch.float32, case.shape[1])):
         if groups == 0 or torch.Size(case.shape[2:]).numel() * case.shape[1] // groups > 1:
-            assert_close_to_reference(on(case, dtype, groups=groups), triton)
+            assert_close_to_reference(on(case, dtype, groups=groups), TRITON)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_verbs_are_the_references(case):
 )
 def test_many_values_a_channel(layout, dtype):
     """Several tiles for a program, and several programs for a channel, as they are without being forced."""
-    assert_close_to_reference(on(ChannelCase((9, 3, 24, 24), layout), dtype), triton)
+    assert_close_to_reference(on(ChannelCase((9, 3, 24, 24), layout), dtype), TRITON)
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -63,20 +63,20 @@ def test_every_activation(act, launches):
         if launches == "one launch"
         else (torch.float64, "channels_last", True)
     )
-    assert_close_to_reference(on(ChannelCase((2, 3, 3, 4), layout), dtype, act, residual=residual), triton)
+    assert_close_to_reference(on(ChannelCase((2, 3, 3, 4), layout), dtype, act, residual=residual), TRITON)
 
 
-@pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].grad_from_output is not None])
+@pytest.mark.parametrize("act", [a for a in ACTS if ACTIVATIONS[a].from_output is not None])
 @pytest.mark.parametrize("launches", ["several"], indirect=True)
 def test_a_derivative_read_from_the_output(act, launches):
     case = ChannelCase((2, 3, 4, 5), "channels_last")
-    assert_close_to_reference(on(case, torch.bfloat16, act, residual=True, out_given=True), triton)
+    assert_close_to_reference(on(case, torch.bfloat16, act, residual=True, out_given=True), TRITON)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_size_in_every_place(size, launches):
     for shape in ((size, 2), (2, size, 3), (2, 3, size)):
-        assert_close_to_reference(on(ChannelCase(shape), torch.float32), triton)
+        assert_close_to_reference(on(ChannelCase(shape), torch.float32), TRITON)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_every_size_in_every_place(size, launches):
 )
 def test_groups(groups, layout, launches):
     case = ChannelCase((2, 6, 3, 7), layout)
-    assert_close_to_reference(on(case, torch.float16, "silu", groups, residual=True), triton)
+    assert_close_to_reference(on(case, torch.float16, "silu", groups, residual=True), TRITON)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ def test_groups(groups, layout, launches):
 def test_a_mean_far_from_zero(mean, std, layout, launches):
     call = on(ChannelCase((4, 4, 3, 7), layout), torch.float32, groups=0 if std else 2)
     call = call._replace(x=(call.x - 0.5) / 2 * std + mean)
-    assert_close_to_reference(call, triton)
+    assert_close_to_reference(call, TRITON)
 
 
 def test_the_first_values_may_lie_far_from_the_mean(launches):
     call = on(ChannelCase((4, 6, 5, 7), "channels_last"), torch.float32)
     call.x[0, :, 0] = 0
     call.x[:, :, 1:] += 1e4
-    assert_close_to_reference(call, triton)
+    assert_close_to_reference(call, TRITON)
 
 
 @pytest.mark.parametrize(("layout", "groups"), [("contiguous", 0), ("channels_last", 2)])
@@ -115,14 +115,14 @@ def test_squares_past_float32(dtype, layout, groups, launches):
     """Of one sample or channel; the others beside it in a tile keep their digits."""
     call = on(ChannelCase((3, 4, 3, 5), layout), dtype, "identity", groups)
     (call.x[1] if groups else call.x[:, 1]).mul_(1e30)
-    assert_close_to_reference(call, triton)
+    assert_close_to_reference(call, TRITON)
 
 
 def test_what_is_not_a_number_stays_so(launches):
     call = on(ChannelCase((4, 6, 5, 7)), torch.float32)
     call.x[1, 2, 3, 4] = float("nan")
     call.x[1, 3, 3, 4] = float("inf")
-    y, mean, m2, _ = triton.channel_forward(call.x, None, None, None, 1e-5, "relu")
+    y, mean, m2, _ = TRITON.channel_forward(call.x, None, None, None, 1e-5, "relu")
     wrong = torch.tensor([False, False, True, True, False, False], device=DEVICE)
     assert torch.equal(m2.isfinite(), ~wrong)
     assert torch.equal(mean.isfinite(), ~wrong)
@@ -133,25 +133,25 @@ def test_what_is_not_a_number_stays_so(launches):
 def test_nothing_in_it(shape):
     x = torch.empty(shape, device=DEVICE)
     for groups in (0, 1) if shape[1] else (0,):
-        y, mean, m2, rstd = triton.channel_forward(x, None, None, None, 1e-5, "relu", groups)
+        y, mean, m2, rstd = TRITON.channel_forward(x, None, None, None, 1e-5, "relu", groups)
         assert y.shape == shape
         assert mean.eq(0).all()
         assert m2.eq(0).all()
         torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
         saved = (x, x, mean, rstd, None, None, None, None, "relu")
-        dx, dweight, dbias, dz = triton.channel_backward(*saved, groups, True)
+        dx, dweight, dbias, dz = TRITON.channel_backward(*saved, groups, True)
         assert dx.shape == dz.shape == shape
         assert dweight.eq(0).all()
         assert dbias.eq(0).all()
-        assert triton.channel_moments(x, groups).mean.eq(0).all()
-        assert triton.channel_grad_sums(*saved)[0].eq(0).all()
-        assert triton.channel_input_grad(*saved[:-1], act="relu")[0].shape == shape
+        assert TRITON.channel_moments(x, groups).mean.eq(0).all()
+        assert TRITON.channel_grad_sums(*saved)[0].eq(0).all()
+        assert TRITON.channel_input_grad(*saved[:-1], act="relu")[0].shape == shape
 
 
 @pytest.mark.parametrize(("layout", "groups"), [("contiguous", 3), ("channels_last", 0)])
 def test_a_second_run_is_the_same_to_the_bit(layout, groups, launches):
     call = on(ChannelCase((2, 6, 7, 7), layout), torch.bfloat16, "gelu", groups, residual=True)
-    first, second = results(triton, call), results(triton, call)
+    first, second = results(TRITON, call), results(TRITON, call)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
 
@@ -160,12 +160,12 @@ def test_a_second_run_is_the_same_to_the_bit(layout, groups, launches):
 def test_a_rebuilt_output_is_the_same_bits(act, layout, launches):
     for dtype, groups in ((torch.float32, 0), (torch.bfloat16, 3)):
         call = on(ChannelCase((2, 6, 5, 7), layout), dtype, act, groups)
-        y, mean, _, rstd = triton.channel_forward(call.x, call.weight, call.bias, None, 1e-5, act, groups)
-        assert torch.equal(y, triton.channel_normalize(call.x, mean, rstd, call.weight, call.bias, None, act))
+        y, mean, _, rstd = TRITON.channel_forward(call.x, call.weight, call.bias, None, 1e-5, act, groups)
+        assert torch.equal(y, TRITON.channel_normalize(call.x, mean, rstd, call.weight, call.bias, None, act))
         assert y.stride() == call.x.stride()
         saved = (call.dy, call.x, mean, rstd, call.weight, call.bias, None)
-        kept = triton.channel_backward(*saved, y, act, groups)
-        rebuilt = triton.channel_backward(*saved, None, act, groups)
+        kept = TRITON.channel_backward(*saved, y, act, groups)
+        rebuilt = TRITON.channel_backward(*saved, None, act, groups)
         for a, b in zip(kept[:3], rebuilt[:3], strict=True):
             assert torch.equal(a, b)
 
@@ -173,11 +173,11 @@ def test_a_rebuilt_output_is_the_same_bits(act, layout, launches):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_the_gradient_in_the_inputs_place_is_the_same(layout, launches):
     call = on(ChannelCase((2, 5, 5, 7), layout), torch.float32, "silu")
-    _, mean, _, rstd = triton.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
+    _, mean, _, rstd = TRITON.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
     arguments = (mean, rstd, call.weight, call.bias, None, None, "silu", 0, False)
-    dx, dweight, dbias, _ = triton.channel_backward(call.dy, call.x, *arguments)
+    dx, dweight, dbias, _ = TRITON.channel_backward(call.dy, call.x, *arguments)
     place = call.x.clone()
-    same, *more, _ = triton.channel_backward(call.dy, place, *arguments, into=place)
+    same, *more, _ = TRITON.channel_backward(call.dy, place, *arguments, into=place)
     assert same is place
     assert torch.equal(place, dx)
     assert torch.equal(more[0], dweight)
@@ -188,8 +188,8 @@ def test_a_parameter_of_any_dtype(launches):
     x = torch.randn(4, 6, 5, dtype=torch.bfloat16, device=DEVICE)
     weight = torch.rand(6, dtype=torch.float64, device=DEVICE)
     bias = torch.randn(6, dtype=torch.float16, device=DEVICE)
-    y, *_ = triton.channel_forward(x, weight, bias, None, 1e-5)
-    want, *_ = reference.channel_forward(x.double(), weight, bias.double(), None, 1e-5)
+    y, *_ = TRITON.channel_forward(x, weight, bias, None, 1e-5)
+    want, *_ = REFERENCE.channel_forward(x.double(), weight, bias.double(), None, 1e-5)
     assert (y.double() - want).abs().max() <= torch.finfo(torch.bfloat16).eps * want.abs().max()
 
 

@@ -8,10 +8,9 @@ from row_cases import CASES, DTYPES, RowCase, assert_within_budget, make, ours, 
 from test_row_kernels import SIZES, assert_agree, both_ways, operands
 
 from leannorm.ops import select
-from leannorm.ops.backends import BACKENDS, reference
-from leannorm.ops.backends import triton as backend
+from leannorm.ops.backends import REFERENCE, TRITON
 
-WHY_NOT = backend.why_not(named=True)
+WHY_NOT = TRITON.why_not(named=True)
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason="; ".join(WHY_NOT))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RMS = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
@@ -31,8 +30,8 @@ def here(given):
 def agree(given, start, stop, rms):
     """Both verbs of the kernels against the reference's."""
     given = here(given)
-    got = both_ways(backend, given, start, stop, rms)
-    want = both_ways(reference, given, start, stop, rms)
+    got = both_ways(TRITON, given, start, stop, rms)
+    want = both_ways(REFERENCE, given, start, stop, rms)
     assert_agree(got, want, given[0], torch.Size(given[0].shape[start:stop]).numel())
     return got
 
@@ -92,8 +91,8 @@ def test_many_rows_pass_through_few_programs():
     got, again = (agree(given, 1, 2, False) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     x, dy = given[0].to(DEVICE), given[4].to(DEVICE)
-    _, _, mean, rstd = backend.row_forward(x, None, None, None, 1, 2, 1e-5)
-    dx, dweight, dbias = backend.row_backward(dy, None, x, mean, rstd, None, 1, 2, False, False)
+    _, _, mean, rstd = TRITON.row_forward(x, None, None, None, 1, 2, 1e-5)
+    dx, dweight, dbias = TRITON.row_backward(dy, None, x, mean, rstd, None, 1, 2, False, False)
     assert (dweight, dbias) == (None, None)
     assert dx.isfinite().all()
 
@@ -151,12 +150,12 @@ def test_not_a_number_stays_in_its_row(kernels):
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 3), (0, 4, 2)], ids=str)
 def test_nothing_in_nothing_out(shape):
     given = here(operands(shape, 1, 2, torch.float32, False, True))
-    for g, w in zip(*(both_ways(b, given, 1, 2, False) for b in (backend, reference)), strict=True):
+    for g, w in zip(*(both_ways(b, given, 1, 2, False) for b in (TRITON, REFERENCE)), strict=True):
         torch.testing.assert_close(g, w)
 
 
 def test_the_layer_takes_the_kernels_where_they_are_named(kernels):
     x = torch.randn(4, 8, device=DEVICE)
     case = RowCase((4, 8), (8,))
-    assert select.pick(x) is BACKENDS["triton"]
+    assert select.pick(x) is TRITON
     torch.testing.assert_close(ours(x, case, None, None, 1e-5, True), theirs(x, case, None, None, 1e-5, True))

@@ -12,7 +12,7 @@ from cases import CASES
 
 from leannorm import functional, use_backend
 from leannorm._errors import BackendUnavailableError
-from leannorm.ops.backends import triton
+from leannorm.ops.backends import TRITON, triton
 from leannorm.ops.select import backends, pick
 
 needs_triton = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
@@ -105,10 +105,10 @@ def test_a_tile_far_behind_2_to_the_31(columns):
 @needs_triton
 def test_only_by_name_does_an_interpreter_serve():
     x = torch.randn(4, 6, 3, 3)
-    assert pick(x) is not triton
+    assert pick(x) is not TRITON
     assert backends(x)["triton"] == ["the kernels run on CUDA, a tensor is on cpu"]
     with use_backend("triton"):
-        assert pick(x) is triton
+        assert pick(x) is TRITON
         with pytest.raises(BackendUnavailableError, match="the kernels take float32"):
             pick(x.to(torch.float8_e4m3fn))
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leannorm._types import Epilogue, Running
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -62,7 +62,7 @@ def keep_for_backward(
     """
     x, mean, rstd, weight, bias, residual, out = given
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
-    if residual is None or ACTIVATIONS[act].grad_from_output is None:
+    if residual is None or ACTIVATIONS[act].from_output is None:
         out = None
     else:
         residual, out = None, None if act == "identity" else out
@@ -101,9 +101,9 @@ class ChannelNorm(torch.autograd.Function):
             return (None,) * 8
         kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; a record would cost time
         if twice_differentiable():
-            backend, moments = reference, reference.channel_moments(kept[0], ctx.groups)
+            backend, moments = REFERENCE, REFERENCE.channel_moments(kept[0], ctx.groups)
             kept = KeptByChannelNorm(*kept)._replace(
-                mean=moments.mean, rstd=reference.rstd_of(moments, ctx.eps)
+                mean=moments.mean, rstd=REFERENCE.rstd_of(moments, ctx.eps)
             )
         needed = ctx.needs_input_grad[:4]
         dx, dweight, dbias, dz = backend.channel_backward(dy, *kept, ctx.act, ctx.groups, needed[3])
@@ -126,8 +126,8 @@ class ChannelAffine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, *others = ctx.saved_tensors
-        backend = reference if twice_differentiable() else ctx.backend
+        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
+        backend = REFERENCE if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]
@@ -135,9 +135,12 @@ class ChannelAffine(torch.autograd.Function):
         if x is None:  # nothing is read from it but its shape and layout
             x = dy = dy.contiguous(memory_format=ctx.layout)
         if need_weight or need_bias:
-            dbias, dweight = backend.channel_grad_sums(dy, x, *others, ctx.act)
+            dbias, dweight = backend.channel_grad_sums(
+                dy, x, mean, rstd, weight, bias, residual, out, ctx.act
+            )
         if need_x or need_residual:
-            dx, dz = backend.channel_input_grad(dy, x, *others, None, None, ctx.act, want_dz=need_residual)
+            given = dy, x, mean, rstd, weight, bias, residual, out
+            dx, dz = backend.channel_input_grad(*given, None, None, ctx.act, want_dz=need_residual)
         dx, *of_others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
         return (dx, None, None, *of_others, None)
 
@@ -153,7 +156,7 @@ def channel_norm(
     tensors = _with_buffers((x, weight, bias, residual), running)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(x, weight, bias, residual):
-        backend = reference if looked_into else pick(*tensors)
+        backend = REFERENCE if looked_into else pick(*tensors)
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
@@ -165,10 +168,10 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) ->
     """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
     weight, bias, residual, act = epilogue
     if transformed(x, mean, rstd, weight, bias, residual):
-        return reference.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        return REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     if not recorded(x, weight, bias, residual):
         backend = pick(x, weight, bias, residual)
-        return cast(Tensor, backend.channel_normalize(x, mean, rstd, weight, bias, residual, act))
+        return backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
     y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
     return y

@@ -8,7 +8,6 @@ tensor of the output's size exists.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.autograd.channel import twice_differentiable, values_per_channel
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import differentiable
 from leannorm.ops.select import pick, transformed
 
@@ -134,9 +133,9 @@ def _unbiased(moments: Moments) -> Tensor:
     return moments.m2 / max(moments.count - 1, 1)
 
 
-def _statistics(backend: ModuleType, z: Tensor, eps: float, outside: bool) -> tuple[Moments, Tensor]:
-    moments: Moments = backend.channel_moments(z)
-    rstd = rstd_outside(_unbiased(moments), eps) if outside else reference.rstd_of(moments, eps)
+def _statistics(backend: Backend, z: Tensor, eps: float, outside: bool) -> tuple[Moments, Tensor]:
+    moments = backend.channel_moments(z)
+    rstd = rstd_outside(_unbiased(moments), eps) if outside else REFERENCE.rstd_of(moments, eps)
     return moments, rstd
 
 
@@ -203,16 +202,16 @@ class ConvNorm(torch.autograd.Function):
             z = into = ctx.convolution(x, conv_weight, conv_bias)
         backend = ctx.backend
         if twice_differentiable():
-            backend, into = reference, None
+            backend, into = REFERENCE, None
             if not ctx.constant:
-                moments, rstd = _statistics(reference, z, ctx.eps, ctx.outside)
+                moments, rstd = _statistics(REFERENCE, z, ctx.eps, ctx.outside)
                 mean = moments.mean
         if ctx.constant or ctx.outside:
             dbias, dweight = backend.channel_grad_sums(dy, z, mean, rstd)
             p = q = None
             if not ctx.constant:
                 count = values_per_channel(z)
-                p, q = reference.channel_means(dbias, dweight, weight, 0, count)
+                p, q = REFERENCE.channel_means(dbias, dweight, weight, 0, count)
                 # d rstd / d x is that of eps inside the root, but for this factor
                 q = q * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
             dz, _ = backend.channel_input_grad(dy, z, mean, rstd, weight, p=p, q=q, into=into)
@@ -240,8 +239,8 @@ def conv_norm(
     if transformed(*operands, weight, bias):
         z, m2 = convolution(*operands), None
         if mean is None or rstd is None:
-            moments, rstd = _statistics(reference, z, eps, outside)
+            moments, rstd = _statistics(REFERENCE, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
-        return reference.channel_normalize(z, mean, rstd, weight, bias), mean, m2
+        return REFERENCE.channel_normalize(z, mean, rstd, weight, bias), mean, m2
     result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
     return result

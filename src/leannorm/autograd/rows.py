@@ -9,7 +9,7 @@ from torch import Tensor
 
 from leannorm._types import Rows
 from leannorm.autograd.channel import applied_directly, twice_differentiable
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
@@ -53,8 +53,8 @@ class RowNorm(torch.autograd.Function):
         backend = ctx.backend
         if twice_differentiable():
             # create_graph: the statistics become functions of x again, so that no term is lost
-            backend = reference
-            mean, rstd = reference.row_moments(x, *ctx.rows)
+            backend = REFERENCE
+            mean, rstd = REFERENCE.row_moments(x, *ctx.rows)
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
         return _grads(ctx, *grads)
 
@@ -81,7 +81,7 @@ def row_norm(
     tensors = (x, residual, weight, bias)
     looked_into = transformed(*tensors)
     if looked_into or not recorded(*tensors):
-        backend = reference if looked_into else pick(*tensors)
+        backend = REFERENCE if looked_into else pick(*tensors)
         y, total, _, _ = backend.row_forward(*tensors, *rows)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm

@@ -23,7 +23,7 @@ from leannorm.autograd.channel import (
 )
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import rebuilding
 from leannorm.ops.select import pick, transformed
 
@@ -115,7 +115,7 @@ class SyncNorm(torch.autograd.Function):
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
         backend, twice = ctx.backend, twice_differentiable()
         if twice:
-            backend, call = reference, sharing.call("moments to differentiate twice", kept.x)
+            backend, call = REFERENCE, sharing.call("moments to differentiate twice", kept.x)
             mean, _, rstd, _ = _moments(kept.x, ctx.eps, sharing, call)
             kept = kept._replace(mean=mean, rstd=rstd)
         *statistics, size = kept
@@ -165,9 +165,9 @@ def _may_be_repeated() -> bool:
 
 def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, M2, rstd and count of all ranks' inputs, in plain torch operations that can be differentiated."""
-    local = reference.channel_moments(x)
-    total = AddUp.apply(reference.sums_of(local), local.count, sharing.group, call)
-    mean, m2, rstd, count = reference.moments_of(total, eps)
+    local = REFERENCE.channel_moments(x)
+    total = AddUp.apply(REFERENCE.sums_of(local), local.count, sharing.group, call)
+    mean, m2, rstd, count = REFERENCE.moments_of(total, eps)
     return mean, m2, rstd, count.detach()
 
 
@@ -177,7 +177,7 @@ def sync_norm(
     """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
     if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
-        return reference.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
+        return REFERENCE.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
     if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
         sharing = sharing._replace(seen=None)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(x, *epilogue, eps, sharing)

@@ -19,6 +19,7 @@ from leannorm.functional.running import (
     running_mean_and_rstd,
     update_running_statistics,
 )
+from leannorm.ops.activation import lists_activations
 
 
 @stands_in_for(F.batch_norm)
@@ -58,6 +59,7 @@ def batch_norm(
     return _by_number(input, running, Epilogue(weight, bias), training, eps)
 
 
+@lists_activations
 def batch_norm_act(
     input: Tensor,
     running_mean: Tensor | None,
@@ -75,13 +77,12 @@ def batch_norm_act(
 
     .. math:: y = \mathrm{act}(\mathrm{batch\_norm}(x) + r)
 
-    `act` is one of identity, relu, leaky_relu (slope 0.01), silu, gelu, gelu_tanh, hardswish, hardtanh
-    (-1 to 1), relu6, elu (alpha 1), mish. Everything else is as in `batch_norm`; `residual` has the input's
+    `act` is one of <activations>. Everything else is as in `batch_norm`; `residual` has the input's
     shape and may have another floating dtype.
 
     Kept for the backward pass: the input and 2 C float64 values. With a residual and an activation also
-    the output, which the next layer keeps anyway (relu, leaky_relu, hardtanh, relu6, elu), or the residual
-    (silu, gelu, gelu_tanh, hardswish, mish, whose derivative the output does not tell).
+    the output, which the next layer keeps anyway (<told>), or the residual
+    (<untold>, whose derivative the output does not tell).
 
     >>> import torch
     >>> from leannorm import functional as F

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
 from leannorm._types import Running
-from leannorm.ops.backends import reference
+from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.select import pick
 
@@ -23,10 +21,10 @@ def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]
     return constants
 
 
-def _serving(*tensors: Tensor | None) -> ModuleType:
+def _serving(*tensors: Tensor | None) -> Backend:
     """Plain torch where somebody looks inside: a transform, or a compiler, which fuses it with more."""
     if torch.compiler.is_compiling() or transformed(*tensors):
-        return reference
+        return REFERENCE
     return pick(*tensors)
 
 

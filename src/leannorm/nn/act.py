@@ -8,6 +8,7 @@ from torch import Tensor
 from leannorm import _checks
 from leannorm.nn._base import BatchNormBase, without_bias
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
+from leannorm.ops.activation import lists_activations
 
 
 class BatchNormActBase(BatchNormBase):
@@ -51,6 +52,7 @@ class BatchNormAct1d(BatchNormActBase, BatchNorm1d):
     """
 
 
+@lists_activations
 class BatchNormAct2d(BatchNormActBase, BatchNorm2d):
     r"""Batch norm over (N, C, H, W), plus a residual, through an activation, in one pass.
 
@@ -58,13 +60,11 @@ class BatchNormAct2d(BatchNormActBase, BatchNorm2d):
         \hat{x} = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon}
 
     `layer(x)` is `act(batch_norm(x))`, `layer(x, residual)` is `act(batch_norm(x) + residual)`. `act` is one
-    of identity, relu, leaky_relu (slope 0.01), silu, gelu, gelu_tanh, hardswish, hardtanh (-1 to 1), relu6,
-    elu (alpha 1), mish. All else is as in `BatchNorm1d`: arguments, errors, state_dict keys.
+    of <activations>. All else is as in `BatchNorm1d`: arguments, errors, state_dict keys.
 
     Kept for the backward pass: the input and 16 bytes a channel; torch's two or three layers keep the
     input and the activation's input or output as well. With a residual also the output (which the next
-    layer keeps anyway), or the residual where the output does not tell the derivative (silu, gelu,
-    gelu_tanh, hardswish, mish).
+    layer keeps anyway), or the residual where the output does not tell the derivative (<untold>).
 
     >>> import torch
     >>> from leannorm import nn

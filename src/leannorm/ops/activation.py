@@ -7,20 +7,27 @@ its activation changes no gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from textwrap import dedent, fill, indent
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Activation(NamedTuple):
-    """`grad(z)` is the derivative at input z; `grad_from_output(y)`, where the output y tells it."""
+    """`grad(z)` is the derivative at input z; `from_output(y)` too, where the output y tells it.
+
+    `module` and `functions` (methods by their names) are what computes it in torch, given `parameters`.
+    """
 
     forward: Callable[[Tensor], Tensor]
     grad: Callable[[Tensor], Tensor]
-    grad_from_output: Callable[[Tensor], Tensor] | None = None
+    from_output: Callable[[Tensor], Tensor] | None
+    module: type[nn.Module]
+    functions: tuple[Callable[..., Any] | str, ...] = ()
+    parameters: Mapping[str, Any] = {}
 
 
 def _between(z: Tensor, low: float, high: float) -> Tensor:
@@ -57,24 +64,75 @@ def _positive(z: Tensor) -> Tensor:
     return (~(z <= 0)).to(z.dtype)  # at NaN 1, as torch's
 
 
+# in the order of csrc/activation.h and of Triton's branches, which compute the same
 ACTIVATIONS: dict[str, Activation] = {
-    "identity": Activation(lambda z: z, torch.ones_like, torch.ones_like),
-    "relu": Activation(torch.relu, _positive, _positive),
+    "identity": Activation(lambda z: z, torch.ones_like, torch.ones_like, nn.Identity),
+    "relu": Activation(
+        torch.relu,
+        _positive,
+        _positive,
+        nn.ReLU,
+        (F.relu, torch.relu, torch.relu_, "relu", "relu_"),
+    ),
     "leaky_relu": Activation(
         F.leaky_relu,
         lambda z: torch.where(z > 0, torch.ones_like(z), 0.01),
         lambda y: torch.where(y > 0, torch.ones_like(y), 0.01),
+        nn.LeakyReLU,
+        (F.leaky_relu,),
+        {"negative_slope": 0.01},
     ),
-    "silu": Activation(F.silu, _silu_grad),
-    "gelu": Activation(F.gelu, _gelu_grad),
-    "gelu_tanh": Activation(lambda z: F.gelu(z, approximate="tanh"), _gelu_tanh_grad),
-    "hardswish": Activation(F.hardswish, _hardswish_grad),
-    "hardtanh": Activation(F.hardtanh, lambda z: _between(z, -1, 1), lambda y: _between(y, -1, 1)),
-    "relu6": Activation(F.relu6, lambda z: _between(z, 0, 6), lambda y: _between(y, 0, 6)),
+    "silu": Activation(F.silu, _silu_grad, None, nn.SiLU, (F.silu,)),
+    "gelu": Activation(F.gelu, _gelu_grad, None, nn.GELU, (F.gelu,), {"approximate": "none"}),
+    "gelu_tanh": Activation(
+        lambda z: F.gelu(z, approximate="tanh"),
+        _gelu_tanh_grad,
+        None,
+        nn.GELU,
+        (F.gelu,),
+        {"approximate": "tanh"},
+    ),
+    "hardswish": Activation(F.hardswish, _hardswish_grad, None, nn.Hardswish, (F.hardswish,)),
+    "hardtanh": Activation(
+        F.hardtanh,
+        lambda z: _between(z, -1, 1),
+        lambda y: _between(y, -1, 1),
+        nn.Hardtanh,
+        (F.hardtanh,),
+        {"min_val": -1.0, "max_val": 1.0},
+    ),
+    "relu6": Activation(
+        F.relu6, lambda z: _between(z, 0, 6), lambda y: _between(y, 0, 6), nn.ReLU6, (F.relu6,)
+    ),
     "elu": Activation(
         F.elu,
         lambda z: torch.where(z > 0, torch.ones_like(z), torch.exp(z)),
         lambda y: torch.where(y > 0, torch.ones_like(y), y + 1),
+        nn.ELU,
+        (F.elu,),
+        {"alpha": 1.0},
     ),
-    "mish": Activation(F.mish, _mish_grad),
+    "mish": Activation(F.mish, _mish_grad, None, nn.Mish, (F.mish,)),
 }
+
+_LISTS = {
+    "<activations>": [
+        f"{name} ({', '.join(f'{k} {v}' for k, v in a.parameters.items())})" if a.parameters else name
+        for name, a in ACTIVATIONS.items()
+    ],
+    "<told>": [name for name, a in ACTIVATIONS.items() if a.from_output and name != "identity"],
+    "<untold>": [name for name, a in ACTIVATIONS.items() if not a.from_output],
+}
+Documented = TypeVar("Documented", bound=Callable[..., object])
+
+
+def lists_activations(documented: Documented) -> Documented:
+    """Write the table's names into a docstring: all, those whose output tells the derivative, the others."""
+    paragraphs = (documented.__doc__ or "").split("\n\n")
+    for i, text in enumerate(paragraphs):
+        for mark, names in _LISTS.items():
+            text = text.replace(mark, ", ".join(names))
+        if text != paragraphs[i]:
+            paragraphs[i] = indent(fill(dedent(text), 104), "    ")
+    documented.__doc__ = "\n\n".join(paragraphs)
+    return documented

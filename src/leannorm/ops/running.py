@@ -11,41 +11,6 @@ from leannorm.ops.modes import transformed
 from leannorm.ops.precision import statistics_dtype
 
 
-def constants_of(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and rstd of evaluation; copies, so that later training may change the buffers."""
-    dtype = statistics_dtype(running_mean)
-    return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
-
-
-def move_running(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches: Tensor | None,
-    momentum: float | None,
-    mean: Tensor,
-    m2: Tensor,
-    count: int | Tensor,
-) -> None:
-    """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
-
-    In place, and for what is not None. `momentum=None` weighs the batch by 1 / the number of batches,
-    computed on the device. An empty batch is counted and moves nothing. The number of batches may have any
-    dtype, which then rounds the count, as in torch.
-    """
-    if running_mean is not None and running_var is not None and not (isinstance(count, int) and count == 0):
-        factor: float | Tensor = 0.0 if momentum is None else momentum
-        if momentum is None and num_batches is not None:
-            factor = (num_batches + 1).to(mean.dtype).reciprocal()
-        degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-        if isinstance(count, Tensor):  # on the device: empty on all ranks
-            factor = (count > 0).to(count.dtype) * factor
-        for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
-            _move(running, value.detach() if value.requires_grad else value, factor)
-    if num_batches is not None:
-        with _outside_of_transforms(num_batches):
-            num_batches.add_(1)
-
-
 def _move(running: Tensor, value: Tensor, factor: float | Tensor) -> None:
     value = _unwrapped(value, running)
     dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
@@ -74,3 +39,45 @@ def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return nullcontext()
     return torch._C._DisableFuncTorch()
+
+
+class RunningVerbs:
+    """What evaluation reads of running statistics, and how a batch's move them."""
+
+    def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Mean and rstd of evaluation; copies, so that later training may change the buffers."""
+        dtype = statistics_dtype(running_mean)
+        return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
+
+    def move_running(
+        self,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches: Tensor | None,
+        momentum: float | None,
+        mean: Tensor,
+        m2: Tensor,
+        count: int | Tensor,
+    ) -> None:
+        """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
+
+        In place, and for what is not None. `momentum=None` weighs the batch by 1 / the number of batches,
+        computed on the device. An empty batch is counted and moves nothing. The number of batches may have
+        any dtype, which then rounds the count, as in torch.
+        """
+        if (
+            running_mean is not None
+            and running_var is not None
+            and not (isinstance(count, int) and count == 0)
+        ):
+            factor: float | Tensor = 0.0 if momentum is None else momentum
+            if momentum is None and num_batches is not None:
+                factor = (num_batches + 1).to(mean.dtype).reciprocal()
+            degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
+            if isinstance(count, Tensor):  # on the device: empty on all ranks
+                factor = (count > 0).to(count.dtype) * factor
+            for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
+                _move(running, value.detach() if value.requires_grad else value, factor)
+        if num_batches is not None:
+            with _outside_of_transforms(num_batches):
+                num_batches.add_(1)

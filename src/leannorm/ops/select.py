@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
-from leannorm.ops.backends import BACKENDS
+from leannorm.ops.backends import BACKENDS, Backend
 from leannorm.ops.modes import transformed as transformed
 
 AUTO = "auto"
-_PICKED: dict[Hashable, ModuleType] = {}
+_PICKED: dict[Hashable, Backend] = {}
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
 
 
-def _named(name: str) -> ModuleType:
+def _named(name: str) -> Backend:
     if name not in BACKENDS:
         known = ", ".join((AUTO, *BACKENDS))
         raise InputError(f"unknown backend {name!r}; choose one of: {known}")
@@ -42,7 +41,7 @@ def use_backend(name: str) -> Iterator[None]:
         _chosen = before
 
 
-def pick(*tensors: Tensor | None) -> ModuleType:
+def pick(*tensors: Tensor | None) -> Backend:
     """The backend for a call on these tensors: the one chosen by name, else the first that can serve."""
     if _chosen != AUTO:
         backend = _named(_chosen)
@@ -60,7 +59,7 @@ def pick(*tensors: Tensor | None) -> ModuleType:
     return found
 
 
-def _first(tensors: tuple[Tensor | None, ...]) -> ModuleType:
+def _first(tensors: tuple[Tensor | None, ...]) -> Backend:
     for t in tensors:
         if t is not None and t.layout is not torch.strided:
             raise InputError(

@@ -27,40 +27,41 @@ def _behind(lead: Tensor, rest: Tensor) -> Tensor:
     return torch.where(lead.isfinite(), rest, torch.zeros_like(rest))
 
 
-def sums_of(moments: Moments) -> Tensor:
-    """The moments of one set as 4 C sums; add those of several sets (and their counts) to merge them."""
-    n, mean = moments.count, moments.mean
-    lead = _leading_bits(mean)
-    rest = _behind(lead, mean - lead)
-    n_lead, n_rest = n * lead, n * rest
-    square_rest = torch.addcmul(moments.m2, rest, torch.add(n_rest, n_lead, alpha=2))
-    return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
+class SumVerbs:
+    """From statistics to sums, which ranks add up, and back."""
 
+    def sums_of(self, moments: Moments) -> Tensor:
+        """The moments of one set as 4 C sums; add those of several sets (and their counts) to merge them."""
+        n, mean = moments.count, moments.mean
+        lead = _leading_bits(mean)
+        rest = _behind(lead, mean - lead)
+        n_lead, n_rest = n * lead, n * rest
+        square_rest = torch.addcmul(moments.m2, rest, torch.add(n_rest, n_lead, alpha=2))
+        return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
 
-def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, M2, rstd and count of the union of all sets; zeros of none.
+    def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean, M2, rstd and count of the union of all sets; zeros of none.
 
-    `total` is the count and the `sums_of` of the sets, each added up.
-    """
-    count, sums = total[0].detach().clone(), total[1:]  # a copy, which keeps no message beyond this call
-    n_lead, n_rest, square_lead, square_rest = sums.chunk(4)
-    n = count.clamp_min(1)
-    lead = _leading_bits((n_lead + n_rest) / n)
-    # what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
-    n_merged = n * lead
-    n_left = (n_lead - n_merged) + n_rest
-    left = n_left / n
-    between = torch.addcmul(square_lead, n_merged, lead, value=-1)
-    between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
-    m2 = (square_rest + between).clamp_min(0)
-    return lead + _behind(lead, left), m2, torch.rsqrt(m2 / n + eps), count
+        `total` is the count and the `sums_of` of the sets, each added up.
+        """
+        count, sums = total[0].detach().clone(), total[1:]  # a copy, which keeps no message beyond this call
+        n_lead, n_rest, square_lead, square_rest = sums.chunk(4)
+        n = count.clamp_min(1)
+        lead = _leading_bits((n_lead + n_rest) / n)
+        # what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
+        n_merged = n * lead
+        n_left = (n_lead - n_merged) + n_rest
+        left = n_left / n
+        between = torch.addcmul(square_lead, n_merged, lead, value=-1)
+        between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
+        m2 = (square_rest + between).clamp_min(0)
+        return lead + _behind(lead, left), m2, torch.rsqrt(m2 / n + eps), count
 
+    def means_of(self, total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
+        """p and q of the input gradient: the sums of dz and of dz*xhat, weighted, over the count of all sets.
 
-def means_of(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q of the input gradient: the sums of dz and of dz*xhat, weighted, over the count of all sets.
-
-    `total` is one value that is not read and the two sums, each added up.
-    """
-    sums = total[1:].unflatten(0, (2, total.numel() // 2))
-    p, q = (sums if weight is None else sums * weight.to(sums.dtype)) / count.clamp_min(1)
-    return p, q
+        `total` is one value that is not read and the two sums, each added up.
+        """
+        sums = total[1:].unflatten(0, (2, total.numel() // 2))
+        p, q = (sums if weight is None else sums * weight.to(sums.dtype)) / count.clamp_min(1)
+        return p, q

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
+from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.then_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
@@ -89,29 +90,28 @@ CERTAIN_BLOCKS = frozenset(
     }
 )
 
-_ACTIVATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "torch.nn.modules.activation.ReLU": ("relu", {}),
-    "torch.nn.modules.activation.LeakyReLU": ("leaky_relu", {"negative_slope": 0.01}),
-    "torch.nn.modules.activation.SiLU": ("silu", {}),
-    "torch.nn.modules.activation.Hardswish": ("hardswish", {}),
-    "torch.nn.modules.activation.Hardtanh": ("hardtanh", {"min_val": -1.0, "max_val": 1.0}),
-    "torch.nn.modules.activation.ReLU6": ("relu6", {}),
-    "torch.nn.modules.activation.ELU": ("elu", {"alpha": 1.0}),
-    "torch.nn.modules.activation.Mish": ("mish", {}),
-    "torch.nn.modules.linear.Identity": ("identity", {}),
-    "timm.layers.activations.GELU": ("gelu", {}),
-    "timm.layers.activations.GELUTanh": ("gelu_tanh", {}),
+_ACTIVATIONS_BESIDE_TORCHS = {
+    "timm.layers.activations.GELU": "gelu",
+    "timm.layers.activations.GELUTanh": "gelu_tanh",
 }
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def activation_of(module: Module) -> str | None:
     """The kernels' name for this activation module; None where it is another or has other parameters."""
-    if type(module) is torch.nn.GELU:
-        return _GELU[module.approximate]
-    name, parameters = _ACTIVATIONS.get(name_of(type(module)), (None, {}))
-    fits = all(getattr(module, key) == value for key, value in parameters.items())
-    return name if fits else None
+    for name, activation in ACTIVATIONS.items():
+        parameters = activation.parameters.items()
+        if type(module) is activation.module and all(getattr(module, k) == v for k, v in parameters):
+            return name
+    return _ACTIVATIONS_BESIDE_TORCHS.get(name_of(type(module)))
+
+
+def activation_called(function: Any, options: Mapping[str, Any]) -> str | None:
+    """The kernels' name for this function (a method: its name), called with these keyword arguments."""
+    for name, activation in ACTIVATIONS.items():
+        fits = all(options.get(key, value) == value for key, value in activation.parameters.items())
+        if function in activation.functions and fits:
+            return name
+    return None
 
 
 def why_not(module: Module) -> str | None:

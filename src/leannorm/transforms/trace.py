@@ -17,30 +17,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 from torch.nn import Module
 from torch.nn.modules.conv import _ConvNd
 
-from leannorm.transforms.known import activation_of
+from leannorm.transforms.known import activation_called, activation_of
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add)
-_FUNCTIONS: dict[Any, str] = {
-    F.relu: "relu",
-    torch.relu: "relu",
-    torch.relu_: "relu",
-    F.silu: "silu",
-    F.hardswish: "hardswish",
-    F.relu6: "relu6",
-    F.mish: "mish",
-    F.gelu: "gelu",
-    F.elu: "elu",
-    F.leaky_relu: "leaky_relu",
-    F.hardtanh: "hardtanh",
-    "relu": "relu",
-    "relu_": "relu",
-}
-_DEFAULTS = {"negative_slope": 0.01, "alpha": 1.0, "min_val": -1.0, "max_val": 1.0}
 # calls whose answer depends on the moment or on the arguments' kind
 _TELLTALES = (isinstance, torch.is_grad_enabled, torch.is_autocast_enabled, torch.is_inference_mode_enabled)
 
@@ -230,10 +213,7 @@ def _activation(node: fx.Node, of: fx.Node, block: Module) -> str | None:
         return None if has_hooks(module) or node.kwargs else activation_of(module)
     if node.op not in ("call_function", "call_method"):
         return None
-    name, options = _FUNCTIONS.get(node.target), dict(node.kwargs)
-    if name == "gelu" and options.pop("approximate", "none") == "tanh":
-        name = "gelu_tanh"
-    return name if all(_DEFAULTS.get(k, v) == v for k, v in options.items()) else None
+    return activation_called(node.target, node.kwargs)
 
 
 def _added(node: fx.Node, to: fx.Node) -> int | None:

@@ -1,7 +1,8 @@
-"""The implementations, in order of preference. Each offers the verbs of `reference.py` and `why_not`."""
+"""The implementations, in order of preference; `backend.py` says what one is."""
 
-from types import ModuleType
+from leannorm.ops.backends.backend import REFERENCE as REFERENCE
+from leannorm.ops.backends.backend import Backend as Backend
+from leannorm.ops.backends.cpu import CPU as CPU
+from leannorm.ops.backends.triton import TRITON as TRITON
 
-from leannorm.ops.backends import cpu, reference, triton
-
-BACKENDS: dict[str, ModuleType] = {"triton": triton, "cpu": cpu, "reference": reference}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (TRITON, CPU, REFERENCE)}

@@ -10,6 +10,7 @@ Everything here is differentiable torch, so autograd can differentiate it again;
 differentiates, the channel family works through the batch in slices that stay in cache, so that no
 temporary is as large as the input. The other backends compute the same numbers faster. Half precision is
 computed in float32 and cast once, at the end. The row family stands in `reference_rows.py`.
+`REFERENCE` of `ops/backends` has all of these verbs and nothing else.
 """
 
 from __future__ import annotations
@@ -19,20 +20,11 @@ from torch import Tensor
 
 from leannorm._types import Moments, Running
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends.reference_rows import row_backward as row_backward
-from leannorm.ops.backends.reference_rows import row_forward as row_forward
-from leannorm.ops.backends.reference_rows import row_moments as row_moments
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
-from leannorm.ops.precision import compute_dtype as compute_dtype
-from leannorm.ops.precision import gradient_dtype, sum_of_squares
-from leannorm.ops.precision import statistics_dtype as statistics_dtype
-from leannorm.ops.running import constants_of as constants_of
-from leannorm.ops.running import move_running as move_running
-from leannorm.ops.sums import means_of as means_of
-from leannorm.ops.sums import moments_of as moments_of
-from leannorm.ops.sums import sums_of as sums_of
+from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype, sum_of_squares
+from leannorm.ops.running import RunningVerbs
 
 _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
@@ -60,38 +52,6 @@ def _per_channel(v: Tensor, x: Tensor) -> Tensor:
     return v.reshape(*v.shape, *(1,) * (x.dim() - 2))
 
 
-def channel_moments(x: Tensor, groups: int = 0) -> Moments:
-    """Mean and M2 of every channel (or of every group of every sample); 0 and 0 where there is no value.
-
-    Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
-    would be zero in exact arithmetic, mends the rounding of the first.
-    """
-    plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
-    count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
-    parts = [slice(None)] if groups else _slices(x)
-
-    def folded(part: slice) -> Tensor:
-        return x[part].to(compute_dtype(x)).reshape(channel_plan(x[part].shape, groups))
-
-    zero = x.new_zeros((plan.kept,), dtype=dtype)
-    mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
-    # no difference from an infinite mean is a number
-    rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x)).unsqueeze(-1)
-    rest, m2 = zero, zero
-    for part in parts:
-        deviation = folded(part) - rounded
-        rest = rest + deviation.sum((0, 2)).to(dtype)
-        m2 = m2 + sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
-    rest = rest / max(count, 1)
-    m2 = (m2 - rest * rest * count).clamp_min(0)
-    return Moments((rounded.flatten().to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
-
-
-def rstd_of(moments: Moments, eps: float) -> Tensor:
-    """1 / sqrt(biased variance + eps); an empty set has variance 0."""
-    return torch.rsqrt(moments.m2 / at_least_one(moments.count) + eps)
-
-
 def at_least_one(count: int | Tensor) -> int | Tensor:
     """A count to divide by: the sum over no value is 0, whatever it is divided by."""
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
@@ -114,31 +74,6 @@ def _before_activation(
     return z if residual is None else z + residual.to(z.dtype)
 
 
-def channel_normalize(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    act: str = "identity",
-) -> Tensor:
-    """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
-
-    def normalize(part: slice) -> Tensor:
-        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
-        z = _before_activation(xhat, weight, bias, _rows(residual, part))
-        return ACTIVATIONS[act].forward(z).to(x.dtype)
-
-    parts = _slices(x, mean, weight, bias, residual)
-    if len(parts) == 1:
-        return normalize(parts[0])
-    y = torch.empty_like(x)
-    for part in parts:
-        y[part] = normalize(part)
-    return y
-
-
 def _activation_grad(
     dy: Tensor,
     xhat: Tensor,
@@ -152,134 +87,190 @@ def _activation_grad(
     dz, activation = dy.to(xhat.dtype), ACTIVATIONS[act]
     if act == "identity":
         return dz
-    if out is not None and activation.grad_from_output is not None:
-        return dz * activation.grad_from_output(out.to(xhat.dtype))
+    if out is not None and activation.from_output is not None:
+        return dz * activation.from_output(out.to(xhat.dtype))
     return dz * activation.grad(_before_activation(xhat, weight, bias, residual))
 
 
-def channel_grad_sums(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    act: str = "identity",
-) -> tuple[Tensor, Tensor]:
-    """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, (N, C) where per sample."""
-    dtype, per_sample = statistics_dtype(x), mean.dim() == 2
-    sums = []
-    for part in _slices(x, dy, mean, weight):
-        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
-        dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
-        folded = torch.stack((dz, dz * xhat)).reshape(2, *channel_plan(dz.shape))
-        sums.append(folded.sum(3 if per_sample else (1, 3)).to(dtype))
-    total = torch.cat(sums, dim=1) if per_sample else torch.stack(sums).sum(0)
-    return total[0], total[1]
+class ChannelVerbs(RunningVerbs):
+    """Statistics of every channel, or of every group of every sample: batch, sync, group, instance norm."""
 
+    def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
+        """Mean and M2 of every channel (or of every group of every sample); 0 and 0 where there is no value.
 
-def channel_input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    p: Tensor | None = None,
-    q: Tensor | None = None,
-    act: str = "identity",
-    want_dz: bool = False,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
+        Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
+        would be zero in exact arithmetic, mends the rounding of the first.
+        """
+        plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
+        count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
+        parts = [slice(None)] if groups else _slices(x)
 
-    p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
-    None where the statistics are constants (evaluation). `into`, for example x, may be overwritten with dx.
-    """
+        def folded(part: slice) -> Tensor:
+            return x[part].to(compute_dtype(x)).reshape(channel_plan(x[part].shape, groups))
 
-    def grad(part: slice) -> tuple[Tensor, Tensor]:
-        xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
-        dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
-        inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), dz)
-        if p is not None and q is not None:
-            inner = inner - _per_channel(_at(part, p).to(dz.dtype), dz)
-            inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
-        return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
+        zero = x.new_zeros((plan.kept,), dtype=dtype)
+        mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
+        # no difference from an infinite mean is a number
+        rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x)).unsqueeze(-1)
+        rest, m2 = zero, zero
+        for part in parts:
+            deviation = folded(part) - rounded
+            rest = rest + deviation.sum((0, 2)).to(dtype)
+            m2 = m2 + sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
+        rest = rest / max(count, 1)
+        m2 = (m2 - rest * rest * count).clamp_min(0)
+        return Moments((rounded.flatten().to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
 
-    parts = _slices(x, dy, mean, weight)
-    if memory_format(x) != torch.contiguous_format:  # what is computed of both keeps x's layout
-        dy = dy.contiguous(memory_format=memory_format(x))
-    if len(parts) == 1 and into is None:
-        dx, dz = grad(parts[0])
-        return dx, dz if want_dz else None
-    dx = torch.empty_like(x) if into is None else into
-    all_dz = torch.empty_like(x) if want_dz else None
-    for part in parts:
-        dx[part], dz = grad(part)
-        if all_dz is not None:
-            all_dz[part] = dz
-    return dx, all_dz
+    def rstd_of(self, moments: Moments, eps: float) -> Tensor:
+        """1 / sqrt(biased variance + eps); an empty set has variance 0."""
+        return torch.rsqrt(moments.m2 / at_least_one(moments.count) + eps)
 
+    def channel_normalize(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        act: str = "identity",
+    ) -> Tensor:
+        """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
 
-def channel_means(
-    sum_dz: Tensor, sum_dz_xhat: Tensor, weight: Tensor | None, groups: int, count: int | Tensor
-) -> tuple[Tensor, Tensor]:
-    """p and q of `channel_input_grad`: the gradient sums, weighted, added up in groups, over the count."""
+        def normalize(part: slice) -> Tensor:
+            xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+            z = _before_activation(xhat, weight, bias, _rows(residual, part))
+            return ACTIVATIONS[act].forward(z).to(x.dtype)
 
-    def mean(s: Tensor) -> Tensor:
-        s = s if weight is None else s * weight.to(s.dtype)
-        return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / at_least_one(count)
+        parts = _slices(x, mean, weight, bias, residual)
+        if len(parts) == 1:
+            return normalize(parts[0])
+        y = torch.empty_like(x)
+        for part in parts:
+            y[part] = normalize(part)
+        return y
 
-    return mean(sum_dz), mean(sum_dz_xhat)
+    def channel_grad_sums(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        act: str = "identity",
+    ) -> tuple[Tensor, Tensor]:
+        """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else (N, C)."""
+        dtype, per_sample = statistics_dtype(x), mean.dim() == 2
+        sums = []
+        for part in _slices(x, dy, mean, weight):
+            xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+            dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+            folded = torch.stack((dz, dz * xhat)).reshape(2, *channel_plan(dz.shape))
+            sums.append(folded.sum(3 if per_sample else (1, 3)).to(dtype))
+        total = torch.cat(sums, dim=1) if per_sample else torch.stack(sums).sum(0)
+        return total[0], total[1]
 
+    def channel_input_grad(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        p: Tensor | None = None,
+        q: Tensor | None = None,
+        act: str = "identity",
+        want_dz: bool = False,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
 
-def channel_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str = "identity",
-    groups: int = 0,
-    running: Running | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """moments and normalize as one call, which may also move running statistics: y, mean, m2, rstd."""
-    moments = channel_moments(x, groups)
-    rstd = rstd_of(moments, eps)
-    y = channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
-    if running is not None:
-        move_running(*running, moments.mean, moments.m2, moments.count)
-    return y, moments.mean, moments.m2, rstd
+        p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
+        None where the statistics are constants (evaluation). `into`, for example x, may be overwritten
+        with dx.
+        """
 
+        def grad(part: slice) -> tuple[Tensor, Tensor]:
+            xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
+            dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+            inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), dz)
+            if p is not None and q is not None:
+                inner = inner - _per_channel(_at(part, p).to(dz.dtype), dz)
+                inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
+            return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
 
-def channel_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str = "identity",
-    groups: int = 0,
-    want_dz: bool = False,
-    into: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
-    plan = channel_plan(x.shape, groups)
-    sums = channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
-    p, q = channel_means(*sums, weight, groups, plan.outer * plan.inner)
-    dx, dz = channel_input_grad(dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into)
-    dtype = gradient_dtype(x, weight)
-    dbias, dweight = ((s if groups == 0 else s.sum(0)).to(dtype) for s in sums)
-    return dx, dweight, dbias, dz
+        parts = _slices(x, dy, mean, weight)
+        if memory_format(x) != torch.contiguous_format:  # what is computed of both keeps x's layout
+            dy = dy.contiguous(memory_format=memory_format(x))
+        if len(parts) == 1 and into is None:
+            dx, dz = grad(parts[0])
+            return dx, dz if want_dz else None
+        dx = torch.empty_like(x) if into is None else into
+        all_dz = torch.empty_like(x) if want_dz else None
+        for part in parts:
+            dx[part], dz = grad(part)
+            if all_dz is not None:
+                all_dz[part] = dz
+        return dx, all_dz
 
+    def channel_means(
+        self, sum_dz: Tensor, sum_dz_xhat: Tensor, weight: Tensor | None, groups: int, count: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """p and q of `channel_input_grad`: the gradient sums, weighted, summed in groups, over the count."""
 
-def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
-    """The reference serves every call."""
-    return []
+        def mean(s: Tensor) -> Tensor:
+            s = s if weight is None else s * weight.to(s.dtype)
+            return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / at_least_one(count)
+
+        return mean(sum_dz), mean(sum_dz_xhat)
+
+    def channel_forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        eps: float,
+        act: str = "identity",
+        groups: int = 0,
+        running: Running | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """moments and normalize as one call, which may also move running statistics: y, mean, m2, rstd."""
+        moments = self.channel_moments(x, groups)
+        rstd = self.rstd_of(moments, eps)
+        y = self.channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
+        if running is not None:
+            self.move_running(*running, moments.mean, moments.m2, moments.count)
+        return y, moments.mean, moments.m2, rstd
+
+    def channel_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        out: Tensor | None,
+        act: str = "identity",
+        groups: int = 0,
+        want_dz: bool = False,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
+        plan = channel_plan(x.shape, groups)
+        sums = self.channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
+        p, q = self.channel_means(*sums, weight, groups, plan.outer * plan.inner)
+        dx, dz = self.channel_input_grad(
+            dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into
+        )
+        dtype = gradient_dtype(x, weight)
+        dbias, dweight = ((s if groups == 0 else s.sum(0)).to(dtype) for s in sums)
+        return dx, dweight, dbias, dz

@@ -14,111 +14,115 @@ def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
     return v.reshape(*x.shape[start:stop], *(1,) * (x.dim() - stop))
 
 
-def row_moments(x: Tensor, start: int, stop: int, eps: float, rms: bool = False) -> tuple[Tensor, Tensor]:
-    """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
-    dims, dtype, wide = tuple(range(start, stop)), compute_dtype(x), statistics_dtype(x)
-    x = x.to(dtype)
-    count = max(row_plan(x.shape, start, stop).kept, 1)
-    if rms:
-        square = sum_of_squares(x, dims, wide) / count
-        return torch.zeros_like(square, dtype=dtype), torch.rsqrt(square + eps).to(dtype)
-    mean = x.sum(dims, keepdim=True) / count
-    deviation = x - mean
-    rest = deviation.sum(dims, keepdim=True).to(wide) / count
-    square = sum_of_squares(deviation, dims, wide) / count - rest.square()
-    return mean + rest.to(dtype), torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
+class RowVerbs:
+    """Statistics of every row: layer and RMS norm over the axes start..stop-1."""
 
+    def row_moments(
+        self, x: Tensor, start: int, stop: int, eps: float, rms: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
+        dims, dtype, wide = tuple(range(start, stop)), compute_dtype(x), statistics_dtype(x)
+        x = x.to(dtype)
+        count = max(row_plan(x.shape, start, stop).kept, 1)
+        if rms:
+            square = sum_of_squares(x, dims, wide) / count
+            return torch.zeros_like(square, dtype=dtype), torch.rsqrt(square + eps).to(dtype)
+        mean = x.sum(dims, keepdim=True) / count
+        deviation = x - mean
+        rest = deviation.sum(dims, keepdim=True).to(wide) / count
+        square = sum_of_squares(deviation, dims, wide) / count - rest.square()
+        return mean + rest.to(dtype), torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
 
-def row_normalize(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-) -> Tensor:
-    """(x - mean) * rstd * weight + bias, in x's dtype."""
-    y = (x.to(mean.dtype) - mean) * rstd
-    y = y if weight is None else y * _along_row(weight.to(y.dtype), x, start, stop)
-    y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
-    return y.to(x.dtype)
+    def row_normalize(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        start: int,
+        stop: int,
+    ) -> Tensor:
+        """(x - mean) * rstd * weight + bias, in x's dtype."""
+        y = (x.to(mean.dtype) - mean) * rstd
+        y = y if weight is None else y * _along_row(weight.to(y.dtype), x, start, stop)
+        y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
+        return y.to(x.dtype)
 
+    def row_forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        start: int,
+        stop: int,
+        eps: float,
+        rms: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y, x + residual (x itself where there is none), mean, rstd."""
+        total = x if residual is None else x + residual.to(x.dtype)
+        mean, rstd = self.row_moments(total, start, stop, eps, rms)
+        return self.row_normalize(total, mean, rstd, weight, bias, start, stop), total, mean, rstd
 
-def row_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    start: int,
-    stop: int,
-    eps: float,
-    rms: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, x + residual (x itself where there is none), mean, rstd."""
-    total = x if residual is None else x + residual.to(x.dtype)
-    mean, rstd = row_moments(total, start, stop, eps, rms)
-    return row_normalize(total, mean, rstd, weight, bias, start, stop), total, mean, rstd
+    def row_grad_sums(
+        self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
+    ) -> tuple[Tensor, Tensor]:
+        """dweight = sum over rows of dy * (x - mean) * rstd; dbias = sum of dy."""
+        dy = dy.to(mean.dtype)
+        dims = [d for d in range(x.dim()) if not start <= d < stop]
+        shape = x.shape[start:stop]
+        dgamma, dbeta = dy * ((x.to(mean.dtype) - mean) * rstd), dy
+        if dims:
+            dgamma, dbeta = dgamma.sum(dims), dbeta.sum(dims)
+        return dgamma.reshape(shape), dbeta.reshape(shape)
 
+    def row_input_grad(
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        start: int,
+        stop: int,
+        rms: bool = False,
+    ) -> Tensor:
+        """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
 
-def row_grad_sums(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
-) -> tuple[Tensor, Tensor]:
-    """dweight = sum over rows of dy * (x - mean) * rstd; dbias = sum of dy."""
-    dy = dy.to(mean.dtype)
-    dims = [d for d in range(x.dim()) if not start <= d < stop]
-    shape = x.shape[start:stop]
-    dgamma, dbeta = dy * ((x.to(mean.dtype) - mean) * rstd), dy
-    if dims:
-        dgamma, dbeta = dgamma.sum(dims), dbeta.sum(dims)
-    return dgamma.reshape(shape), dbeta.reshape(shape)
+        With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
+        a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
+        Written here for xhat = (x - mean)*rstd in place of x, which is the same formula without the
+        cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
+        """
+        dims = tuple(range(start, stop))
+        count = max(row_plan(x.shape, start, stop).kept, 1)
+        g = dy.to(mean.dtype)
+        g = g if weight is None else g * _along_row(weight.to(g.dtype), x, start, stop)
+        xhat = (x.to(mean.dtype) - mean) * rstd
+        inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
+        if not rms:
+            inner = inner - g.sum(dims, keepdim=True) / count
+        dx = rstd * inner
+        return (dx if dtotal is None else dx + dtotal.to(dx.dtype)).to(x.dtype)
 
-
-def row_input_grad(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-) -> Tensor:
-    """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
-
-    With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
-    a = rstd, b = (db*mean - ds) * a^3 / n, c = -b*mean - db*a/n.
-    Written here for xhat = (x - mean)*rstd in place of x, which is the same formula without the
-    cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
-    """
-    dims = tuple(range(start, stop))
-    count = max(row_plan(x.shape, start, stop).kept, 1)
-    g = dy.to(mean.dtype)
-    g = g if weight is None else g * _along_row(weight.to(g.dtype), x, start, stop)
-    xhat = (x.to(mean.dtype) - mean) * rstd
-    inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
-    if not rms:
-        inner = inner - g.sum(dims, keepdim=True) / count
-    dx = rstd * inner
-    return (dx if dtotal is None else dx + dtotal.to(dx.dtype)).to(x.dtype)
-
-
-def row_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    start: int,
-    stop: int,
-    rms: bool = False,
-    want_affine: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
-    dx = row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms)
-    if not want_affine:
-        return dx, None, None
-    dweight, dbias = row_grad_sums(dy, x, mean, rstd, start, stop)
-    return dx, dweight, None if rms else dbias
+    def row_backward(
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        start: int,
+        stop: int,
+        rms: bool = False,
+        want_affine: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
+        dx = self.row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms)
+        if not want_affine:
+            return dx, None, None
+        dweight, dbias = self.row_grad_sums(dy, x, mean, rstd, start, stop)
+        return dx, dweight, None if rms else dbias

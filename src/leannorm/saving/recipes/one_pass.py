@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from leannorm.ops.backends import cpu
+from leannorm.ops.backends import CPU
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -43,7 +43,7 @@ def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor
 @lru_cache
 def exact(act: str, dtype: torch.dtype) -> bool:
     """Do the kernels give torch's bits on this machine, on ordinary numbers and on the ends of the range?"""
-    if act not in _ACTIVATIONS or cpu.why_not():
+    if act not in _ACTIVATIONS or CPU.why_not():
         return False
     with unset_fake_temporarily(), torch.no_grad():
         x = torch.linspace(-9, 9, 6144, dtype=dtype).view(1, 3, 32, 64).clone()

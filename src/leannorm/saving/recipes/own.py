@@ -11,6 +11,7 @@ from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
+from leannorm.ops.backends import Backend
 from leannorm.saving.graph import ours, saved_by_function
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
@@ -18,8 +19,8 @@ from leannorm.saving.values import Step, Value
 
 def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
     *residual, mean, rstd, weight, bias, backend, act = rest
-    y: Tensor = backend.channel_normalize(x, mean, rstd, weight, bias, *(residual or (None,)), act)
-    return y
+    kernels: Backend = backend
+    return kernels.channel_normalize(x, mean, rstd, weight, bias, (residual or [None])[0], act)
 
 
 def _kept(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Triton kernels: the verbs of `reference.py` on CUDA tensors, at the speed of memory.
+"""The Triton kernels: CUDA tensors at the speed of memory.
 
 `channel.py`, `channel_gradients.py`, `rows.py` and `between.py` hold an implementation of every operator of
 `schema.py`, under its name. They are registered for CUDA here and imported by the first call, since Triton
@@ -20,11 +20,7 @@ import torch
 from torch import Tensor
 
 from leannorm.ops import schema
-from leannorm.ops.backends.reference import (  # noqa: F401  (verbs that need no kernel)
-    channel_means,
-    rstd_of,
-)
-from leannorm.ops.verbs import Verbs, why_not_these
+from leannorm.ops.backends.compiled import Compiled
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _OLDEST = 8  # compute capability; what Triton itself supports
@@ -46,29 +42,6 @@ def _find() -> str | None:
 
 
 _UNAVAILABLE = _find()
-
-
-def why_not(*tensors: Tensor | None, named: bool = False) -> list[str]:
-    """The reasons why the kernels cannot serve these tensors: none, if they can.
-
-    Interpreted kernels serve tensors of the CPU where the backend was `named`.
-    """
-    if _UNAVAILABLE is not None:
-        return [_UNAVAILABLE]
-    if not tensors and not torch.cuda.is_available() and not (named and INTERPRETED):
-        return ["the kernels run on CUDA, torch finds no such device"]
-    reasons = []
-    for t in tensors:
-        if t is None:
-            continue
-        if t.device.type != "cuda" and not (named and INTERPRETED and t.device.type == "cpu"):
-            reasons.append(f"the kernels run on CUDA, a tensor is on {t.device}")
-        elif t.device.type == "cuda" and not torch.compiler.is_compiling():
-            found = torch.cuda.get_device_properties(t.device)
-            if found.major < _OLDEST:
-                has = f"the device has {found.major}.{found.minor}"
-                reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
-    return list(dict.fromkeys(reasons + why_not_these(*tensors)))
 
 
 def _room(operator: str) -> str:
@@ -110,17 +83,33 @@ def _register() -> None:
 if _UNAVAILABLE is None:
     _register()
 
-_verbs = Verbs(_kernels if INTERPRETED else schema.OPS)
-move_running = _verbs.move_running
-constants_of = _verbs.constants_of
-sums_of = _verbs.sums_of
-moments_of = _verbs.moments_of
-means_of = _verbs.means_of
-channel_moments = _verbs.channel_moments
-channel_normalize = _verbs.channel_normalize
-channel_grad_sums = _verbs.channel_grad_sums
-channel_input_grad = _verbs.channel_input_grad
-channel_forward = _verbs.channel_forward
-channel_backward = _verbs.channel_backward
-row_forward = _verbs.row_forward
-row_backward = _verbs.row_backward
+
+class Triton(Compiled):
+    """The Triton kernels, on CUDA."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        super().__init__(_kernels if INTERPRETED else schema.OPS)
+
+    def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
+        """Interpreted kernels serve tensors of the CPU where the backend was `named`."""
+        if _UNAVAILABLE is not None:
+            return [_UNAVAILABLE]
+        if not tensors and not torch.cuda.is_available() and not (named and INTERPRETED):
+            return ["the kernels run on CUDA, torch finds no such device"]
+        reasons = []
+        for t in tensors:
+            if t is None:
+                continue
+            if t.device.type != "cuda" and not (named and INTERPRETED and t.device.type == "cpu"):
+                reasons.append(f"the kernels run on CUDA, a tensor is on {t.device}")
+            elif t.device.type == "cuda" and not torch.compiler.is_compiling():
+                found = torch.cuda.get_device_properties(t.device)
+                if found.major < _OLDEST:
+                    has = f"the device has {found.major}.{found.minor}"
+                    reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
+        return list(dict.fromkeys(reasons + super().why_not(*tensors)))
+
+
+TRITON = Triton()

@@ -10,12 +10,14 @@ import triton.language as tl
 
 from leannorm.ops.backends.triton.channel_kernels import SIZES, summed
 from leannorm.ops.backends.triton.tiles import (
+    block_of_channels,
+    channels_of_set,
+    constants,
     gradient_before_activation,
-    in_two,
     per_channel,
     read,
+    run_of_tiles,
     tile,
-    tile_count,
 )
 
 
@@ -32,20 +34,9 @@ def grad_sums_kernel(
     given, 16 bytes for each channel and part otherwise.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BC)
-    c0 = (pid % blocks) * BC
-    part = (pid // blocks) % parts
-    segment = (pid // blocks // parts).to(tl.int64)
-    t0 = part.to(tl.int64) * tiles
-    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
-    c = c0 + tl.arange(0, BC)[:, None]
-    exists = c < C
-    place = segment * G + c // (C // G)
-    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
-    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
-    w = per_channel(weight, c, exists, 1.0, DOUBLE)
-    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
+    c, exists, place = block_of_channels(segment, c0, C, G, BC)
+    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
     total = tl.zeros((BC, BE), dtype)
     product = tl.zeros((BC, BE), dtype)
     for t in range(t0, t1):
@@ -74,15 +65,7 @@ def merge_sums_kernel(
     """
     pid = tl.program_id(0)
     group_size = C // G
-    if GROUPED:
-        c_first = (pid % G) * group_size
-        c_last = c_first + group_size
-        segment = (pid // G).to(tl.int64)
-    else:
-        blocks = tl.cdiv(C, BK)
-        c_first = (pid % blocks) * BK
-        c_last = tl.minimum(c_first + BK, C)
-        segment = (pid // blocks).to(tl.int64)
+    segment, c_first, c_last = channels_of_set(pid, C, G, GROUPED, BK)
     part_dz += segment * parts * C
     part_dz_xhat += segment * parts * C
     k = tl.arange(0, BK)
@@ -129,20 +112,9 @@ def input_grad_kernel(
     Reads dy and x (and the residual or the output, behind an activation) once, writes dx (and dz) once.
     dx may be x.
     """
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BC)
-    c0 = (pid % blocks) * BC
-    part = (pid // blocks) % parts
-    segment = (pid // blocks // parts).to(tl.int64)
-    t0 = part.to(tl.int64) * tiles
-    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
-    c = c0 + tl.arange(0, BC)[:, None]
-    exists = c < C
-    place = segment * G + c // (C // G)
-    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
-    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
-    w = per_channel(weight, c, exists, 1.0, DOUBLE)
-    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
+    c, exists, place = block_of_channels(segment, c0, C, G, BC)
+    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
     mean_dz = per_channel(p, place, exists, 0.0, DOUBLE)
     mean_dz_xhat = per_channel(q, place, exists, 0.0, DOUBLE)
     for step in range(t0, t1):

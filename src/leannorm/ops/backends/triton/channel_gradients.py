@@ -25,7 +25,7 @@ def _needed(
     """bias, residual and out, without what the derivative of `act` is not read from."""
     if act == "identity":
         return None, None, None
-    if out is not None and ACTIVATIONS[act].grad_from_output is not None:
+    if out is not None and ACTIVATIONS[act].from_output is not None:
         return None, None, out
     return bias, residual, None
 

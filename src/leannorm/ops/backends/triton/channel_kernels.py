@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 
 from leannorm.ops.backends.triton.tiles import (
-    in_two,
+    block_of_channels,
+    channels_of_set,
+    constants,
     normalized,
-    per_channel,
     read,
+    run_of_tiles,
     tile,
     tile_count,
     values_before,
@@ -78,13 +80,7 @@ def moments_kernel(
     run's first tile, which is off by some standard deviations at most whatever the mean is.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BC)
-    c0 = (pid % blocks) * BC
-    part = (pid // blocks) % parts
-    segment = (pid // blocks // parts).to(tl.int64)
-    t0 = part.to(tl.int64) * tiles
-    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     begin = values_before(t0, inner, samples, COLUMNS, BE)
 
     start, offsets, inside = tile(t0, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
@@ -126,15 +122,7 @@ def merge_moments_kernel(
     """
     pid = tl.program_id(0)
     group_size = C // G
-    if GROUPED:
-        c_first = (pid % G) * group_size
-        c_last = c_first + group_size
-        segment = (pid // G).to(tl.int64)
-    else:
-        blocks = tl.cdiv(C, BK)
-        c_first = (pid % blocks) * BK
-        c_last = tl.minimum(c_first + BK, C)
-        segment = (pid // blocks).to(tl.int64)
+    segment, c_first, c_last = channels_of_set(pid, C, G, GROUPED, BK)
     part_mean += segment * parts * C
     part_m2 += segment * parts * C
     count = tile_count(inner, samples, COLUMNS, BE)
@@ -185,20 +173,9 @@ def normalize_kernel(
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once."""
-    pid = tl.program_id(0)
-    blocks = tl.cdiv(C, BC)
-    c0 = (pid % blocks) * BC
-    part = (pid // blocks) % parts
-    segment = (pid // blocks // parts).to(tl.int64)
-    t0 = part.to(tl.int64) * tiles
-    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
-    c = c0 + tl.arange(0, BC)[:, None]
-    exists = c < C
-    place = segment * G + c // (C // G)
-    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
-    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
-    w = per_channel(weight, c, exists, 1.0, DOUBLE)
-    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
+    c, exists, place = block_of_channels(segment, c0, C, G, BC)
+    high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
     for step in range(t0, t1):
         t = t0 + t1 - 1 - step
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)

@@ -17,6 +17,7 @@ from leannorm.ops.backends.triton.channel_kernels import (
     summed,
 )
 from leannorm.ops.backends.triton.tiles import (
+    channels_of_set,
     gradient_before_activation,
     in_two,
     normalized,
@@ -28,22 +29,6 @@ from leannorm.ops.backends.triton.tiles import (
 )
 
 SIZES = ("C", "inner", "samples", "G")
-
-
-@triton.jit
-def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr):
-    """A program's segment, its first channel, and the channel after its last."""
-    if GROUPED:
-        size = C // G
-        segment = pid // G
-        first = (pid % G) * size
-        last = first + size
-    else:
-        blocks = tl.cdiv(C, BC)
-        segment = pid // blocks
-        first = (pid % blocks) * BC
-        last = tl.minimum(first + BC, C)
-    return segment.to(tl.int64), first, last
 
 
 @triton.jit(do_not_specialize=SIZES)

@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from leannorm.ops.backends.triton import row_kernels as kernels
+from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.row_share_kernels import sum_shares
@@ -96,7 +96,7 @@ def row_forward(
     pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
     tile = tiles.forward(kept, inner, x.element_size(), pressed)
     _launch(
-        kernels.forward_tile if tile.whole else kernels.forward_long,
+        row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long,
         tile.needed(outer, inner),
         *(x, tile, plan),
         *(seen, _like(seen, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
@@ -183,7 +183,7 @@ def _backward_tile(
     programs = min(count, max(processors(x.device) * how.programs // parts, 1))
     shares = _Shares(dweight, dbias, programs, kept)
     _launch(
-        kernels.backward_tile,
+        row_backward_kernels.backward_tile,
         programs * parts,
         *(x, how.tile, plan),
         *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, *plan, count),
@@ -211,7 +211,7 @@ def _backward_long(
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
     arguments = (dy, dtotal, x, mean, rstd, weight, dx, *plan)
-    _launch(kernels.backward_long, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms)
+    _launch(row_backward_kernels.backward_long, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms)
     if dweight is None:
         return
     tile = tiles.shares(inner, x.element_size())
@@ -219,5 +219,5 @@ def _backward_long(
     programs = min(count, max(4 * processors(x.device) // blocks, 1))
     shares = _Shares(dweight, dbias, programs, kept)
     of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
-    _launch(kernels.backward_shares, programs * blocks, x, tile, plan, *of_shares)
+    _launch(row_backward_kernels.backward_shares, programs * blocks, x, tile, plan, *of_shares)
     shares.add_up()

@@ -77,6 +77,35 @@ def tile(
 
 
 @triton.jit
+def run_of_tiles(C, inner, samples, tiles, parts, COLUMNS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr):
+    """What a program works on: its first channel, its part of a segment, and the tiles t0 .. t1-1 of that."""
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(C, BC)
+    c0 = (pid % blocks) * BC
+    part = (pid // blocks) % parts
+    segment = (pid // blocks // parts).to(tl.int64)
+    t0 = part.to(tl.int64) * tiles
+    t1 = tl.minimum(t0 + tiles, tile_count(inner, samples, COLUMNS, BE))
+    return c0, part, segment, t0, t1
+
+
+@triton.jit
+def channels_of_set(pid, C, G, GROUPED: tl.constexpr, BC: tl.constexpr):
+    """A program's segment, its first channel, and the channel after its last."""
+    if GROUPED:
+        size = C // G
+        segment = pid // G
+        first = (pid % G) * size
+        last = first + size
+    else:
+        blocks = tl.cdiv(C, BC)
+        segment = pid // blocks
+        first = (pid % blocks) * BC
+        last = tl.minimum(first + BC, C)
+    return segment.to(tl.int64), first, last
+
+
+@triton.jit
 def read(pointer, start, offsets, inside, DOUBLE: tl.constexpr):
     """A tile's elements in the dtype of arithmetic, 0 for those that do not exist."""
     return tl.load(pointer + start + offsets, mask=inside, other=0.0).to(tl.float64 if DOUBLE else tl.float32)
@@ -103,6 +132,23 @@ def in_two(mean, DOUBLE: tl.constexpr):
         high = mean.to(tl.float32)
         low = (mean - high.to(tl.float64)).to(tl.float32)
     return high, low
+
+
+@triton.jit
+def block_of_channels(segment, c0, C, G, BC: tl.constexpr):
+    """BC channels as a column: their numbers, which of them exist, and where their statistics are."""
+    c = c0 + tl.arange(0, BC)[:, None]
+    return c, c < C, segment * G + c // (C // G)
+
+
+@triton.jit
+def constants(mean, rstd, weight, bias, c, exists, place, DOUBLE: tl.constexpr):
+    """What every channel of a block is normalized by: mean (in two), rstd, weight and bias."""
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
+    scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
+    w = per_channel(weight, c, exists, 1.0, DOUBLE)
+    b = per_channel(bias, c, exists, 0.0, DOUBLE)
+    return high, low, scale, w, b
 
 
 @triton.jit

@@ -27,12 +27,12 @@ from typing import Any
 if "--smoke" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's deterministic mode
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
-from benchmarks import gpu_shapes, gpu_steps
-from benchmarks.gpu_report import OutOfTimeError, Report
+from benchmarks.gpu import shapes, steps
+from benchmarks.gpu.report import OutOfTimeError, Report
 from leannorm.report.memory import check_device
 from leannorm.report.timing import device_seconds
 
@@ -51,20 +51,20 @@ def copy_bandwidth(report: Report, smoke: bool) -> float:
 
 def run(report: Report, only: str, smoke: bool) -> None:
     report.data["copy_tb_s"] = copy_bandwidth(report, smoke)
-    cases = gpu_shapes.cases(smoke)
+    cases = shapes.cases(smoke)
     wanted = [name for name in SECTIONS if only in ("", name)]
     for section in wanted:
         for case in cases.get(section, ()):
             if report.has(5, str(case)):
                 if section == "small":
-                    what = partial(gpu_shapes.run_small, case, report, smoke)
+                    what = partial(shapes.run_small, case, report, smoke)
                 else:
-                    what = partial(gpu_shapes.run_case, case, report, False, smoke)
+                    what = partial(shapes.run_case, case, report, False, smoke)
                 report.attempt(str(case), what)
         if section in ("resnet50", "vit") and report.has(40, section):
-            names = gpu_steps.SMOKE if smoke else gpu_steps.SETTINGS
+            names = steps.SMOKE if smoke else steps.SETTINGS
             eager = tuple(name for name in names if name != "compile")
-            report.attempt(section, partial(gpu_steps.run_network, section, report, eager, smoke))
+            report.attempt(section, partial(steps.run_network, section, report, eager, smoke))
     if "compiled" in wanted:  # last, as it takes longest: what compares, after what is compared
         compiled(report, smoke)
     report.data["copy_tb_s_after"] = copy_bandwidth(report, smoke)
@@ -74,14 +74,14 @@ def compiled(report: Report, smoke: bool) -> None:
     from torch._functorch import config
 
     if report.has(180, "resnet50, compile") or smoke:
-        step = partial(gpu_steps.run_network, "resnet50", report, ("compile",), smoke)
+        step = partial(steps.run_network, "resnet50", report, ("compile",), smoke)
         report.attempt("resnet50, compile", step)
     with config.patch(donated_buffer=False):  # a graph is gone through backward again and again here
-        for case in (case for name in ("channels", "rows") for case in gpu_shapes.cases(smoke)[name]):
+        for case in (case for name in ("channels", "rows") for case in shapes.cases(smoke)[name]):
             if report.has(25, f"{case}, compile"):
-                report.attempt(f"{case}, compile", partial(gpu_shapes.run_case, case, report, True, smoke))
+                report.attempt(f"{case}, compile", partial(shapes.run_case, case, report, True, smoke))
     if report.has(150, "vit, compile") or smoke:
-        step = partial(gpu_steps.run_network, "vit", report, ("compile",), smoke)
+        step = partial(steps.run_network, "vit", report, ("compile",), smoke)
         report.attempt("vit, compile", step)
 
 
@@ -129,7 +129,7 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", choices=("", *SECTIONS), metavar="SECTION")
     parser.add_argument("--minutes", type=float, default=8.5)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The verbs of `reference.py`, each as a call of the operator that `schema.py` describes.
+"""The verbs, each as a call of the operator that `schema.py` describes. `backend.py` says what they mean.
 
 A tensor that is contiguous or has its channels last is handed on as it is; any other is made contiguous
 first, and tensors beside it are brought into its layout. Which kernel answers is torch's dispatcher's
@@ -13,24 +13,11 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Moments, Running
-from leannorm.ops import running
-from leannorm.ops import schema as schema  # the schemas come before the kernels
+from leannorm.ops import schema
+from leannorm.ops.backends.backend import Backend
 from leannorm.ops.plan import channel_plan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def why_not_these(*tensors: Tensor | None) -> list[str]:
-    """What of these tensors compiled kernels do not take, wherever they run."""
-    reasons = []
-    for t in tensors:
-        if t is None:
-            continue
-        if t.dtype not in DTYPES:
-            reasons.append(f"the kernels take float32, float64, bfloat16 and float16, a tensor is {t.dtype}")
-        if t.is_sparse or t.is_mkldnn:
-            reasons.append("the kernels take strided tensors, one is not")
-    return reasons
 
 
 def _channels_last(x: Tensor) -> bool:
@@ -74,14 +61,27 @@ def _written(buffers: tuple[Tensor | None, ...]) -> None:
     torch.autograd.graph.increment_version([b for b in buffers if b is not None and not b.is_inference()])
 
 
-class Verbs:
-    """The verbs of both families; `ops` offers the operators by name, as `schema.OPS` does."""
+class Compiled(Backend):
+    """Kernels behind operators; `ops` offers these by name. A verb that has an operator calls it."""
 
-    def __init__(self, ops: Any) -> None:
+    def __init__(self, ops: Any = schema.OPS) -> None:
         self.ops = ops
 
+    def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
+        """What of these tensors no compiled kernel takes, wherever it runs."""
+        reasons = []
+        for t in tensors:
+            if t is None:
+                continue
+            if t.dtype not in DTYPES:
+                reasons.append(
+                    f"the kernels take float32, float64, bfloat16 and float16, a tensor is {t.dtype}"
+                )
+            if t.is_sparse or t.is_mkldnn:
+                reasons.append("the kernels take strided tensors, one is not")
+        return reasons
+
     def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
-        """Mean and M2 of every channel, or of every group of every sample."""
         plan = channel_plan(x.shape, groups)
         mean, m2 = self.ops.channel_moments(_dense(x), groups)
         return Moments(mean, m2, plan.outer * plan.inner)
@@ -96,13 +96,9 @@ class Verbs:
         residual: Tensor | None = None,
         act: str = "identity",
     ) -> Tensor:
-        """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
         x = _dense(x)
         statistics = mean.contiguous(), rstd.contiguous()
-        y: Tensor = self.ops.channel_normalize(
-            x, *statistics, _flat(weight), _flat(bias), _like(x, residual), act
-        )
-        return y
+        return self.ops.channel_normalize(x, *statistics, _flat(weight), _flat(bias), _like(x, residual), act)
 
     def channel_grad_sums(
         self,
@@ -116,9 +112,8 @@ class Verbs:
         out: Tensor | None = None,
         act: str = "identity",
     ) -> tuple[Tensor, Tensor]:
-        """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else (N, C)."""
         x = _dense(x)
-        sums: tuple[Tensor, Tensor] = self.ops.channel_grad_sums(
+        return self.ops.channel_grad_sums(
             _like(x, dy),
             x,
             mean.contiguous(),
@@ -129,7 +124,6 @@ class Verbs:
             _like(x, out),
             act,
         )
-        return sums
 
     def channel_input_grad(
         self,
@@ -147,7 +141,7 @@ class Verbs:
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """dx = rstd * (weight * dz - p - xhat * q), and dz if wanted; `into` is left alone."""
+        """`into` is left alone."""
         x = _dense(x)
         dy = _like(x, dy)
         dx, dz = self.ops.channel_input_grad(
@@ -177,12 +171,8 @@ class Verbs:
         groups: int = 0,
         running: Running | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """moments and normalize as one call, each channel while it is in the cache: y, mean, m2, rstd.
-
-        With `running` statistics, which nobody takes a gradient of, the call also moves them.
-        """
+        """Each channel is normalized while it is in the cache; nobody takes a gradient of `running`."""
         x = _dense(x)
-        result: tuple[Tensor, Tensor, Tensor, Tensor]
         arguments = x, _flat(weight), _flat(bias), _like(x, residual), eps, act
         if running is None:
             result = self.ops.channel_forward(*arguments, groups)
@@ -206,10 +196,9 @@ class Verbs:
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
         x = _dense(x)
         dy = _like(x, dy)
-        arguments: tuple[Any, ...] = (
+        arguments = (
             dy,
             x,
             mean.contiguous(),
@@ -239,7 +228,7 @@ class Verbs:
         eps: float,
         rms: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """y, x + residual (x itself where there is none), mean, rstd; the kernel takes any layout."""
+        """The kernel takes any layout."""
         y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, start, stop, eps, rms)
         return y, x if residual is None else total, mean, rstd
 
@@ -256,7 +245,6 @@ class Verbs:
         rms: bool = False,
         want_affine: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
         dx, dweight, dbias = self.ops.row_backward(
             dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine
         )
@@ -272,34 +260,26 @@ class Verbs:
         m2: Tensor,
         count: int | Tensor,
     ) -> None:
-        """`ops.running.move_running` as one call, where nobody takes a gradient and the count is int64."""
+        """As one call where nobody takes a gradient and the count is int64, else by the formula."""
         if (
             (running_mean is None or running_var is None)
             or (running_mean.requires_grad or running_var.requires_grad)
             or (num_batches is not None and num_batches.dtype is not torch.int64)
         ):
-            running.move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
+            super().move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
             return
         given = (count, None) if isinstance(count, int) else (0, count)
         self.ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
         _written((running_mean, running_var, num_batches))
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`ops.running.constants_of`"""
-        constants: tuple[Tensor, Tensor] = self.ops.constants_of(running_mean, running_var, eps)
-        return constants
+        return self.ops.constants_of(running_mean, running_var, eps)
 
     def sums_of(self, moments: Moments) -> Tensor:
-        """`ops.sums.sums_of`"""
-        sums: Tensor = self.ops.sums_of(moments.mean, moments.m2, moments.count)
-        return sums
+        return self.ops.sums_of(moments.mean, moments.m2, moments.count)
 
     def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`ops.sums.moments_of`"""
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = self.ops.moments_of(total, eps)
-        return found
+        return self.ops.moments_of(total, eps)
 
     def means_of(self, total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
-        """`ops.sums.means_of`"""
-        means: tuple[Tensor, Tensor] = self.ops.means_of(total, weight, count)
-        return means
+        return self.ops.means_of(total, weight, count)

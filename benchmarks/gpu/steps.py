@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.gpu_networks import builder
-from benchmarks.gpu_report import Report
+from benchmarks.gpu.networks import builder
+from benchmarks.gpu.report import Report
 from leannorm import convert, lean
 from leannorm.ops.backends import BACKENDS
 from leannorm.ops.select import use_backend

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_report import Report
+from benchmarks.gpu.report import Report
 from leannorm import functional
 from leannorm.ops.backends import BACKENDS
 from leannorm.ops.select import backends, use_backend

@@ -1,0 +1,43 @@
+"""What a backend is: the verbs of both families, and who is served."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from leannorm.ops.backends.reference import ChannelVerbs
+from leannorm.ops.backends.reference_rows import RowVerbs
+from leannorm.ops.sums import SumVerbs
+
+
+class Backend(ChannelVerbs, RowVerbs, SumVerbs, ABC):
+    """One implementation of the verbs. Their meaning, in plain torch, is inherited; kernels replace it.
+
+    There is one instance of each backend. It stands in its module under its name in capitals: pickled or
+    copied, it is that one.
+    """
+
+    name: str
+
+    @abstractmethod
+    def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
+        """The reasons why these tensors cannot be served: none, if they can. `named`: was it asked for?"""
+
+    def __repr__(self) -> str:
+        return f"<the backend {self.name!r}>"
+
+    def __reduce__(self) -> str:
+        return self.name.upper()
+
+
+class Reference(Backend):
+    """The specification itself: plain torch on any device and dtype, differentiable again."""
+
+    name = "reference"
+
+    def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
+        return []
+
+
+REFERENCE = Reference()

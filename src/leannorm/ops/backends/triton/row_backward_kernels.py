@@ -1,0 +1,173 @@
+"""The per-row backward kernels: what one program does with its tiles of rows.
+
+Bytes are counted per element of the input, s being the size of its dtype; statistics, weight and bias are
+read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64.
+
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from leannorm.ops.backends.triton.row_addresses import divided, parameter, rows_of, values, walk
+
+
+@triton.jit
+def _gradient(dy, x, mean, rstd, offset, inside, dtype: tl.constexpr):
+    """dy and the normalized input, 0 outside."""
+    d = tl.load(dy + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
+    value = tl.load(x + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
+    return d, (value - mean[:, None]) * rstd[:, None]
+
+
+@triton.jit
+def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, RMS: tl.constexpr):
+    value = g - xhat * by_xhat[:, None]
+    if not RMS:
+        value -= by_one[:, None]
+    value *= rstd[:, None]
+    if dtotal is not None:
+        value += tl.load(dtotal + offset, inside, 0.0, eviction_policy="evict_first").to(value.dtype)
+    tl.store(dx + offset, value.to(dx.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles"])
+def backward_tile(
+    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles,
+    RMS: tl.constexpr, LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    FOLD: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Rows that fit on chip: each program goes through tiles and adds up its share of dweight and dbias.
+
+    Moves 3 s bytes an element (4 s with dtotal), and writes `kept` values of dweight and dbias for each
+    program, in one launch; `sum_shares` adds those up in a second one where there are several. The next
+    tile is on its way while one is worked on (STAGES). FOLD adds up a tile's rows at once, where each
+    thread (or a few neighbours) holds them; else each row of the tile keeps its sums to the end. With HALVES
+    two programs share a row: both sum over all of it, one of them out of the cache, and each keeps a half,
+    since the registers do not hold more.
+    """
+    dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = divided(kept, inner, LINES, V)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    k = lane
+    if HALVES:
+        half = program % 2
+        k = half * BLOCK + lane
+        program, programs = program // 2, programs // 2
+    kept_rows: tl.constexpr = 1 if FOLD else ROWS
+    if weight is not None:
+        w = parameter(weight, k, kept, dtype)
+    if dweight is not None:
+        sum_dweight = tl.zeros([kept_rows, BLOCK], dtype)
+        sum_dbias = tl.zeros([kept_rows, BLOCK], dtype)
+    for at in tl.range(program, tiles, programs, num_stages=STAGES):
+        start, across, row, exists = rows_of(at, rows, kept, inner, LINES, ROWS)
+        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        centre = tl.load(mean + row, exists, 0.0)
+        factor = tl.load(rstd + row, exists, 0.0)
+        if HALVES:
+            other = (1 - half) * BLOCK + lane
+            where, there = values(other, exists, across, kept, inner, LINES, WIDE)
+            other_g, other_xhat = _gradient(dy + start, x + start, centre, factor, where, there, dtype)
+            if weight is not None:
+                other_g *= parameter(weight, other, kept, dtype)
+            by_xhat = tl.sum(other_g * other_xhat, 1)
+            by_one = tl.sum(other_g, 1)
+        d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        g = d
+        if weight is not None:
+            g = d * w
+        if HALVES:
+            by_xhat += tl.sum(g * xhat, 1)
+            by_one += tl.sum(g, 1)
+        else:
+            by_xhat = tl.sum(g * xhat, 1)
+            by_one = tl.sum(g, 1)
+        mean_xhat = by_xhat / kept
+        mean_one = mean_xhat
+        if not RMS:
+            mean_one = by_one / kept
+        through = None if dtotal is None else dtotal + start
+        _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, RMS)
+        if dweight is not None:
+            if FOLD:
+                sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
+                sum_dbias += tl.sum(d, 0, keep_dims=True)
+            else:
+                sum_dweight += d * xhat
+                sum_dbias += d
+    if dweight is not None:
+        share = program.to(tl.int64) * kept + k
+        tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
+        if dbias is not None:
+            tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
+
+
+@triton.jit(do_not_specialize=["rows", "kept", "inner"])
+def backward_long(
+    dy, dtotal, x, mean, rstd, weight, dx, rows, kept, inner,
+    RMS: tl.constexpr, LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The input's gradient of rows longer than a tile.
+
+    Moves 3 s bytes an element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
+    """
+    dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = divided(kept, inner, LINES, V)
+    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, LINES, ROWS)
+    centre = tl.load(mean + row, exists, 0.0)
+    factor = tl.load(rstd + row, exists, 0.0)
+    lane, end = walk(kept, BLOCK, WIDE)
+    sum_xhat = tl.zeros([ROWS, BLOCK], dtype)
+    sum_one = tl.zeros([ROWS, BLOCK], dtype)
+    for begin in tl.range(0, end, BLOCK, num_stages=2):
+        k = begin + lane
+        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        if weight is not None:
+            g *= parameter(weight, k, kept, dtype)
+        sum_xhat += g * xhat
+        sum_one += g
+    by_xhat = tl.sum(sum_xhat, 1) / kept
+    by_one = tl.sum(sum_one, 1) / kept
+    for begin in tl.range(0, end, BLOCK, num_stages=2):
+        k = begin + lane
+        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        if weight is not None:
+            g *= parameter(weight, k, kept, dtype)
+        through = None if dtotal is None else dtotal + start
+        _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, RMS)
+
+
+@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "programs"])
+def backward_shares(
+    dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, programs,
+    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program's share of dweight and dbias, for BLOCK values of rows longer than a tile.
+
+    Moves 2 s bytes an element, in one launch; `sum_shares` adds the shares up.
+    """
+    dtype: tl.constexpr = mean.dtype.element_ty
+    kept, inner = divided(kept, inner, LINES, V)
+    program = tl.program_id(0) % programs
+    k = (tl.program_id(0) // programs) * BLOCK + walk(kept, BLOCK, WIDE)[0]
+    sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
+    sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
+    for at in tl.range(program, tiles, programs, num_stages=2):
+        start, across, row, exists = rows_of(at, rows, kept, inner, LINES, ROWS)
+        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        centre = tl.load(mean + row, exists, 0.0)
+        factor = tl.load(rstd + row, exists, 0.0)
+        d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        sum_dweight += d * xhat
+        sum_dbias += d
+    share = program.to(tl.int64) * kept + k
+    tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
+    if dbias is not None:
+        tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
