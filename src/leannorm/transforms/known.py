@@ -1,4 +1,4 @@
-"""The tables: which classes are known, what they become, which activations the kernels compute.
+"""The tables: which classes are known, and what they become.
 
 A class is known by its full name, so that no package is imported to recognise its layers, and by nothing
 else: a subclass may compute anything (timm's `BatchNormAct2d` is a `BatchNorm2d` that also activates).
@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
+from leannorm.transforms.steps import name_of
 from leannorm.transforms.then_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
@@ -27,10 +28,6 @@ class Entry(NamedTuple):
 
     target: type[Module]
     attributes: Mapping[str, Any] = {}
-
-
-def name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 # by name, torch.nn's and ours are the same
@@ -66,15 +63,7 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
     "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
 }
 
-# a batch norm that is followed by an activation, and the layer that does both
-WITH_ACT: dict[type[Module], type[Module]] = {
-    nn.BatchNorm1d: nn.BatchNormAct1d,
-    nn.BatchNorm2d: nn.BatchNormAct2d,
-    nn.BatchNorm3d: nn.BatchNormAct3d,
-    BatchNorm2dThenAct: nn.BatchNormAct2d,
-}
-
-# forwards that have been read: what they do does not change from call to call
+# blocks in which `fuse="certain"` joins; their text is read where it lies, as that of all others
 CERTAIN_BLOCKS = frozenset(
     {
         "timm.models.resnet.BasicBlock",
@@ -88,30 +77,6 @@ CERTAIN_BLOCKS = frozenset(
         "torchvision.models.resnet.ResNet",
     }
 )
-
-_ACTIVATIONS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    "torch.nn.modules.activation.ReLU": ("relu", {}),
-    "torch.nn.modules.activation.LeakyReLU": ("leaky_relu", {"negative_slope": 0.01}),
-    "torch.nn.modules.activation.SiLU": ("silu", {}),
-    "torch.nn.modules.activation.Hardswish": ("hardswish", {}),
-    "torch.nn.modules.activation.Hardtanh": ("hardtanh", {"min_val": -1.0, "max_val": 1.0}),
-    "torch.nn.modules.activation.ReLU6": ("relu6", {}),
-    "torch.nn.modules.activation.ELU": ("elu", {"alpha": 1.0}),
-    "torch.nn.modules.activation.Mish": ("mish", {}),
-    "torch.nn.modules.linear.Identity": ("identity", {}),
-    "timm.layers.activations.GELU": ("gelu", {}),
-    "timm.layers.activations.GELUTanh": ("gelu_tanh", {}),
-}
-_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
-
-
-def activation_of(module: Module) -> str | None:
-    """The kernels' name for this activation module; None where it is another or has other parameters."""
-    if type(module) is torch.nn.GELU:
-        return _GELU[module.approximate]
-    name, parameters = _ACTIVATIONS.get(name_of(type(module)), (None, {}))
-    fits = all(getattr(module, key) == value for key, value in parameters.items())
-    return name if fits else None
 
 
 def why_not(module: Module) -> str | None:
