@@ -170,4 +170,5 @@ LATER_GLOBAL = [
     "globals().update(activated=torch.tanh)",
     "Block.forward = lambda self, x: self.relu(self.bn0(x)) * 2",
     "Block.normalized = lambda self, x: self.bn1(x) * 2",
+    "Block.both = lambda self, x: self.bn2(x) * 2",
 ]

@@ -31,6 +31,7 @@ class Program:
         )
         more = "\n".join((*self.setup, *self.later)).replace("m.", "self.") + "\n".join(self.later_global)
         block = f"{text(self.body)}        return {self.result}\n"
+        option = ', option={"on": True}' if "option" in block else ""
         used = [name for name in LAYERS if f"self.{name}" in block + more]
         if "self.normalized" in block or "self.both" in block:
             used = [name for name in LAYERS if name in {*used, "bn1", "bn2", "conv1", "relu"}]
@@ -43,7 +44,7 @@ class Program:
         child = f"class Inner(nn.Module):\n{layers(names)}{forward}" if "child" in used else ""
         return (
             f"{child}class Block(nn.Module):\n    CLASS = True\n{layers(used)}{methods}"
-            f'    def forward(self, x, option={{"on": True}}):\n{START}{block}'
+            f"    def forward(self, x{option}):\n{START}{block}"
         )
 
     def __str__(self) -> str:

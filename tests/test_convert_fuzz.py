@@ -1,7 +1,8 @@
 """Random blocks before and after `convert(fuse="trace")`: everything that a program can see is the same.
 
 Each block is run in training and in evaluation; flags, globals, hooks and layers are changed after the
-conversion, and again it is run; then it is taken back. LEANNORM_CONVERT_FUZZ=100000 tries more blocks.
+conversion, and again it is run; then it is taken back. `make test` tries half of the 5,000, `make
+conformance` the rest; LEANNORM_CONVERT_FUZZ=100000 tries more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from convert_programs import Program, program
 from leannorm import convert
 
 BLOCKS = int(os.environ.get("LEANNORM_CONVERT_FUZZ", "5000"))
-CHUNK = 250
+CHUNK, DAILY = 250, 2500
 FLAG = "LEANNORM_TEST_FLAG"
 COUNTER = itertools.count()
 START = compile(HEAD, "<start of convert programs>", "exec")
@@ -167,7 +168,13 @@ def shrunk(given: Program) -> Program:
     return given
 
 
-@pytest.mark.parametrize("start", range(0, BLOCKS, CHUNK))
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(start, marks=pytest.mark.conformance if start >= DAILY else [])
+        for start in range(0, BLOCKS, CHUNK)
+    ],
+)
 def test_any_block(start):
     for seed in range(start, start + CHUNK):
         given = program(seed)

@@ -57,6 +57,33 @@ def keep_by_locals(self, x):
     return z
 
 
+def keep_by_finally(self, x):
+    try:
+        y = self.bn(self.conv(x))
+        return F.silu(y)
+    finally:
+        self.feat = y
+
+
+def keep_by_closure(self, x):
+    def late():
+        self.feat = y
+
+    y = self.bn(self.conv(x))
+    z = F.silu(y)
+    late()
+    return z
+
+
+def keep_in_the_next_turn(self, x):
+    y, z = None, x
+    for _ in range(2):
+        self.feat = y
+        y = self.bn(self.conv(x))
+        z = F.silu(y)
+    return z
+
+
 class Keeper(Block):
     """`forward` is one of the above."""
 
@@ -99,19 +126,31 @@ class Asks(Block):
     def __init__(self):
         super().__init__()
         self.on, self.extra = True, None
+        self.bn1, self.bn2 = stock.BatchNorm2d(4), stock.BatchNorm2d(4)
 
-    def forward(self, x, option={"on": True}):  # noqa: B006 (what may be changed)
-        y = F.relu(self.bn(self.conv(x))) if CFG["relu"] else self.bn(x)
+    def forward(self, x):
+        y = F.relu(self.bn(self.conv(x)))
+        if CFG["relu"]:
+            y = F.silu(self.bn1(y))
+        y = self.bn2(self.conv(y))
         if self.on and self.ON and answer():
-            y = F.silu(self.bn(self.conv(y)))
-        y = self.bn(y)
-        if option["on"] and "LEANNORM_TEST_FLAG" not in os.environ:
             y = F.gelu(y)
-        y = self.bn(self.conv(y))
         y = self.act(y)
         if self.extra is not None:
             y = self.extra(y)
         return y
+
+
+class AsksTheEnvironment(Block):
+    def forward(self, x):
+        y = self.act(self.bn(self.conv(x)))
+        return y if os.environ.get("LEANNORM_TEST_FLAG") is None else y * 2
+
+
+class AsksADefault(Block):
+    def forward(self, x, option={"on": True}):  # noqa: B006 (what may be changed)
+        y = self.act(self.bn(self.conv(x)))
+        return F.relu(self.bn(y)) if option["on"] else self.bn(y)
 
 
 def other_activation(model, patch):
@@ -136,9 +175,6 @@ CHANGES = {
     "global function": lambda model, patch: patch.setitem(globals(), "answer", lambda: False),
     "attribute": lambda model, patch: setattr(model, "on", False),
     "class attribute": lambda model, patch: patch.setattr(Asks, "ON", False),
-    "default": lambda model, patch: patch.setitem(Asks.forward.__defaults__[0], "on", False),
-    "defaults": lambda model, patch: patch.setattr(Asks.forward, "__defaults__", ({"on": False},)),
-    "environment": lambda model, patch: patch.setenv("LEANNORM_TEST_FLAG", "1"),
     "module": lambda model, patch: setattr(model, "extra", stock.Tanh()),
     "other activation": other_activation,
     "other norm": other_norm,
@@ -156,12 +192,35 @@ def test_what_is_changed_after_the_conversion_counts(change, monkeypatch):
     model = Asks().double()
     original, x = copy.deepcopy(model), torch.randn(3, 4, 5, 5, dtype=torch.float64)
     convert(model, fuse="trace")
-    assert count(model, x) == 3  # but gelu's, which stands behind a question
+    assert count(model, x) == 2  # but gelu's, which stands behind a question
     assert count(original, x) == 0
     for m in (model, original):
         change(m, monkeypatch)
     for got, want in zip([model(x), *model.buffers()], [original(x), *original.buffers()], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_environment_counts(monkeypatch):
+    model, x = AsksTheEnvironment().double(), torch.randn(3, 4, 5, 5, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    assert count(convert(model, fuse="trace"), x) == 1
+    monkeypatch.setenv("LEANNORM_TEST_FLAG", "1")
+    assert_same(model, original, x)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setitem(AsksADefault.forward.__defaults__[0], "on", False),
+        lambda patch: patch.setattr(AsksADefault.forward, "__defaults__", ({"on": False},)),
+    ],
+)
+def test_default_arguments_count(change, monkeypatch):
+    model, x = AsksADefault().double(), torch.randn(3, 4, 5, 5, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    assert count(convert(model, fuse="trace"), x) == 2
+    change(monkeypatch)
+    assert_same(model, original, x)
 
 
 def test_layers_put_into_a_block_after_the_conversion_are_called():
@@ -175,6 +234,31 @@ def test_layers_put_into_a_block_after_the_conversion_are_called():
                 m.downsample = m.bn
         original.double(), model.double()
         assert_same(model, original, x)
+
+
+def test_a_norm_waits_for_nothing_that_may_write_its_input():
+    """Where the convolution is none, the shortcut is the norm's input, and is overwritten before the sum."""
+    model, x = Optional().double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+    model.conv, model.downsample = stock.Identity(), stock.ReLU(inplace=True)
+    original = copy.deepcopy(model)
+    convert(model, fuse="trace")
+    with torch.no_grad():
+        torch.testing.assert_close(model(x.clone()), original(x.clone()), rtol=1e-12, atol=1e-12)
+
+
+def test_an_error_finds_the_norm_run():
+    """What stands between a norm and its addition raises: the norm before it has counted the batch, once."""
+    for se, downsample in ((None, stock.Conv2d(3, 4, 1)), (stock.Conv2d(3, 4, 1), None)):
+        model, x = Optional().double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+        model.se, model.downsample = se, downsample
+        original = copy.deepcopy(model)
+        convert(model, fuse="trace")
+        for m in (model, original):
+            with pytest.raises(RuntimeError):
+                m(x)
+        assert int(original.bn.num_batches_tracked) == 1
+        for got, want in zip(model.buffers(), original.buffers(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_parts_called_by_themselves_are_what_they_were():

@@ -77,10 +77,11 @@ class Statements:
         self.scope, self.count = scope, count
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
-        new: list[ast.stmt] = []
-        while len(new) < len(body):
-            at = len(new)
-            new += self.chain(body, at) or [self.alone(body[at])]
+        new, at = list[ast.stmt](), 0
+        while at < len(body):
+            chain, taken = self.chain(body, at)
+            new += chain or [self.alone(body[at])]
+            at += max(taken, 1)
         return new
 
     def alone(self, statement: ast.stmt) -> ast.stmt:
@@ -102,29 +103,38 @@ class Statements:
             return type(value)(**{k: self._in(v) for k, v in ast.iter_fields(value)})
         return value
 
-    def chain(self, body: list[ast.stmt], at: int) -> list[ast.stmt] | None:
-        """The statements from `at` on through which a norm's output goes to its activation, as steps."""
-        name = _assigned(body[at])
+    def chain(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int]:
+        """The statements from `at` on through which a norm's output goes to its activation, as steps, and
+        how many they were; none where they are no such."""
+        head = name = _assigned(body[at])
         value = waiting(self.scope, body[at].value) if name in self.scope.local else None  # type: ignore
-        if name is None or value is None:
-            return None
-        new, while_waiting = [_with_value(body[at], value)], list[str]()
+        if head is None or name is None or value is None:
+            return [], 0
+        new, paths = [_with_value(body[at], value)], list[str]()
         between = self.between(body, at + 1, name)
         if between is not None:
             new += between[0]
-            while_waiting += between[1]
-        ends = False
+            paths += between[1]
+        until, ends = len(new), False
         while not ends:
-            link, name, ends = self.link(body, at + len(new), name, while_waiting)
+            known = len(paths)
+            link, name, ends = self.link(body, at + len(new), name, paths)
             if link is None:
-                return None
+                return [], 0
             new.append(link)
-        if while_waiting or between is not None:
-            later = self.later(body, at, while_waiting)
-            if later is None:
-                return None
-            new[0] = _with_value(body[at], later)
-        return new
+            until = len(new) if len(paths) > known else until
+        if until == 1:
+            return new, len(new)
+        later = self.later(body, at, paths)
+        if later is None:
+            return [], 0
+        return [_with_value(body[at], later), self.settling(head, new[1:until]), *new[until:]], len(new)
+
+    def settling(self, name: str, body: list[ast.stmt]) -> ast.stmt:
+        """What runs while the norm of `name` waits: where it raises an error, the norm has run before it."""
+        settle = ast.Expr(self.scope.call("settle", ast.copy_location(ast.Name(name, ast.Load()), body[0])))
+        handler = ast.ExceptHandler(ast.Name("BaseException", ast.Load()), None, [settle, ast.Raise()])
+        return ast.copy_location(ast.Try(body, [handler], [], []), body[0])
 
     def link(
         self, body: list[ast.stmt], at: int, name: str, while_waiting: list[str]

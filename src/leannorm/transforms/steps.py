@@ -62,17 +62,23 @@ _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 
 
 class Waiting:
-    """A norm that is yet to run, and what is to be added to its output."""
+    """A norm that is yet to run, and what is to be added to its output. It runs once."""
 
-    def __init__(
-        self, norm: BatchNormBase, input: Tensor, residual: Tensor | None = None, in_place: bool = False
-    ) -> None:
-        self.norm, self.input, self.residual, self.in_place = norm, input, residual, in_place
+    def __init__(self, norm: BatchNormBase, input: Tensor) -> None:
+        self.norm, self.input, self.has_run = norm, input, False
+        self.residual: Tensor | None = None
+        self.in_place = False
+
+    def plus(self, residual: Tensor, in_place: bool = False) -> Waiting:
+        self.residual, self.in_place = residual, in_place
+        return self
 
     def run(self, act: str) -> Tensor:
+        self.has_run = True
         return self.norm._normalize(self.input, act, self.residual)
 
     def plain(self) -> Tensor:
+        self.has_run = True
         y = self.norm._normalize(self.input)
         if self.residual is None:
             return y
@@ -128,15 +134,21 @@ def later(call: Any, value: Any, producer: Any, block: Module, paths: tuple[str,
     return last(call, value)
 
 
+def settle(value: Any) -> None:
+    """Run a norm that waits, as what stands behind it will not."""
+    if type(value) is Waiting and not value.has_run:
+        value.plain()
+
+
 def plus(value: Any, other: Any) -> Any:
     """`value + other`; the sum may wait as a norm does."""
     if type(value) is Waiting and _alike(value, other):
-        return Waiting(value.norm, value.input, other)
+        return value.plus(other)
     if type(value) is Waiting:
         value = value.plain()
     if type(other) is Waiting:
         if _alike(other, value):
-            return Waiting(other.norm, other.input, value)
+            return other.plus(value)
         other = other.plain()
     return value + other
 
@@ -145,7 +157,7 @@ def plus_in_place(value: Any, other: Any) -> Any:
     """`value += other`. Where `value` is no waiting norm, somebody else may hold it: it is written."""
     if type(value) is Waiting:
         if _alike(value, other):
-            return Waiting(value.norm, value.input, other, True)
+            return value.plus(other, in_place=True)
         value = value.plain()
     value += other
     return value
