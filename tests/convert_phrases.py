@@ -114,7 +114,7 @@ KEEPS = [
     'TABLE["y"] = {}',
     "globals().update(LAST={}); KEPT.append(LAST)",
     "self.log = {}.sum().item()",
-    "KEPT.append(str({}.sum().item())[:4])",
+    "KEPT.append(str({}.abs().mean().item())[:4])",
     "keep = lambda: {}; KEPT.append(keep())",
     "def keep(): return {}\nKEPT.append(keep())",
     "KEPT.append(locals()[{!r}])",

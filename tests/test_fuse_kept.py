@@ -246,6 +246,14 @@ def test_a_norm_waits_for_nothing_that_may_write_its_input():
         torch.testing.assert_close(model(x.clone()), original(x.clone()), rtol=1e-12, atol=1e-12)
 
 
+def test_a_norm_does_not_wait_for_one_that_shares_its_statistics():
+    model, x = Optional().double(), torch.randn(2, 4, 5, 5, dtype=torch.float64) + 1
+    model.downsample[1].running_mean = model.bn.running_mean
+    original = copy.deepcopy(model)
+    convert(model, fuse="trace")
+    assert_same(model, original, x)
+
+
 def test_an_error_finds_the_norm_run():
     """What stands between a norm and its addition raises: the norm before it has counted the batch, once."""
     for se, downsample in ((None, stock.Conv2d(3, 4, 1)), (stock.Conv2d(3, 4, 1), None)):

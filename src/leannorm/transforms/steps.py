@@ -125,11 +125,11 @@ def later(call: Any, value: Any, producer: Any, block: Module, paths: tuple[str,
     """As `step`, where the modules of `block` at `paths` may be called before the next step.
 
     The norm may wait for them where its input is a convolution's output that nobody else holds, and where
-    they are torch's own layers or ours, of which none is this norm.
+    they are torch's own layers or ours, of which none is this norm or shares its statistics.
     """
     if isinstance(producer, (_ConvNd, torch.nn.Linear)) and _known(producer):
         layers = [layer for path in paths for layer in _layers(_at(block, path))]
-        if all(layer is not call and _known(layer) for layer in layers):
+        if all(_apart(layer, call) for layer in layers):
             return step(call, value)
     return last(call, value)
 
@@ -262,6 +262,14 @@ def _unheard(module: Module) -> bool:
         or _module._global_backward_hooks
         or _module._global_backward_pre_hooks
     )
+
+
+def _apart(layer: Any, norm: Any) -> bool:
+    """Is it a layer whose work this norm's statistics have no part in?"""
+    if layer is norm or not _known(layer):
+        return False
+    theirs = [b for b in layer._buffers.values() if b is not None]
+    return not any(b is mine for b in theirs for mine in norm._buffers.values())
 
 
 def _known(module: Any) -> bool:
