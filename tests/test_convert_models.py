@@ -8,24 +8,25 @@ from importlib.util import find_spec
 import pytest
 import torch
 from cases import error
+from convert_blocks import fused
 
 from benchmarks.architectures import import_torchvision
 from leannorm import convert, nn
 
-# image size, and what fuse="trace" makes; at 32 a channel of the last maps has two values, whose
-# gradients are all rounding
+# image size, the norms, and how many are computed with an activation; at 32 a channel of the last maps
+# has two values, whose gradients are all rounding
 MODELS = {
-    "torchvision:resnet18": (64, {"BatchNormAct2d": 17, "BatchNorm2d": 3}),
-    "torchvision:mobilenet_v3_small": (64, {"BatchNormAct2d": 23, "BatchNorm2d": 11}),
-    "timm:test_resnet": (64, {"BatchNormAct2d": 12, "BatchNorm2d": 3}),
-    "timm:test_byobnet": (64, {"BatchNormAct2d": 14}),
-    "timm:test_efficientnet": (64, {"BatchNormAct2d": 13}),
-    "timm:test_efficientnet_gn": (64, {"GroupNormThenAct": 13}),
-    "timm:test_efficientnet_ln": (64, {"LayerNormThenAct": 13}),
-    "timm:test_coatnet": (160, {"BatchNormAct2d": 7, "LayerNorm": 7}),
-    "timm:test_convnext": (64, {"LayerNorm": 14}),
-    "timm:test_vit": (160, {"LayerNorm": 13}),
-    "timm:test_vit4": (160, {"RMSNorm": 19}),
+    "torchvision:resnet18": (64, {"BatchNorm2d": 20}, 17),
+    "torchvision:mobilenet_v3_small": (64, {"BatchNorm2d": 34}, 23),
+    "timm:test_resnet": (64, {"BatchNorm2d": 15}, 12),
+    "timm:test_byobnet": (64, {"BatchNorm2dThenAct": 14}, 6),
+    "timm:test_efficientnet": (64, {"BatchNorm2dThenAct": 13}, 9),
+    "timm:test_efficientnet_gn": (64, {"GroupNormThenAct": 13}, 0),
+    "timm:test_efficientnet_ln": (64, {"LayerNormThenAct": 13}, 0),
+    "timm:test_coatnet": (160, {"BatchNorm2dThenAct": 7, "LayerNorm": 7}, 5),
+    "timm:test_convnext": (64, {"LayerNorm": 14}, 0),
+    "timm:test_vit": (160, {"LayerNorm": 13}, 0),
+    "timm:test_vit4": (160, {"RMSNorm": 19}, 0),
 }
 SWEEP = [
     "torchvision:shufflenet_v2_x0_5",
@@ -102,9 +103,10 @@ def norms(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_same_numbers_and_a_way_back(zoo, model):
-    size, expected = MODELS[model]
+    size, expected, joined = MODELS[model]
     original, converted = compare(zoo, model, size, "trace")
     assert norms(converted) == expected
+    assert fused(copy.deepcopy(converted).train()(torch.randn(2, 3, size, size).double())) == joined
     assert list(converted.state_dict()) == list(original.state_dict())
     x = torch.randn(1, 3, size, size, dtype=torch.float64)
     assert torch.equal(pickle.loads(pickle.dumps(converted))(x), converted(x))
@@ -114,7 +116,10 @@ def test_same_numbers_and_a_way_back(zoo, model):
 
 @pytest.mark.parametrize("model", ["torchvision:resnet18", "timm:test_resnet", "timm:test_efficientnet"])
 def test_blocks_that_are_known_need_no_tracing_of_all(zoo, model):
-    assert norms(convert(create(zoo, model))) == MODELS[model][1]
+    size, expected, joined = MODELS[model]
+    converted = convert(create(zoo, model))
+    assert norms(converted) == expected
+    assert fused(converted(torch.randn(2, 3, size, size))) == joined
 
 
 @pytest.mark.conformance

@@ -78,6 +78,7 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[Layer]]:
         credit()
         at_work.pop()
 
+    enter.sees_nothing = leave.sees_nothing = True  # type: ignore[attr-defined]  # pairs stay fused
     handles = [
         handle
         for module in names

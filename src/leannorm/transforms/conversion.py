@@ -20,8 +20,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.nn.sync import SHARING
-from leannorm.transforms.fuse import find_fusions, fused_class
-from leannorm.transforms.known import KNOWN, TO_TORCH, Entry, is_norm, name_of, why_not
+from leannorm.transforms.fuse import find_fusions
+from leannorm.transforms.known import KNOWN, TO_TORCH, Entry, is_norm, why_not
+from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
     inside_convolutions,
     synchronized_class,
@@ -51,29 +52,31 @@ def convert(
             statistics over a process group, subclasses too whose forward goes by `super().forward`;
             `"leannorm"` ends that.
         process_group: for `to="sync"`, None is the default group.
-        fuse: what to join with the batch norm in front of it, for `to="leannorm"`: an activation, or an
-            addition and an activation. `"certain"`: neighbours in a `torch.nn.Sequential`, timm's
-            `BatchNormAct2d`, and blocks whose code is known (the ResNets, DenseNet, Inception and GoogLeNet
-            of torchvision, timm's ResNet); `"trace"`: also in every block that `torch.fx` can trace; None:
-            nothing.
+        fuse: where a batch norm and the activation behind it, or an addition and the activation behind
+            that, are computed in one pass, for `to="leannorm"`. `"certain"`: neighbours in a
+            `torch.nn.Sequential`, timm's `BatchNormAct2d`, and blocks of known classes (the ResNets,
+            DenseNet, Inception and GoogLeNet of torchvision, timm's ResNet); `"trace"`: every block whose
+            text hands a norm's output straight to an activation; None: nowhere.
 
     Every layer stays the same object: parameters, buffers, hooks, `training`, `requires_grad`, names and
-    state_dict keys are untouched, a layer in two places stays one, optimizers go on. Layers with hooks are
-    swapped and not fused. Pickle and deepcopy work after.
+    state_dict keys are untouched, a layer in two places stays one, optimizers go on. A fused norm stays a
+    norm and its activation an activation for everybody but the block that calls one behind the other; each
+    call makes sure of both (nobody listens, neither is another layer by now), or calls them one by one.
+    Pickle and deepcopy work after.
 
     A layer that cannot be swapped without a change in what it computes (a subclass that is not known, a
-    momentum outside of [0, 1]) is left alone and named in one `UserWarning`. In float16 and bfloat16 a
-    fused layer rounds once where two layers rounded twice.
+    momentum outside of [0, 1]) is left alone and named in one `UserWarning`, and so is a block that
+    `fuse="trace"` cannot read. In float16 and bfloat16 a fused pair rounds once, two layers round twice.
 
     Raises: `InputError` for a wrong `to` or `fuse`. After any error the model is as it was.
-    Source: the layers' own; `torch.fx` (Reed et al., 2022, arXiv:2112.08429) for tracing.
+    Source: the layers' own.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
-    >>> leannorm.convert(model)[1]
-    BatchNormAct2d(8, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True, act=relu)
-    >>> leannorm.convert(model, to="torch")[2]
-    ReLU()
+    >>> type(leannorm.convert(model)[1])
+    <class 'leannorm.nn.batch.BatchNorm2d'>
+    >>> type(leannorm.convert(model, to="torch")[1])
+    <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
     """
     _checks.one_of("to", to, ("leannorm", "torch", "sync"))
     if fuse is not None:
@@ -121,7 +124,9 @@ def preview(
         _swap(model, to, process_group, fuse, left)
         for name, module in names.items():
             if type(module) is not before[name]:
-                swapped[name] = before[name].__name__, type(module).__name__
+                after = type(module).__name__
+                joins = getattr(type(module), "unfused", None) is before[name]
+                swapped[name] = before[name].__name__, f"{after} with fused calls" if joins else after
         raise _TakeBackError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
@@ -173,10 +178,12 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
             entries[module] = entry
     if fuse is not None:
         targets = {m: entries[m].target if m in entries else type(m) for m in model.modules()}
-        fusion = find_fusions(model, targets, everywhere=fuse == "trace")
-        entries |= fusion.entries
-        for block, source in fusion.forwards.items():
-            object.__setattr__(block, "__class__", fused_class(type(block), source))
+        fusions = find_fusions(model, targets, everywhere=fuse == "trace")
+        names = {module: name or "the model itself" for name, module in model.named_modules()}
+        for block in fusions.unread:
+            left["its source cannot be read, so nothing is fused in it"].append(names[block])
+        for block, fused in fusions.classes.items():
+            object.__setattr__(block, "__class__", fused)
     for module, entry in entries.items():
         _become(module, entry)
 

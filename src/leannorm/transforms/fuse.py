@@ -1,219 +1,127 @@
-"""Norm, then (a residual, then) activation: where they meet for certain, one layer does both.
+"""Which blocks call a norm and hand its output straight to an activation, and the class that each becomes.
 
-Two ways. Where the activation is a module of its own, called once and right behind the norm, the norm
-becomes a `BatchNormAct` and the activation an `Identity`; no forward changes. Where the activation is
-shared, or a function, or behind an addition, the block gets a forward of its own: its traced text with
-these calls replaced, as a subclass of its class, so that `isinstance`, pickle and copies go on working.
+No layer changes for it: a norm stays a norm, an activation an activation, for whoever calls them, hooks
+them or puts others in their place. Only the block that calls one behind the other becomes an instance of
+a subclass of its class, whose functions take the two calls as steps (`steps.py`, `rewrite.py`).
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch.nn
-from torch import Tensor
-from torch.fx.graph_module import _format_import_block
 from torch.nn import Module
-from torch.package.importer import sys_importer
 
-from leannorm.nn.act import BatchNormActBase
-from leannorm.ops.activation import ACTIVATIONS
-from leannorm.transforms.known import CERTAIN_BLOCKS, WITH_ACT, Entry, activation_of, name_of
-from leannorm.transforms.then_act import BatchNorm2dThenAct
-from leannorm.transforms.trace import Match, Traced, has_hooks, trace
+from leannorm.transforms.expressions import Roles
+from leannorm.transforms.known import CERTAIN_BLOCKS
+from leannorm.transforms.rewrite import rewritten
+from leannorm.transforms.steps import FUSABLE, activation_of, name_of, runs_in_order, sequential_forward
+from leannorm.transforms.text import read
 
-
-class Fusion(NamedTuple):
-    """What becomes of each module, and the source of a new forward for some blocks."""
-
-    entries: dict[Module, Entry]
-    forwards: dict[Module, str]
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
-def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhere: bool) -> Fusion:
-    """Every fusion that keeps what the model computes; `targets` are the norms and what they become.
+class Fusions(NamedTuple):
+    """The blocks to change, each with its new class, and those with norms whose text cannot be read."""
 
-    `everywhere` also traces blocks of unknown classes.
+    classes: dict[Module, type[Module]]
+    unread: list[Module]
+
+
+def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhere: bool) -> Fusions:
+    """What may be joined in a model; `targets` are the layers and what they become.
+
+    `everywhere` also reads blocks of unknown classes.
     """
-    registered = Counter(id(child) for m in model.modules() for child in m._modules.values())
-    fusable = {
-        norm: WITH_ACT[target]
-        for norm, target in targets.items()
-        if target in WITH_ACT and registered[id(norm)] == 1 and not has_hooks(norm)
-    }
-    fusion = Fusion({}, {})
 
-    def alone(act: Module) -> bool:
-        return registered[id(act)] == 1 and not has_hooks(act)
+    def is_norm(module: Module) -> bool:
+        if runs_in_order(module) and module._modules:
+            return is_norm(list(module.children())[-1])
+        return targets.get(module, type(module)) in FUSABLE
 
-    for norm in [norm for norm in fusable if targets[norm] is BatchNorm2dThenAct]:
-        target, (drop, act) = fusable.pop(norm), (norm.get_submodule(child) for child in ("drop", "act"))
-        name = activation_of(act)
-        if name is not None and type(drop) is torch.nn.Identity and alone(drop) and alone(act):
-            fusion.entries[norm] = Entry(target, {"activation": name})
-    traces = {
-        block: traced
-        for block in model.modules()
-        if everywhere or name_of(type(block)) in CERTAIN_BLOCKS
-        if (traced := _traced(block, fusable)) is not None
-    }
-    calls = Counter(id(m) for traced in traces.values() for m in traced.called)
+    found, unread = dict[Module, type[Module]](), list[Module]()
     for block in model.modules():
-        if type(block).forward is torch.nn.Sequential.forward:
-            for norm, act, name in _neighbours(block, fusable):
-                if alone(act) and not calls[id(norm)] and not calls[id(act)]:
-                    _pair(fusion, fusable, norm, act, name)
-
-    def once(path: list[Module]) -> bool:
-        return all(alone(m) and calls[id(m)] == (m is path[0]) for m in path)
-
-    for block, traced in traces.items():
-        _fuse_block(fusion, fusable, block, traced, once)
-    return fusion
-
-
-def _path(module: Module) -> list[Module]:
-    """From a Sequential to its last layer, whose output is the Sequential's; any other module alone."""
-    path = [module]
-    while type(path[-1]).forward is torch.nn.Sequential.forward and path[-1]._modules:
-        path.append(list(path[-1].children())[-1])
-    return path
-
-
-def _traced(block: Module, fusable: Mapping[Module, type[Module]]) -> Traced | None:
-    if type(block).forward is torch.nn.Sequential.forward or not _plain(block):
-        return None
-    norms = {name: m for name, m in block.named_modules() if _path(m)[-1] in fusable}
-    return trace(block, norms) if norms else None
-
-
-def _pair(fusion: Fusion, fusable: dict[Module, type[Module]], norm: Module, act: Module, name: str) -> None:
-    fusion.entries[norm] = Entry(fusable.pop(norm), {"activation": name})
-    fusion.entries[act] = Entry(torch.nn.Identity)
-
-
-def _neighbours(
-    block: Module, fusable: Mapping[Module, type[Module]]
-) -> Iterator[tuple[Module, Module, str]]:
-    for norm, act in itertools.pairwise(block._modules.values()):
-        if norm is None or act is None:
+        if not _plain(type(block)) or "forward" in vars(block):
             continue
-        name = activation_of(act)
-        if norm in fusable and name not in (None, "identity"):
-            yield norm, act, str(name)
+        if runs_in_order(block):
+            if _in_order(list(block.children()), is_norm):
+                found[block] = fused_class(type(block), None)
+        elif everywhere or name_of(type(block)) in CERTAIN_BLOCKS:
+            below = dict(_below(block))
+            roles = Roles(
+                frozenset(name for name, m in below.items() if is_norm(m)),
+                frozenset(name for name, m in below.items() if activation_of(m)),
+                frozenset(name for name, m in below.items() if type(m) is torch.nn.Identity),
+            )
+            fused = fused_class(type(block), roles) if roles.norms else type(block)
+            if fused is not type(block):
+                found[block] = fused
+            elif roles.norms and not _is_readable(block):
+                unread.append(block)
+    return Fusions(found, unread)
 
 
-def _fuse_block(
-    fusion: Fusion,
-    fusable: dict[Module, type[Module]],
-    block: Module,
-    traced: Traced,
-    once: Callable[[list[Module]], bool],
-) -> None:
-    """`once`: is the first of a path called in one place, the rest only within it, and nobody listens?"""
-    rewritten: list[Match] = []
-    for match in traced.matches:
-        path = _path(block.get_submodule(str(match.norm.target)))
-        norm = path[-1]
-        if norm not in fusable or not once(path) or (match.addition is not None and len(path) > 1):
-            continue
-        if match.addition is None and match.act.op == "call_module":
-            act = block.get_submodule(str(match.act.target))
-            if once([act]):
-                _pair(fusion, fusable, norm, act, match.name)
-                continue
-        if traced.lasting:
-            rewritten.append(match)
-    source = _rewrite(traced, rewritten) if rewritten else None
-    if source is not None:
-        fusion.forwards[block] = source
-        for match in rewritten:
-            norm = _path(block.get_submodule(str(match.norm.target)))[-1]
-            fusion.entries[norm] = Entry(fusable.pop(norm), {"activation": match.name})
+def _below(block: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
+    """The modules that the block's text may call: its children, and those in its containers."""
+    for name, child in block.named_children():
+        yield prefix + name, child
+        if isinstance(child, _CONTAINERS):
+            yield from _below(child, f"{prefix}{name}.")
 
 
-def _plain(block: Module) -> bool:
-    """Is the block's forward that of its class, and its pickling that of every object?"""
-    cls = type(block)
+def _is_readable(block: Module) -> bool:
+    forward: Any = type(block).forward
+    return forward is Module.forward or (isinstance(forward, FunctionType) and read(forward) is not None)
+
+
+def _in_order(layers: list[Module], is_norm: Any) -> bool:
+    """Does a norm meet an activation?"""
+    layers = [layer for layer in layers if type(layer) is not torch.nn.Identity]
+    return any(is_norm(a) and activation_of(b) is not None for a, b in itertools.pairwise(layers))
+
+
+def _plain(cls: type[Module]) -> bool:
+    """Is it a class like others, of which a subclass may be made that nobody notices?"""
+    own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
     return (
-        "forward" not in vars(block)
-        and not hasattr(cls, "unfused")
-        and cls.__reduce__ is object.__reduce__
-        and cls.__reduce_ex__ is object.__reduce_ex__
+        type(cls) is type
+        and not own & {"unfused", "__init_subclass__", "__reduce__", "__reduce_ex__", "__call__"}
+        and not cls.__module__.startswith("leannorm.")
     )
 
 
-def _rewrite(traced: Traced, matches: list[Match]) -> str | None:
-    """The source of the forward with fused calls; None where it refers to what cannot be imported."""
-    graph = traced.graph
-    for node in graph.nodes:
-        node.type = None  # an annotation may be a text, which no import gives
-    for match in matches:
-        input, norm = match.norm.args[0], str(match.norm.target)
-        with graph.inserting_before(match.act):
-            if match.addition is None or match.residual is None:
-                fused = graph.call_module(norm, (input,))
-            else:
-                in_place = match.addition.target is operator.iadd
-                residual = match.addition.args[match.residual]
-                arguments: tuple[Any, ...] = (graph.get_attr(norm), input, residual, in_place)
-                fused = graph.call_function(norm_add_act, arguments)
-        match.act.replace_all_uses_with(fused)
-        chain = {match.norm, match.act, match.addition, *match.between}
-        for node in [n for n in reversed(graph.nodes) if n in chain]:
-            graph.erase_node(node)
-    graph.lint()
-    code = graph.python_code("self")
-    try:
-        return str(_format_import_block(code.globals, sys_importer)) + code.src
-    except Exception:  # a lambda or a local function in the block's text
-        return None
+_FUSED_CLASSES: dict[tuple[type[Module], Roles | None], type[Module]] = {}
 
 
-def norm_add_act(norm: BatchNormActBase, input: Tensor, residual: Any, in_place: bool) -> Tensor:
-    """`act(norm(input) + residual)`, in one pass where the residual is like the input."""
-    if isinstance(residual, Tensor) and (residual.shape, residual.dtype) == (input.shape, input.dtype):
-        fused: Tensor = norm(input, residual)
-        return fused
-    y = norm._normalize(input)
-    if in_place:
-        y += residual
-    else:
-        y = y + residual
-    return ACTIVATIONS[norm.activation].forward(y)
+def fused_class(cls: type[Module], roles: Roles | None) -> type[Module]:
+    """A subclass of `cls` that takes steps, `unfused` is `cls`; `cls` where its text gives no opportunity.
 
-
-_FUSED_CLASSES: dict[tuple[type[Module], str], type[Module]] = {}
-
-
-def fused_class(cls: type[Module], source: str) -> type[Module]:
-    """A subclass of `cls` with the forward in `source`; `unfused` is `cls`."""
-    if (cls, source) in _FUSED_CLASSES:
-        return _FUSED_CLASSES[cls, source]
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<leannorm: forward of {name_of(cls)}>", "exec"), namespace)
-    body = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "__reduce_ex__": _reduce,
-        "forward": namespace["forward"],
-        "unfused": cls,
-        "source": source,
-    }
-    fused = _FUSED_CLASSES[cls, source] = type(cls.__name__, (cls,), body)
-    return fused
+    Without `roles` a Sequential.
+    """
+    if (cls, roles) not in _FUSED_CLASSES:
+        new: Mapping[str, Any] = {"forward": sequential_forward} if roles is None else rewritten(cls, roles)
+        body = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce,
+            "unfused": cls,
+            "roles": roles,
+            **new,
+        }
+        _FUSED_CLASSES[cls, roles] = type(cls.__name__, (cls,), body) if new else cls
+    return _FUSED_CLASSES[cls, roles]
 
 
 def _reduce(block: Any, protocol: int) -> tuple[Any, ...]:
     parts: Any = object.__reduce_ex__(block, max(protocol, 2))
-    return _rebuild, (block.unfused, block.source), *parts[2:]
+    roles = None if block.roles is None else tuple(tuple(sorted(names)) for names in block.roles)
+    return _rebuild, (block.unfused, roles), *parts[2:]
 
 
-def _rebuild(cls: type[Module], source: str) -> Module:
-    fused = fused_class(cls, source)
+def _rebuild(cls: type[Module], roles: tuple[tuple[str, ...], ...] | None) -> Module:
+    fused = fused_class(cls, None if roles is None else Roles(*map(frozenset, roles)))
     return fused.__new__(fused)

@@ -1,4 +1,4 @@
-"""The tables: which classes are known, what they become, which activations the kernels compute.
+"""The tables: which classes are known, and what they become.
 
 A class is known by its full name, so that no package is imported to recognise its layers, and by nothing
 else: a subclass may compute anything (timm's `BatchNormAct2d` is a `BatchNorm2d` that also activates).
@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
-from leannorm.ops.activation import ACTIVATIONS
+from leannorm.transforms.steps import name_of
 from leannorm.transforms.then_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
@@ -28,10 +28,6 @@ class Entry(NamedTuple):
 
     target: type[Module]
     attributes: Mapping[str, Any] = {}
-
-
-def name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 # by name, torch.nn's and ours are the same
@@ -67,15 +63,7 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
     "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
 }
 
-# a batch norm that is followed by an activation, and the layer that does both
-WITH_ACT: dict[type[Module], type[Module]] = {
-    nn.BatchNorm1d: nn.BatchNormAct1d,
-    nn.BatchNorm2d: nn.BatchNormAct2d,
-    nn.BatchNorm3d: nn.BatchNormAct3d,
-    BatchNorm2dThenAct: nn.BatchNormAct2d,
-}
-
-# forwards that have been read: what they do does not change from call to call
+# blocks in which `fuse="certain"` joins; their text is read where it lies, as that of all others
 CERTAIN_BLOCKS = frozenset(
     {
         "timm.models.resnet.BasicBlock",
@@ -89,29 +77,6 @@ CERTAIN_BLOCKS = frozenset(
         "torchvision.models.resnet.ResNet",
     }
 )
-
-_ACTIVATIONS_BESIDE_TORCHS = {
-    "timm.layers.activations.GELU": "gelu",
-    "timm.layers.activations.GELUTanh": "gelu_tanh",
-}
-
-
-def activation_of(module: Module) -> str | None:
-    """The kernels' name for this activation module; None where it is another or has other parameters."""
-    for name, activation in ACTIVATIONS.items():
-        parameters = activation.parameters.items()
-        if type(module) is activation.module and all(getattr(module, k) == v for k, v in parameters):
-            return name
-    return _ACTIVATIONS_BESIDE_TORCHS.get(name_of(type(module)))
-
-
-def activation_called(function: Any, options: Mapping[str, Any]) -> str | None:
-    """The kernels' name for this function (a method: its name), called with these keyword arguments."""
-    for name, activation in ACTIVATIONS.items():
-        fits = all(options.get(key, value) == value for key, value in activation.parameters.items())
-        if function in activation.functions and fits:
-            return name
-    return None
 
 
 def why_not(module: Module) -> str | None:

@@ -1,7 +1,7 @@
 """Norms that run two children, `drop` and `act`, on their output: what timm's norm-and-act layers become.
 
 They hold whatever activation the original held. Where it is one that batch norm computes in the same
-pass, `convert` makes a `BatchNormAct2d` instead.
+pass, batch norm does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from leannorm import nn
+from leannorm.transforms.steps import norm_drop_act
 
 
 class _ThenAct(Module):
@@ -22,7 +23,10 @@ class _ThenAct(Module):
 
 
 class BatchNorm2dThenAct(_ThenAct, nn.BatchNorm2d):
-    """`act(drop(batch_norm(x)))`."""
+    """`act(drop(batch_norm(x)))`, in one pass where nothing is to be dropped and nobody listens."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return norm_drop_act(self, input, self.drop, self.act)
 
 
 class GroupNormThenAct(_ThenAct, nn.GroupNorm):

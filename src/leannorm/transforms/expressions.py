@@ -1,0 +1,180 @@
+"""Expressions in which a norm's output goes straight into an activation, written as steps.
+
+Two kinds of expression: a waiting one, whose value may be a norm that is yet to run (the norm's call, an
+`Identity` around it, a sum with it), and a done one, whose value is a tensor (the activation of a waiting
+one). Steps evaluate the parts of an expression in the order in which it was written.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections import Counter
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from leannorm.transforms.steps import METHODS, is_activation_function
+
+
+class Roles(NamedTuple):
+    """Names below `self`, of what may be joined: batch norms, activations, identities."""
+
+    norms: frozenset[str]
+    acts: frozenset[str]
+    idle: frozenset[str]
+
+
+class Scope(NamedTuple):
+    """What a function's names are."""
+
+    cls: type[Module]
+    self: str
+    local: frozenset[str]
+    globals: dict[str, Any]
+    roles: Roles
+    steps: str
+
+    def path(self, node: ast.expr) -> str | None:
+        """The name below `self` of an attribute that no code of the class computes."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if not names or not isinstance(node, ast.Name) or node.id != self.self:
+            return None
+        plain = inspect.getattr_static(self.cls, names[0], None) is None
+        return ".".join(names) if plain else None
+
+    def is_pure(self, node: ast.expr, *but: str) -> bool:
+        """Is reading it no act, and is it none of the names in `but`?"""
+        if isinstance(node, ast.Name):
+            return node.id not in but
+        return isinstance(node, ast.Constant) or self.path(node) is not None
+
+    def is_local(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and node.id in self.local
+
+    def is_norm(self, node: ast.expr) -> bool:
+        return self.is_local(node) or self.path(node) in self.roles.norms
+
+    def is_idle(self, node: ast.expr) -> bool:
+        return self.path(node) in self.roles.idle
+
+    def is_act(self, node: ast.expr) -> bool:
+        return (
+            self.is_local(node)
+            or self.path(node) in self.roles.acts
+            or is_activation_function(self._global(node))
+        )
+
+    def _global(self, node: ast.expr) -> Any:
+        """What a dotted name of the function's globals stands for, where modules alone are on the way."""
+        if isinstance(node, ast.Name):
+            return None if node.id in self.local else self.globals.get(node.id)
+        if isinstance(node, ast.Attribute):
+            holder = self._global(node.value)
+            return vars(holder).get(node.attr) if isinstance(holder, types.ModuleType) else None
+        return None
+
+    def call(self, name: str, *arguments: ast.expr, keywords: list[ast.keyword] | None = None) -> ast.expr:
+        """A call of a step."""
+        function = ast.Attribute(ast.Name(self.steps, ast.Load()), name, ast.Load())
+        return ast.copy_location(ast.Call(function, list(arguments), keywords or []), arguments[0])
+
+
+def unary(node: ast.AST) -> ast.Call | None:
+    """A call with one argument, and perhaps keywords."""
+    if isinstance(node, ast.Call) and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred):
+        return node
+    return None
+
+
+def waiting(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr | None:
+    """A waiting expression around a norm's call, or around the name `leaf`; None where it is no such."""
+    if leaf is not None and isinstance(node, ast.Name) and node.id == leaf:
+        return node
+    call = unary(node)
+    if call is not None and not call.keywords:
+        if leaf is None and scope.is_norm(call.func):
+            return scope.call("step", call.func, eager(scope, call.args[0]))
+        if scope.is_idle(call.func):
+            inner = waiting(scope, call.args[0], leaf)
+            return inner and scope.call("step", call.func, inner)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _sum(scope, node, leaf)
+    return None
+
+
+def _sum(scope: Scope, node: ast.BinOp, leaf: str | None) -> ast.expr | None:
+    """Nothing may run between the norm's place and the addition's."""
+    right = waiting(scope, node.right, leaf)
+    if right is not None and leaf is None:
+        return scope.call("plus", eager(scope, node.left), right)
+    if right is not None and isinstance(node.left, ast.Name) and node.left.id != leaf:
+        return scope.call("plus", node.left, right)
+    left = waiting(scope, node.left, leaf)
+    if left is not None and isinstance(node.right, ast.Name) and node.right.id != leaf:
+        return scope.call("plus", left, node.right)
+    return None
+
+
+def done(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr | None:
+    """The activation of a waiting expression; None where it is no such."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+        inner = None if node.args or node.keywords else waiting(scope, node.func.value, leaf)
+        if inner is not None:
+            return scope.call("method", ast.Constant(node.func.attr), inner)
+    call = unary(node)
+    if call is None or not scope.is_act(call.func):
+        return None
+    if not all(k.arg is not None and scope.is_pure(k.value, leaf or "") for k in call.keywords):
+        return None
+    inner = waiting(scope, call.args[0], leaf)
+    return inner and scope.call("last", call.func, inner, keywords=call.keywords)
+
+
+def eager(scope: Scope, node: ast.expr) -> ast.expr:
+    """The expression with every done expression in it as steps."""
+    new = done(scope, node)
+    return _Inside(scope).generic_visit(node) if new is None else new  # type: ignore[return-value]
+
+
+class _Inside(ast.NodeTransformer):
+    """The parts of an expression."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, ast.expr):
+            new = done(self.scope, node)
+            if new is not None:
+                return new
+        return self.generic_visit(node)
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        fields = {field: self._new(value) for field, value in ast.iter_fields(node)}
+        return ast.copy_location(type(node)(**fields), node)
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._new(v) for v in value]
+        return self.visit(value) if isinstance(value, ast.AST) else value
+
+
+def loads(node: ast.AST) -> Counter[str]:
+    """How often each name is read, or deleted, which needs it."""
+    return Counter(
+        name.id
+        for n in ast.walk(node)
+        for name in ([n.target] if isinstance(n, ast.AugAssign) else [n])
+        if isinstance(name, ast.Name) and (name is not n or not isinstance(name.ctx, ast.Store))
+    )
+
+
+def stores(node: ast.AST) -> set[str]:
+    """The names that are assigned or deleted."""
+    names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load))
+    return {n.id for n in names}

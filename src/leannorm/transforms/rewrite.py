@@ -1,0 +1,287 @@
+"""A block's functions with calls of `steps` where a norm meets what follows it; all else stays as written.
+
+`self.act(self.bn(x))` becomes `last(self.act, step(self.bn, x))`, and so do statements that stand one
+behind the other and hand on one local name, whose value nothing else in the function sees. The steps
+mean what the calls mean, for any modules and functions: the text only gives the opportunity.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from leannorm.transforms import steps
+from leannorm.transforms.expressions import Roles, Scope, done, eager, loads, stores, unary, waiting
+from leannorm.transforms.text import function_like, is_open, read
+
+_STEPS = "__leannorm_steps__"
+
+
+def rewritten(cls: type[Module], roles: Roles) -> dict[str, Callable[..., Any]]:
+    """The methods of `cls` that call a norm and hand its output straight on, written with steps."""
+    found = {}
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if isinstance(function, types.FunctionType) and not str(function.__module__).startswith("torch.nn."):
+            new = _rewritten(cls, name, function, roles)
+            if new is not None:
+                found[name] = new
+    return found
+
+
+def _rewritten(
+    cls: type[Module], name: str, function: types.FunctionType, roles: Roles
+) -> Callable[..., Any] | None:
+    node, code = read(function), function.__code__
+    if node is None or code.co_argcount == 0 or name.startswith("__") or not is_open(node, code):
+        return None
+    local, me = frozenset(code.co_varnames) - frozenset(code.co_cellvars), code.co_varnames[0]
+    if me not in local or me in stores(node):
+        return None
+    scope = Scope(cls, me, local, function.__globals__, roles, _STEPS)
+    body = Statements(scope, loads(node)).block(node.body)
+    if not any(isinstance(n, ast.Name) and n.id == _STEPS for s in body for n in ast.walk(s)):
+        return None
+    copy = ast.copy_location(ast.FunctionDef(node.name, node.args, body, [], None), node)
+    return _unless_replaced(cls, name, function, function_like(function, copy, {_STEPS: steps}))
+
+
+def _unless_replaced(
+    cls: type[Module], name: str, old: types.FunctionType, new: types.FunctionType
+) -> Callable[..., Any]:
+    """`new`, as long as the class has the function that it was made from; else what the class has."""
+    code, defaults, keywords = old.__code__, old.__defaults__, old.__kwdefaults__
+
+    @functools.wraps(old)
+    def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+        now = getattr(cls, name)
+        same = now is old and now.__code__ is code
+        if same and now.__defaults__ is defaults and now.__kwdefaults__ is keywords:
+            return new(self, *args, **kwargs)
+        return now(self, *args, **kwargs)
+
+    return call
+
+
+class Statements:
+    """Lists of statements; `count` is how often each name of the function is read."""
+
+    def __init__(self, scope: Scope, count: Counter[str]) -> None:
+        self.scope, self.count = scope, count
+
+    def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        new, at = list[ast.stmt](), 0
+        while at < len(body):
+            chain, taken = self.chain(body, at)
+            new += chain or [self.alone(body[at])]
+            at += max(taken, 1)
+        return new
+
+    def alone(self, statement: ast.stmt) -> ast.stmt:
+        """A statement of no chain: what is in it."""
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return statement
+        return ast.copy_location(
+            type(statement)(**{k: self._in(v) for k, v in ast.iter_fields(statement)}), statement
+        )
+
+    def _in(self, value: Any) -> Any:
+        if isinstance(value, ast.expr):
+            return eager(self.scope, value)
+        if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+            return self.block(value)
+        if isinstance(value, list):
+            return [self._in(v) for v in value]
+        if isinstance(value, (ast.withitem, ast.match_case)):
+            return type(value)(**{k: self._in(v) for k, v in ast.iter_fields(value)})
+        return value
+
+    def chain(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int]:
+        """The statements from `at` on through which a norm's output goes to its activation, as steps, and
+        how many they were; none where they are no such."""
+        head = name = _assigned(body[at])
+        value = waiting(self.scope, body[at].value) if name in self.scope.local else None  # type: ignore
+        if head is None or name is None or value is None:
+            return [], 0
+        new, paths = [_with_value(body[at], value)], list[str]()
+        between = self.between(body, at + 1, name)
+        if between is not None:
+            new += between[0]
+            paths += between[1]
+        until, ends = len(new), False
+        while not ends:
+            known = len(paths)
+            link, name, ends = self.link(body, at + len(new), name, paths)
+            if link is None:
+                return [], 0
+            new.append(link)
+            until = len(new) if len(paths) > known else until
+        if until == 1:
+            return new, len(new)
+        later = self.later(body, at, paths)
+        if later is None:
+            return [], 0
+        return [_with_value(body[at], later), self.settling(head, new[1:until]), *new[until:]], len(new)
+
+    def settling(self, name: str, body: list[ast.stmt]) -> ast.stmt:
+        """What runs while the norm of `name` waits: where it raises an error, the norm has run before it."""
+        settle = ast.Expr(self.scope.call("settle", ast.copy_location(ast.Name(name, ast.Load()), body[0])))
+        handler = ast.ExceptHandler(ast.Name("BaseException", ast.Load()), None, [settle, ast.Raise()])
+        return ast.copy_location(ast.Try(body, [handler], [], []), body[0])
+
+    def link(
+        self, body: list[ast.stmt], at: int, name: str, while_waiting: list[str]
+    ) -> tuple[ast.stmt | None, str, bool]:
+        """The statement at `at`, if it takes the value on under `name`: as steps, with the new name and
+        whether it ends there."""
+        statement = body[at] if at < len(body) else None
+        if isinstance(statement, ast.AugAssign):
+            return self.added(statement, name, while_waiting), name, False
+        if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
+            return None, name, False
+        target, value = _assigned(statement), statement.value
+        if loads(value)[name] != 1 or (target is None and isinstance(statement, ast.Assign)):
+            return None, name, False
+        if target not in (None, name) and self.count[name] != 1:
+            return None, name, False
+        end = done(self.scope, value, name)
+        call = unary(value)
+        if end is not None and target in self.scope.local and self._is_local_call(call, name):
+            # what a local name stands for may be the norm: then it is the next statement that ends here
+            following, _, ends = self.link(body, at + 1, str(target), [])
+            if following is not None and ends:
+                step = self.scope.call("step", call.func, call.args[0])  # type: ignore[union-attr]
+                return _with_value(statement, step), str(target), False
+        if end is not None:
+            return _with_value(statement, end), name, True
+        new = waiting(self.scope, value, name) if target in self.scope.local else None
+        if new is None or target is None:
+            return None, name, False
+        return _with_value(statement, new), target, False
+
+    def _is_local_call(self, call: ast.Call | None, name: str) -> bool:
+        return (
+            call is not None
+            and not call.keywords
+            and self.scope.is_local(call.func)
+            and _is_name(call.args[0], name)
+        )
+
+    def added(self, statement: ast.AugAssign, name: str, while_waiting: list[str]) -> ast.stmt | None:
+        """`name += other`, where `other` is another name, or the call of one of the block's modules."""
+        target, other = statement.target, statement.value
+        if not isinstance(statement.op, ast.Add) or not isinstance(target, ast.Name) or target.id != name:
+            return None
+        if loads(other)[name]:
+            return None
+        if not isinstance(other, ast.Name):
+            path = self._called(other, name)
+            if path is None:
+                return None
+            while_waiting.append(path)
+        value = self.scope.call("plus_in_place", ast.Name(name, ast.Load()), other)
+        return ast.copy_location(ast.Assign([target], value), statement)
+
+    def between(self, body: list[ast.stmt], at: int, name: str) -> tuple[list[ast.stmt], list[str]] | None:
+        """Statements that may run while the norm waits, up to the addition, and the modules they call."""
+        new, paths = list[ast.stmt](), list[str]()
+        for i, statement in enumerate(body[at:], at):
+            if self.link(body, i, name, [])[0] is not None:
+                break
+            passed = self.passed(statement, name, paths)
+            if passed is None or _assigned(passed) == name:
+                return None
+            new.append(passed)
+        return (new, paths) if new else None
+
+    def passed(self, statement: ast.stmt, name: str, paths: list[str]) -> ast.stmt | None:
+        """One of them: an `if` on names, `other = module(another)`, or `name = module(name)`, which ends
+        the waiting."""
+        if isinstance(statement, ast.If):
+            body, orelse = (self.all_passed(part, name, paths) for part in (statement.body, statement.orelse))
+            if body is None or orelse is None or not self._is_test(statement.test, name):
+                return None
+            return ast.copy_location(ast.If(statement.test, body, orelse), statement)
+        target = _assigned(statement)
+        if target is None or target not in self.scope.local:
+            return None
+        value: ast.expr = statement.value  # type: ignore[attr-defined]
+        if target == name:
+            call = unary(value)
+            if call is None or call.keywords or not _is_name(call.args[0], name):
+                return None
+            if self.scope.path(call.func) is None:
+                return None
+            return _with_value(statement, self.scope.call("last", call.func, call.args[0]))
+        path = self._called(value, name)
+        if path is not None:
+            paths.append(path)
+        elif not (isinstance(value, ast.Name) and value.id != name):
+            return None
+        return statement
+
+    def all_passed(self, body: list[ast.stmt], name: str, paths: list[str]) -> list[ast.stmt] | None:
+        passed = [self.passed(statement, name, paths) for statement in body]
+        return None if None in passed else [s for s in passed if s is not None]
+
+    def _called(self, value: ast.expr, name: str) -> str | None:
+        """The module of `module(x)`, where x is another name."""
+        call = unary(value)
+        if call is None or call.keywords or not isinstance(call.args[0], ast.Name):
+            return None
+        return None if call.args[0].id == name else self.scope.path(call.func)
+
+    def _is_test(self, test: ast.expr, name: str) -> bool:
+        if isinstance(test, ast.BoolOp):
+            return all(self._is_test(v, name) for v in test.values)
+        if isinstance(test, ast.UnaryOp):
+            return isinstance(test.op, ast.Not) and self._is_test(test.operand, name)
+        if isinstance(test, ast.Compare):
+            identity = all(isinstance(op, (ast.Is, ast.IsNot)) for op in test.ops)
+            return identity and all(self.scope.is_pure(v, name) for v in (test.left, *test.comparators))
+        return self.scope.is_pure(test, name)
+
+    def later(self, body: list[ast.stmt], at: int, paths: list[str]) -> ast.expr | None:
+        """The norm's call, which may wait for modules: its input is what a module has just computed."""
+        call = unary(body[at].value)  # type: ignore[attr-defined]
+        if call is None or not self.scope.is_norm(call.func):
+            return None
+        given = call.args[0]
+        if isinstance(given, ast.Name):
+            if at == 0 or _assigned(body[at - 1]) != given.id:
+                return None
+            if given.id != _assigned(body[at]) and self.count[given.id] != 1:
+                return None
+            producer = unary(body[at - 1].value)  # type: ignore[attr-defined]
+        else:
+            producer = unary(given)
+        if producer is None or self.scope.path(producer.func) is None:
+            return None
+        names = ast.Tuple([ast.Constant(path) for path in paths], ast.Load())
+        me = ast.Name(self.scope.self, ast.Load())
+        new = eager(self.scope, given)
+        return self.scope.call("later", call.func, new, producer.func, me, names)
+
+
+def _assigned(statement: ast.stmt) -> str | None:
+    """The one name that this statement assigns."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
+    return None
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _with_value(statement: ast.stmt, value: ast.expr) -> ast.stmt:
+    fields = {**dict(ast.iter_fields(statement)), "value": value}
+    return ast.copy_location(type(statement)(**fields), statement)
