@@ -101,7 +101,9 @@ def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bo
     """With a momentum that is a number, as nobody counts the batches."""
     _checks.momentum_is_a_number(running.momentum)
     _check(input, running, epilogue, training, eps)
-    return (_by_batch if training else _by_running)(input, running, epilogue, eps)
+    if training:
+        return _by_batch(input, running, epilogue, eps)
+    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
 
 
 def tracked_batch_norm(
@@ -142,9 +144,9 @@ def tracked_batch_norm(
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
-    if not use_batch:
-        return _by_running(input, running, epilogue, eps)
-    return _by_batch(input, running, epilogue, eps, sharing)
+    if use_batch:
+        return _by_batch(input, running, epilogue, eps, sharing)
+    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
 
 
 def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> None:
@@ -161,10 +163,6 @@ def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, 
         _checks.floating("residual", residual)
         _checks.same_device("residual", residual, input)
         _checks.same_shape("residual", residual, input)
-
-
-def _by_running(input: Tensor, running: Running, epilogue: Epilogue, eps: float) -> Tensor:
-    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
 
 
 def _by_batch(

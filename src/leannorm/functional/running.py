@@ -14,9 +14,10 @@ from leannorm.ops.select import pick
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
     """The constants of evaluation, of running statistics that are there; no gradient goes to them."""
     mean, var, _, _ = running
-    assert mean is not None
-    assert var is not None
-    mean, var = mean.detach() if mean.requires_grad else mean, var.detach() if var.requires_grad else var
+    if mean is None or var is None:
+        raise AssertionError("evaluation has been checked to have running statistics")
+    if mean.requires_grad or var.requires_grad:
+        mean, var = mean.detach(), var.detach()
     constants: tuple[Tensor, Tensor] = _serving(mean, var).constants_of(mean, var, eps)
     return constants
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_functorch = torch._C._functorch
+
 
 def transformed(*tensors: Tensor | None) -> bool:
     """Is a functorch transform or forward-mode AD at work? Then only plain torch operations will do."""
@@ -13,10 +15,9 @@ def transformed(*tensors: Tensor | None) -> bool:
         return False
     if forward_ad._current_level >= 0:
         return True
-    functorch = torch._C._functorch
-    if functorch.peek_interpreter_stack() is not None:  # also for a tensor that the transform does not see
+    if _functorch.peek_interpreter_stack() is not None:  # also for a tensor that the transform does not see
         return True
-    wrapped = functorch.is_functorch_wrapped_tensor
+    wrapped = _functorch.is_functorch_wrapped_tensor
     for t in tensors:  # noqa: SIM110 (a generator would cost as much again)
         if t is not None and wrapped(t):
             return True
