@@ -104,11 +104,12 @@ class FlagLog:
             self._from.append(number)
             self._flags.append(now)
 
-    def of(self, node: int) -> Flags | None:
-        """Under which the node with this sequence number ran; None if that is not known.
+    def of(self, node: int) -> tuple[Flags, bool]:
+        """Under which the node with this sequence number ran; those of now, and False, if that is not sure.
 
         While the node runs, the next number is 1 above its own, or a little more if it made others inside.
         """
         i = bisect_right(self._from, node + 1) - 1
         soon = i + 1 < len(self._from) and self._from[i + 1] <= node + 3
-        return None if soon or node < self._since else self._flags[i]
+        sure = not soon and node >= self._since
+        return self._flags[i if sure else -1], sure

@@ -80,8 +80,8 @@ class Search:
         step = recipe(node, output, given, like)
         if step is None or step.flags is not None or step.kind in _WITHOUT_FLAGS:
             return step if proved or step is None else step._replace(proved=False)
-        flags = self.flags.of(node._sequence_nr())
-        return step._replace(flags=flags, proved=proved and flags is not None)
+        flags, sure = self.flags.of(node._sequence_nr())
+        return step._replace(flags=flags, proved=proved and sure)
 
     def _may_add(self, node: Node) -> bool:
         """Looked at before steps are made for the inputs of a sum, only to be thrown away."""
