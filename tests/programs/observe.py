@@ -186,7 +186,8 @@ def _is_tensor(value):
 
 
 def _place(tensor):
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+    """A tensor and no view of it, even one of the same shape."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), type(tensor.grad_fn), tensor.requires_grad
 
 
 def observe(program):
