@@ -204,7 +204,8 @@ def _count(
         around as saved,
         by_layer(model, lambda: _counts(around if saved is None else saved)) as layers,
     ):
-        loss(setting.run(*arguments))
+        result = loss(setting.run(*arguments))  # what was saved lives as long
+    del result
     measured.layers = layers
     measured.rebuilt = by_operation(getattr(saved, "records", ()))
 

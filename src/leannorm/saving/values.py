@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving.evidence import Sample, owner_of, version_of
@@ -220,8 +219,6 @@ def run(step: Step, inputs: list[tuple[Tensor, Memory]], flags: Flags | None) ->
     else:
         with step.flags.set():
             result = function(*tensors, *step.captured, *step.constants)
-    if isinstance(result, FakeTensor):
-        return result, Memory.HELD if step.view else Memory.OWN
     place = _place_of(result)
     others = [*inputs, *((tensor, Memory.HELD) for tensor in step.captured if tensor is not None)]
     return result, max(
