@@ -82,7 +82,7 @@ class Packing:
         known = find(node, output)
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
-        unedited = as_made(node, output, version)
+        unedited = version == 0 or as_made(node, output, version)
         size = tensor.numel()
         self._largest = max(self._largest, size)
         may = self.policy.is_worth(size, self._largest)

@@ -148,16 +148,18 @@ class Value:
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
         """What is held, if it is still what was packed."""
-        self._check_version(error)
         tensor = self.tensor
         assert tensor is not None
-        _check_there(tensor, self.name)
-        if self.sample is not None and not self.sample.matches(tensor):
-            raise error(
-                f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through .data),"
-                " between the forward and the backward pass, and leannorm.lean() needs what it held to"
-                " rebuild a tensor: edit it after backward(), or leave lean() out for this step"
-            )
+        if tensor._version != self.version:
+            raise error(self._edited(tensor))
+        if tensor.requires_grad or self.sample is not None:
+            _check_there(tensor, self.name)
+            if self.sample is not None and not self.sample.matches(tensor):
+                raise error(
+                    f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
+                    " .data), between the forward and the backward pass, and leannorm.lean() needs what it"
+                    " held to rebuild a tensor: edit it after backward(), or leave lean() out for this step"
+                )
         return tensor
 
     def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
@@ -177,11 +179,11 @@ class Value:
             self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Memory.SHARED
         return tensor, memory
 
-    def _check_version(self, error: type[RuntimeError] = RuntimeError) -> None:
+    def _check_version(self) -> None:
         if not self.current:
             tensor = self.tensor if self.step is None else self.watch
             assert tensor is not None
-            raise error(self._edited(tensor))
+            raise RuntimeError(self._edited(tensor))
 
     def _edited(self, tensor: Tensor) -> str:
         shape = list(self.layout[0]) if isinstance(self.layout, tuple) else list(tensor.shape)
