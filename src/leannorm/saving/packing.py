@@ -102,6 +102,7 @@ class Packing:
             self.ledger.rebuilds(value, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
+            value.sample = Sample.of(tensor)  # it may be edited unseen before a step rests on it
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
