@@ -12,21 +12,27 @@ constexpr int64_t kPage = 4096, kBehind = 8192;  // bytes
 
 // visit(rows, element, column, lanes, whole) for every vector of every row, where `rows` rows are taken at
 // once. The machine fetches ahead within a page: of rows as long as that many are read abreast, and their
-// coefficients are loaded once for all; shorter rows are best read few at a time.
+// coefficients are loaded once for all; shorter rows are best read few at a time. What is left at the end of a
+// row is visited row by row, in one place of the code for all; where any activation stands in it, all rows are.
 template <int N> using Rows = std::integral_constant<int, N>;
-template <class T, int Many, class Visit> LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
-  constexpr int W = Element<T>::W;
-  const auto visit_rows = [&](auto rows, int64_t at) LEANNORM_BODY {
-    int64_t c = 0;
-    for (; c + W <= block.length; c += W) visit(rows, at + c, c, W, std::true_type());
-    if (c < block.length) visit(rows, at + c, c, block.length - c, std::false_type());
+template <class T, Form form, int Many, class Visit>
+LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
+  constexpr int W = Element<T>::W, kFew = 2;
+  const int64_t whole = block.length / W * W, rest = block.length - whole;
+  const bool long_rows = block.stride * int64_t(sizeof(T)) >= kPage;
+  const auto visit_whole = [&](auto rows, int64_t at) LEANNORM_BODY {
+    for (int64_t c = 0; c < whole; c += W) visit(rows, at + c, c, W, std::true_type());
   };
-  constexpr int kFew = 2;
-  int64_t i = 0;
-  if (block.stride * int64_t(sizeof(T)) >= kPage)
-    for (; i + Many <= block.count; i += Many) visit_rows(Rows<Many>(), i * block.stride);
-  for (; i + kFew <= block.count; i += kFew) visit_rows(Rows<kFew>(), i * block.stride);
-  for (; i < block.count; ++i) visit_rows(Rows<1>(), i * block.stride);
+  for (int64_t i = 0, taken; i < block.count; i += taken) {
+    const int64_t left = block.count - i, at = i * block.stride;
+    taken = long_rows && left >= Many ? Many : left >= kFew ? kFew : 1;
+    if constexpr (form == kAny) visit_whole(int(taken), at);
+    else if (taken == Many) visit_whole(Rows<Many>(), at);
+    else if (taken == kFew) visit_whole(Rows<kFew>(), at);
+    else visit_whole(Rows<1>(), at);
+    for (int64_t r = 0; rest != 0 && r < taken; ++r)
+      visit(Rows<1>(), at + r * block.stride + whole, whole, rest, std::false_type());
+  }
 }
 
 // How far ahead to fetch what is read besides coefficients, which keep the machine from seeing that it lies in
@@ -63,7 +69,7 @@ template <class V> LEANNORM_INLINE void add_columns(double* first, double* secon
 // begin(column, columns) comes before the columns of a tile, add(run, rows, element, column, lanes, whole) adds
 // a vector of `rows` rows. A tile's sums and coefficients stay in the nearest cache.
 constexpr int64_t kTile = 1024, kTileRows = 32;
-template <class T, class Begin, class Add>
+template <class T, Form form, class Begin, class Add>
 LEANNORM_INLINE void column_sums(Block block, double* first, double* second, Begin begin, Add add) {
   using V = typename Element<T>::V;
   using S = typename Scalar<V>::type;
@@ -78,7 +84,7 @@ LEANNORM_INLINE void column_sums(Block block, double* first, double* second, Beg
         Element<S>::store(part_first + j, V{});
         Element<S>::store(part_second + j, V{});
       }
-      each_column_vector<T, kRun>(tile, [&](auto rows, int64_t at, int64_t j, int64_t n, auto whole) LEANNORM_BODY {
+      each_column_vector<T, form, kRun>(tile, [&](auto rows, int64_t at, int64_t j, int64_t n, auto whole) LEANNORM_BODY {
         Run<V> run{read<V>(part_first + j), read<V>(part_second + j)};
         add(run, rows, r * block.stride + c + at, c + j, n, whole);
         Element<S>::store(part_first + j, run.first);
@@ -102,7 +108,7 @@ void column_moments(const void* base, Block block, const double* shift, double* 
   alignas(kBytes) S centre[kTile];
   const int64_t ahead = fetch_ahead<T>(block);
   const T* x = static_cast<const T*>(base);
-  column_sums<T>(
+  column_sums<T, kPlain>(
       block, sums, squares,
       [&](int64_t c, int64_t columns) LEANNORM_BODY {
         for (int64_t j = 0; j < columns; j += W)
@@ -110,12 +116,12 @@ void column_moments(const void* base, Block block, const double* shift, double* 
       },
       [&](Run<V>& run, auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
         const V k = read<V>(centre + c % kTile);
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; ++i, at += block.stride) {
+        each_of<kPlain>(rows, [&](int) LEANNORM_BODY {
           __builtin_prefetch(x + at + ahead, 0, 2);
           if constexpr (whole) run.add_moments(E::load(x + at), k);
           else run.add_moments(E::load(x + at, n, k), k);
-        }
+          at += block.stride;
+        });
       });
 }
 
@@ -125,7 +131,7 @@ void column_wide_moments(const void* base, Block block, const double* shift, dou
   using E = Element<T>;
   using V = typename E::V;
   const T* x = static_cast<const T*>(base);
-  each_column_vector<T, kRun>(block, [&](auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
+  each_column_vector<T, kPlain, kRun>(block, [&](auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
     const Wide<V> k = load_wide<V>(shift + c, n);
     Sums<V> sum;
     for (int i = 0; i < rows; ++i, at += block.stride) {
@@ -136,27 +142,29 @@ void column_wide_moments(const void* base, Block block, const double* shift, dou
   });
 }
 
-// May the results of a block be written past the caches?
-template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, Block block) {
-  return writes_past<T>(o, 0) && block.stride * sizeof(T) % 64 == 0;
+// write(past): may the results of a block be written past the caches? Two loops, so that this is not asked for each
+// vector; one where any activation stands in it.
+template <class T, Form form, class Write> LEANNORM_INLINE void written(const Operands& o, Block block, Write write) {
+  const bool past = writes_past<T>(o, 0) && block.stride * sizeof(T) % 64 == 0;
+  if constexpr (form == kAny) write(past);
+  else if (past) write(std::true_type());
+  else write(std::false_type());
+  if (past) settle();
 }
 
-template <class T, Form form, bool Past>
-LEANNORM_INLINE void column_normalize_as(Operands o, Block block, Coefficients c, int act) {
-  using V = typename Element<T>::V;
-  const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
-  each_column_vector<T, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
-    const Affine<V> affine = column_affine<V, whole>(c, at, n);
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i, x += block.stride)
-      normalize_batch<InOrder<T>, form, whole, Past>({o, x}, n, ahead, affine, act);
-  });
-}
 template <class T, Form form>
 void column_normalize(Operands o, Block block, Coefficients c, int act) {
-  if (!writes_past<T>(o, block)) return column_normalize_as<T, form, false>(o, block, c, act);
-  column_normalize_as<T, form, true>(o, block, c, act);
-  settle();
+  using V = typename Element<T>::V;
+  const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
+  written<T, form>(o, block, [&](auto past) LEANNORM_BODY {
+    each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+      const Affine<V> affine = column_affine<V, whole>(c, at, n);
+      each_of<form>(rows, [&](int) LEANNORM_BODY {
+        normalize_batch<InOrder<T>, form, whole>({o, x}, n, ahead, affine, act, past);
+        x += block.stride;
+      });
+    });
+  });
 }
 
 template <class T, Form form>
@@ -164,36 +172,33 @@ void column_grad_sums(Operands o, Block block, Coefficients c, int act, double* 
                       double* sum_dz_centred) {
   using V = typename Element<T>::V;
   const int64_t ahead = fetch_ahead<T>(block);
-  column_sums<T>(
+  column_sums<T, form>(
       block, sum_dz, sum_dz_centred, [](int64_t, int64_t) LEANNORM_BODY {},
       [&](Run<V>& run, auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
         const Affine<V> affine = column_affine<V, whole>(c, at, n);
-#pragma GCC unroll 8
-        for (int i = 0; i < rows; ++i, x += block.stride) {
+        each_of<form>(rows, [&](int) LEANNORM_BODY {
           const Place<InOrder<T>> place{o, x};
           place.fetch(o.x, ahead);
           place.fetch(o.dy, ahead);
           run.add(gradient<InOrder<T>, form, whole>(place, n, affine, act).of[0]);
-        }
+          x += block.stride;
+        });
       });
 }
 
-template <class T, Form form, bool Past>
-LEANNORM_INLINE void column_input_grad_as(Operands o, Block block, Coefficients c, int act) {
-  using V = typename Element<T>::V;
-  const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
-  each_column_vector<T, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
-    const Backward<V> backward = column_backward<V, whole>(c, at, n);
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i, x += block.stride)
-      input_grad_batch<InOrder<T>, form, whole, Past>({o, x}, n, ahead, backward, act);
-  });
-}
 template <class T, Form form>
 void column_input_grad(Operands o, Block block, Coefficients c, int act) {
-  if (!writes_past<T>(o, block)) return column_input_grad_as<T, form, false>(o, block, c, act);
-  column_input_grad_as<T, form, true>(o, block, c, act);
-  settle();
+  using V = typename Element<T>::V;
+  const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
+  written<T, form>(o, block, [&](auto past) LEANNORM_BODY {
+    each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+      const Backward<V> backward = column_backward<V, whole>(c, at, n);
+      each_of<form>(rows, [&](int) LEANNORM_BODY {
+        input_grad_batch<InOrder<T>, form, whole>({o, x}, n, ahead, backward, act, past);
+        x += block.stride;
+      });
+    });
+  });
 }
 
 }  // namespace leannorm::LEANNORM_ISA

@@ -31,6 +31,17 @@ LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
 }
 
+// body(0) to body(n - 1): one after the other in the code, unless any activation stands in each.
+template <Form form, class Body> LEANNORM_INLINE void each_of(int n, Body body) {
+  if constexpr (form == kAny) {
+#pragma GCC unroll 1
+    for (int i = 0; i < n; ++i) body(i);
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) body(i);
+  }
+}
+
 // Operands at one place, and a batch of elements there (`InOrder` or `AnyOrder`): `n` of them if that is less than
 // a whole one.
 template <class E> struct Place {
@@ -48,16 +59,17 @@ template <class E> struct Place {
     if constexpr (Whole) return E::load(q);
     else return E::load(q, n, rest);
   }
-  template <bool Whole, bool Past = false> LEANNORM_INLINE void store(void* p, const Batch& v, int64_t n) const {
+  template <bool Whole> LEANNORM_INLINE void store(void* p, const Batch& v, int64_t n, bool past) const {
     T* q = static_cast<T*>(p) + at;
-    if constexpr (Whole && Past) E::stream(q, v);
-    else if constexpr (Whole) E::store(q, v);
-    else E::store(q, v, n);
+    if constexpr (!Whole) E::store(q, v, n);
+    else if (past) E::stream(q, v);
+    else E::store(q, v);
   }
 };
 
-template <class E, Form form, bool Whole, bool Past = false>
-LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine, int act) {
+template <class E, Form form, bool Whole>
+LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine,
+                                     int act, bool past) {
   using V = typename E::V;
   const Operands& o = place.o;
   place.fetch(o.x, ahead);
@@ -70,11 +82,12 @@ LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, c
 #pragma GCC unroll 2
     for (int j = 0; j < z.size; ++j) z.of[j] = z.of[j] + r.of[j];
   }
-  if constexpr (form == kReluFromInput || form == kAny) {
 #pragma GCC unroll 2
-    for (V& each : z.of) each = activate(each, form == kAny ? act : kRelu);
+  for (V& each : z.of) {
+    if constexpr (form == kReluFromInput) each = activate(each, kRelu);
+    else if constexpr (form == kAny) each = activate(each, act);
   }
-  place.template store<Whole, Past>(o.result, z, n);
+  place.template store<Whole>(o.result, z, n, past);
 }
 
 // Where the next line of the result begins, if results are written past the caches; the end, if that comes before.
@@ -124,8 +137,9 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
   return result;
 }
 
-template <class E, Form form, bool Whole, bool Past = false>
-LEANNORM_INLINE void input_grad_batch(Place<E> place, int64_t n, int64_t ahead, const Backward<typename E::V>& c, int act) {
+template <class E, Form form, bool Whole>
+LEANNORM_INLINE void input_grad_batch(Place<E> place, int64_t n, int64_t ahead, const Backward<typename E::V>& c,
+                                      int act, bool past) {
   place.fetch(place.o.x, ahead);
   place.fetch(place.o.dy, ahead);
   if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
@@ -136,8 +150,8 @@ LEANNORM_INLINE void input_grad_batch(Place<E> place, int64_t n, int64_t ahead, 
     dz.of[j] = g.of[j].dz;
     dx.of[j] = c.input_grad(g.of[j].dz, g.of[j].centred);
   }
-  if (place.o.dz != nullptr) place.template store<Whole, Past>(place.o.dz, dz, n);
-  place.template store<Whole, Past>(place.o.result, dx, n);
+  if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, dz, n, past);
+  place.template store<Whole>(place.o.result, dx, n, past);
 }
 
 // Two sums of one run of at most kRun vectors, in the compute type: few enough terms that what float32

@@ -26,7 +26,7 @@ template <class V, int N> LEANNORM_INLINE void take(Sums<V>& sum, Several<Run<V>
 
 // take(i, n, whole) for every batch of `planes` planes from element `start` on, n of its elements; done() after
 // every kRun of them at most.
-template <int W, class Take, class Done>
+template <int W, Form form, class Take, class Done>
 LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take take, Done done) {
   const int64_t whole_runs = block.length / (kRun * W), rest = (block.length + W - 1) / W - whole_runs * kRun;
   int64_t pending = 0;
@@ -38,8 +38,7 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
       pending = 0;
     }
     for (int64_t run = 0; run < whole_runs; ++run, i += kRun * W) {
-#pragma GCC unroll 8
-      for (int j = 0; j < kRun; ++j) take(i + j * W, W, std::true_type());
+      each_of<form>(kRun, [&](int j) LEANNORM_BODY { take(i + j * W, W, std::true_type()); });
       done();
     }
     pending += rest;
@@ -67,7 +66,7 @@ void plane_moments(const void* base, Block block, const double* shift, double* s
   Sums<V> sum;
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
     const V k = splat<V>(shift[s]);
-    each_run<E::W>(
+    each_run<E::W, kPlain>(
         start, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
           // Lanes past the end hold the shift, which adds nothing.
@@ -94,7 +93,7 @@ void plane_wide_moments(const void* base, Block block, const double* shift, doub
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
     const V k = splat<V>(shift[s]);  // an element, so exact
     const Wide<V> wide_k = splat_wide<V>(shift[s]);
-    each_run<E::W>(
+    each_run<E::W, kPlain>(
         start, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
           if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
@@ -115,13 +114,14 @@ LEANNORM_INLINE void each_written(const Operands& o, Block block, Begin begin, T
     begin(s);
     for (int64_t p = 0; p < planes; ++p) {
       int64_t i = start + p * block.stride;
-      const int64_t end = i + block.length, line = first_line<T>(o, i, end);
-      for (; i < line; i += W) take(i, line - i < W ? line - i : W, std::false_type(), std::false_type());
-      i = line;
-      if (writes_past<T>(o, i))
-        for (; i + W <= end; i += W) take(i, W, std::true_type(), std::true_type());
-      for (; i + W <= end; i += W) take(i, W, std::true_type(), std::false_type());
-      if (i < end) take(i, end - i, std::false_type(), std::false_type());
+      const int64_t end = i + block.length;
+      for (int64_t stop = first_line<T>(o, i, end);; stop = end) {  // up to the first line, and from there on
+        const bool past = writes_past<T>(o, i);
+        for (; i + W <= stop; i += W) take(i, W, std::true_type(), past);
+        if (i < stop) take(i, stop - i, std::false_type(), false);
+        if (stop == end) break;
+        i = stop;
+      }
     }
   });
   if (o.past) settle();
@@ -134,8 +134,8 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   Affine<V> affine;
   each_written<E>(
       o, block, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, auto past) LEANNORM_BODY {
-        normalize_batch<E, form, whole, past>({o, i}, n, block.ahead, affine, act);
+      [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
+        normalize_batch<E, form, whole>({o, i}, n, block.ahead, affine, act, past);
       });
 }
 
@@ -148,7 +148,7 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
   Sums<V> sum;
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
     const Affine<V> affine = plane_affine<V>(c, s);
-    each_run<E::W>(
+    each_run<E::W, form>(
         start, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
           const Place<E> place{o, i};
@@ -173,8 +173,8 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   Backward<V> backward;
   each_written<E>(
       o, block, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, auto past) LEANNORM_BODY {
-        input_grad_batch<E, form, whole, past>({o, i}, n, block.ahead, backward, act);
+      [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
+        input_grad_batch<E, form, whole>({o, i}, n, block.ahead, backward, act, past);
       });
 }
 

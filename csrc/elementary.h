@@ -54,12 +54,14 @@ LEANNORM_INLINE F erf(F x) {
   return t > 0.927734375f ? signed_tail : q * x + x;
 }
 
+// Calls in any case: one for each lane.
+#define LEANNORM_CALL inline __attribute__((noinline))
 template <class Function> LEANNORM_INLINE D lane_by_lane(D x, Function function) {
   for (int i = 0; i < lanes<D>; ++i) x[i] = function(x[i]);
   return x;
 }
-LEANNORM_INLINE D exp(D x) { return lane_by_lane(x, [](double v) { return __builtin_exp(v); }); }
-LEANNORM_INLINE D expm1(D x) { return lane_by_lane(x, [](double v) { return __builtin_expm1(v); }); }
-LEANNORM_INLINE D erf(D x) { return lane_by_lane(x, [](double v) { return __builtin_erf(v); }); }
+LEANNORM_CALL D exp(D x) { return lane_by_lane(x, [](double v) { return __builtin_exp(v); }); }
+LEANNORM_CALL D expm1(D x) { return lane_by_lane(x, [](double v) { return __builtin_expm1(v); }); }
+LEANNORM_CALL D erf(D x) { return lane_by_lane(x, [](double v) { return __builtin_erf(v); }); }
 
 }  // namespace leannorm::LEANNORM_ISA
