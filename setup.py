@@ -20,12 +20,13 @@ from setuptools.command.build_ext import build_ext
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 INSTRUCTION_SETS = {
-    "base": [],
+    "base": ["-O1"] if X86 else [],  # there, for machines of before 2013 alone
     **({"v3": ["-march=x86-64-v3"], "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"]} if X86 else {}),
 }
 FLAGS = [
     "-std=c++17",
     "-O3",
+    "-fno-unswitch-loops",  # a kernel would be there once for each of its tensors that may be missing
     "-g0",
     "-fPIC",
     "-fvisibility=hidden",

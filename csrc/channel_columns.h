@@ -12,9 +12,8 @@ constexpr int64_t kPage = 4096, kBehind = 8192;  // bytes
 
 // visit(rows, element, column, lanes, whole) for every vector of every row, where `rows` rows are taken at
 // once. The machine fetches ahead within a page: of rows as long as that many are read abreast, and their
-// coefficients are loaded once for all; shorter rows are best read few at a time. What is left at the end of a
-// row is visited row by row, in one place of the code for all; where any activation stands in it, all rows are.
-template <int N> using Rows = std::integral_constant<int, N>;
+// coefficients are loaded once for all; shorter rows are best read few at a time. Their number is known to the
+// compiler, but at the end of a row and where any activation is computed: there one body is enough.
 template <class T, Form form, int Many, class Visit>
 LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
   constexpr int W = Element<T>::W, kFew = 2;
@@ -27,11 +26,10 @@ LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
     const int64_t left = block.count - i, at = i * block.stride;
     taken = long_rows && left >= Many ? Many : left >= kFew ? kFew : 1;
     if constexpr (form == kAny) visit_whole(int(taken), at);
-    else if (taken == Many) visit_whole(Rows<Many>(), at);
-    else if (taken == kFew) visit_whole(Rows<kFew>(), at);
-    else visit_whole(Rows<1>(), at);
-    for (int64_t r = 0; rest != 0 && r < taken; ++r)
-      visit(Rows<1>(), at + r * block.stride + whole, whole, rest, std::false_type());
+    else if (taken == Many) visit_whole(Constant<Many>(), at);
+    else if (taken == kFew) visit_whole(Constant<kFew>(), at);
+    else visit_whole(Constant<1>(), at);
+    if (rest != 0) visit(int(taken), at + whole, whole, rest, std::false_type());
   }
 }
 
@@ -116,7 +114,7 @@ void column_moments(const void* base, Block block, const double* shift, double* 
       },
       [&](Run<V>& run, auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
         const V k = read<V>(centre + c % kTile);
-        each_of<kPlain>(rows, [&](int) LEANNORM_BODY {
+        each_of(rows, [&](int) LEANNORM_BODY {
           __builtin_prefetch(x + at + ahead, 0, 2);
           if constexpr (whole) run.add_moments(E::load(x + at), k);
           else run.add_moments(E::load(x + at, n, k), k);
@@ -142,29 +140,30 @@ void column_wide_moments(const void* base, Block block, const double* shift, dou
   });
 }
 
-// write(past): may the results of a block be written past the caches? Two loops, so that this is not asked for each
-// vector; one where any activation stands in it.
-template <class T, Form form, class Write> LEANNORM_INLINE void written(const Operands& o, Block block, Write write) {
-  const bool past = writes_past<T>(o, 0) && block.stride * sizeof(T) % 64 == 0;
-  if constexpr (form == kAny) write(past);
-  else if (past) write(std::true_type());
-  else write(std::false_type());
-  if (past) settle();
+// May the results of a block be written past the caches?
+template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, Block block) {
+  return writes_past<T>(o, 0) && block.stride * sizeof(T) % 64 == 0;
 }
 
 template <class T, Form form>
 void column_normalize(Operands o, Block block, Coefficients c, int act) {
   using V = typename Element<T>::V;
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
-  written<T, form>(o, block, [&](auto past) LEANNORM_BODY {
+  const auto normalize = [&](auto past) LEANNORM_BODY {
     each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
       const Affine<V> affine = column_affine<V, whole>(c, at, n);
-      each_of<form>(rows, [&](int) LEANNORM_BODY {
+      each_of(rows, [&](int) LEANNORM_BODY {
         normalize_batch<InOrder<T>, form, whole>({o, x}, n, ahead, affine, act, past);
         x += block.stride;
       });
     });
-  });
+  };
+  // There is so little to do for each vector that even to ask how it is written would be felt.
+  const bool past = writes_past<T>(o, block);
+  if constexpr (form == kAny) normalize(past);
+  else if (past) normalize(std::true_type());
+  else normalize(std::false_type());
+  if (past) settle();
 }
 
 template <class T, Form form>
@@ -176,7 +175,7 @@ void column_grad_sums(Operands o, Block block, Coefficients c, int act, double* 
       block, sum_dz, sum_dz_centred, [](int64_t, int64_t) LEANNORM_BODY {},
       [&](Run<V>& run, auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
         const Affine<V> affine = column_affine<V, whole>(c, at, n);
-        each_of<form>(rows, [&](int) LEANNORM_BODY {
+        each_of(rows, [&](int) LEANNORM_BODY {
           const Place<InOrder<T>> place{o, x};
           place.fetch(o.x, ahead);
           place.fetch(o.dy, ahead);
@@ -190,15 +189,15 @@ template <class T, Form form>
 void column_input_grad(Operands o, Block block, Coefficients c, int act) {
   using V = typename Element<T>::V;
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
-  written<T, form>(o, block, [&](auto past) LEANNORM_BODY {
-    each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
-      const Backward<V> backward = column_backward<V, whole>(c, at, n);
-      each_of<form>(rows, [&](int) LEANNORM_BODY {
-        input_grad_batch<InOrder<T>, form, whole>({o, x}, n, ahead, backward, act, past);
-        x += block.stride;
-      });
+  const bool past = writes_past<T>(o, block);
+  each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+    const Backward<V> backward = column_backward<V, whole>(c, at, n);
+    each_of(rows, [&](int) LEANNORM_BODY {
+      input_grad_batch<InOrder<T>, form, whole>({o, x}, n, ahead, backward, act, past);
+      x += block.stride;
     });
   });
+  if (past) settle();
 }
 
 }  // namespace leannorm::LEANNORM_ISA

@@ -1,6 +1,8 @@
 // What happens to one vector of elements, for planes and columns alike.
 #pragma once
 
+#include <type_traits>
+
 #include "activations.h"
 #include "batches.h"
 #include "channel.h"
@@ -31,9 +33,10 @@ LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
 }
 
-// body(0) to body(n - 1): one after the other in the code, unless any activation stands in each.
-template <Form form, class Body> LEANNORM_INLINE void each_of(int n, Body body) {
-  if constexpr (form == kAny) {
+// body(0) to body(n - 1); side by side in the code where n is a Constant.
+template <int N> using Constant = std::integral_constant<int, N>;
+template <class Number, class Body> LEANNORM_INLINE void each_of(Number n, Body body) {
+  if constexpr (std::is_same_v<Number, int>) {
 #pragma GCC unroll 1
     for (int i = 0; i < n; ++i) body(i);
   } else {

@@ -25,7 +25,7 @@ template <class V, int N> LEANNORM_INLINE void take(Sums<V>& sum, Several<Run<V>
 }
 
 // take(i, n, whole) for every batch of `planes` planes from element `start` on, n of its elements; done() after
-// every kRun of them at most.
+// every kRun of them at most, where they stand side by side in the code unless any activation is computed in each.
 template <int W, Form form, class Take, class Done>
 LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take take, Done done) {
   const int64_t whole_runs = block.length / (kRun * W), rest = (block.length + W - 1) / W - whole_runs * kRun;
@@ -38,7 +38,9 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
       pending = 0;
     }
     for (int64_t run = 0; run < whole_runs; ++run, i += kRun * W) {
-      each_of<form>(kRun, [&](int j) LEANNORM_BODY { take(i + j * W, W, std::true_type()); });
+      const auto take_one = [&](int j) LEANNORM_BODY { take(i + j * W, W, std::true_type()); };
+      if constexpr (form == kAny) each_of(kRun, take_one);
+      else each_of(Constant<kRun>(), take_one);
       done();
     }
     pending += rest;
