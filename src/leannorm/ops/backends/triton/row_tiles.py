@@ -2,7 +2,7 @@
 
 Nothing here depends on the number of rows, so that no batch size compiles a kernel anew. The numbers are
 the register files': 32 values of 4 bytes a thread leave room for what is computed from them, 64 with their
-sums are as many as a thread holds. `tests/test_triton_compiles.py` keeps them honest.
+sums are as many as a thread holds. `tests/kernels/test_triton_compiles.py` keeps them honest.
 """
 
 from __future__ import annotations

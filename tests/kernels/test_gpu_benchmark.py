@@ -17,7 +17,7 @@ from benchmarks.gpu.shapes import Case, errors, make_set, moved, ours, torchs
 from leannorm.cli import main
 from leannorm.report.timing import device_seconds, launches, sets_past_the_cache
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 triton = importlib.util.find_spec("triton")
 
 

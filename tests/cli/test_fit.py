@@ -145,11 +145,11 @@ def test_bad_arguments_are_refused():
 
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "fit.json"
-    asked = ["fit", "tests.test_fit:convolutional", "--memory", "100MB", "--input", "3x32x32", "--json"]
+    asked = ["fit", "test_fit:convolutional", "--memory", "100MB", "--input", "3x32x32", "--json"]
     assert main([*asked, str(path)]) == 0
     assert "largest batch" in capsys.readouterr().out
     data = json.loads(path.read_text())
     assert data["memory"] == 10**8
     assert data["fits"][0]["batch"] > 0
-    assert main(["fit", "tests.test_fit:convolutional", "--memory", "lots"]) == 2
+    assert main(["fit", "test_fit:convolutional", "--memory", "lots"]) == 2
     assert "24GiB" in capsys.readouterr().err

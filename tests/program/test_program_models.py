@@ -10,7 +10,7 @@ import torch
 import leannorm
 from leannorm import program
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks import architectures
 from benchmarks import program as comparison
 from benchmarks.fold import randomized
