@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.demo.digits import load
 from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
-from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.report.numerics import largest_difference
 from leannorm.report.timing import time_step

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architectures import import_torchvision
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.demo.network import DigitNetwork, stock_pair
-from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
 from leannorm.saving import lean

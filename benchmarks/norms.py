@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.backends import CPU
-from leannorm.report.freed_memory import keep_freed_memory
 
 # Every batch norm of ResNet-50 at 8x3x224x224, and how often it occurs.
 RESNET50 = (

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from leannorm import functional
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.select import pick
-from leannorm.report.freed_memory import keep_freed_memory
 
 LINES = ((16384, 256), (8192, 768), (4096, 1024), (2048, 4096))
 IMAGES = ((32, 96, 56, 56), (32, 192, 28, 28), (32, 384, 14, 14))

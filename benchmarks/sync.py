@@ -32,11 +32,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from leannorm import nn
+from leannorm._freed_memory import keep_freed_memory
 from leannorm._types import Moments
 from leannorm.distributed.call import message_size
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.select import pick
-from leannorm.report.freed_memory import keep_freed_memory
 
 SHAPE = (8, 64, 56, 56)
 REACH = 1.15  # sharing, over not sharing and two bare sums of its size, on 4 ranks

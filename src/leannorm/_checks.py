@@ -31,9 +31,9 @@ def floating(name: str, tensor: Tensor) -> None:
         )
 
 
-def rank(tensor: Tensor, ranks: Sequence[int]) -> None:
-    if tensor.dim() not in ranks:
-        wanted = " or ".join(f"{r}D" for r in ranks)
+def dim(tensor: Tensor, dims: Sequence[int]) -> None:
+    if tensor.dim() not in dims:
+        wanted = " or ".join(f"{r}D" for r in dims)
         raise InputError(
             f"expected {wanted} input (got {tensor.dim()}D input of shape {tuple(tensor.shape)}); "
             "use the layer of the input's rank, or add or remove an axis"

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from leannorm._errors import InputError
+from leannorm._files import write_text
 from leannorm.cli import main
-from leannorm.report.files import write_text
 
 RUN = [sys.executable, "-c", "import sys; from leannorm.cli import main; sys.exit(main())"]
 
@@ -128,7 +128,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_importing_leannorm_brings_neither_extras_nor_the_command_line():
     code = """
-        import sys, leannorm, leannorm.report.memory, leannorm.report.freed_memory
+        import sys, leannorm, leannorm.report.memory, leannorm._freed_memory
         unwanted = {"typer", "rich", "plotly", "jinja2", "sklearn", "torchvision", "timm"} & set(sys.modules)
         sys.exit(", ".join(sorted(unwanted)) or 0)
     """

@@ -13,8 +13,8 @@ from leannorm._errors import InputError
 from leannorm.cli import main
 from leannorm.report.fake import fake_model, fake_step
 from leannorm.report.fit import _largest, bytes_of, fit
+from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
-from leannorm.report.models import mean_square
 from leannorm.report.settings import settings_for
 
 
@@ -77,7 +77,7 @@ def test_fake_steps_need_what_real_ones_do(make, sample, batch):
 
 def test_lean_fits_more_and_what_is_found_is_the_largest():
     memory = 40 * 2**20
-    fits = fit(convolutional, (3, 32, 32), memory, optimizer="sgd")
+    fits = fit(convolutional, (3, 32, 32), memory, optimizer="sgd").fits
     assert [one.name for one in fits] == ["stock", "norm", "conv"]
     assert fits[0].batch < min(fits[1].batch, fits[2].batch)
     for one in fits:
@@ -88,28 +88,30 @@ def test_lean_fits_more_and_what_is_found_is_the_largest():
 
 def test_the_optimizers_state_is_counted():
     by_optimizer = {
-        name: fit(partial(nn.Linear, 1000, 1000), (1000,), 50 * 10**6, recompute=[], optimizer=name)[0].batch
+        name: fit(partial(nn.Linear, 1000, 1000), (1000,), 50 * 10**6, recompute=[], optimizer=name)
+        .fits[0]
+        .batch
         for name in ("sgd", "momentum", "adam")
     }
     assert by_optimizer["sgd"] > by_optimizer["momentum"] > by_optimizer["adam"]
 
 
 def test_what_does_not_fit_at_all_is_zero():
-    assert fit(partial(nn.Linear, 1000, 1000), (1000,), 10**6, recompute=[])[0].batch == 0
+    assert fit(partial(nn.Linear, 1000, 1000), (1000,), 10**6, recompute=[]).fits[0].batch == 0
 
 
 def test_a_model_far_larger_than_this_machine_is_made_and_run():
     def huge():
         return nn.Sequential(*(nn.Linear(65536, 65536, bias=False) for _ in range(8)))  # 137 GB
 
-    assert fit(huge, (65536,), 10**12, recompute=[], optimizer="sgd")[0].batch > 2
+    assert fit(huge, (65536,), 10**12, recompute=[], optimizer="sgd").fits[0].batch > 2
 
 
 def test_a_model_whose_making_looks_at_values_is_made_for_real():
     def make():
         return nn.Linear(int(torch.ones(4).sum()), 3)
 
-    assert fit(make, (4,), 10**5, recompute=[])[0].batch > 2
+    assert fit(make, (4,), 10**5, recompute=[]).fits[0].batch > 2
 
 
 @pytest.mark.parametrize("grow", [1, 7.5, 1000])

@@ -183,7 +183,7 @@ def test_measuring_writes_nothing_on_stderr_and_leaves_the_environment():
 def test_kept_memory_is_not_faulted_in_again():
     out, _ = in_a_fresh_process("""
         import resource, torch
-        from leannorm.report.freed_memory import keep_freed_memory
+        from leannorm._freed_memory import keep_freed_memory
 
         def faults():
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -13,8 +13,8 @@ from torch import nn
 
 from leannorm._errors import InputError, MissingDependencyError
 from leannorm.cli import main
+from leannorm.cli.models import model_named, shape_of
 from leannorm.report.layers import StockCount, by_layer
-from leannorm.report.models import model_named, shape_of
 from leannorm.report.profile import profile
 
 

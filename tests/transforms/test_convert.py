@@ -9,7 +9,7 @@ from torch import nn as stock
 from torch.nn.utils import parametrize
 
 from leannorm import InputError, convert, nn
-from leannorm.transforms import known
+from leannorm.transforms import norm_classes
 
 LAYERS = {
     "BatchNorm1d": (lambda: stock.BatchNorm1d(6), (4, 6, 5)),
@@ -124,7 +124,7 @@ class Slotted(stock.Module):
 
 def test_an_error_midway_leaves_the_model_as_it_was(monkeypatch):
     """The last layer is told to become a class that its object cannot have."""
-    monkeypatch.setitem(known.KNOWN, known.name_of(Subclass), known.Entry(Slotted))
+    monkeypatch.setitem(norm_classes.KNOWN, norm_classes.name_of(Subclass), norm_classes.Entry(Slotted))
     model = stock.Sequential(stock.BatchNorm2d(4), stock.ReLU(), stock.LayerNorm(3), Subclass(4))
     before = look(model)
     with pytest.raises(TypeError, match="__class__ assignment"):

@@ -8,7 +8,6 @@ keeps anyway) where that tells the derivative, else the residual. Statistics are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -175,9 +174,3 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) ->
     apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
     y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
     return y
-
-
-def values_per_channel(x: Tensor) -> int:
-    """How many values stand behind each channel's statistics."""
-    samples, _, *positions = x.shape
-    return samples * prod(positions)

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm._types import Moments
-from leannorm.autograd.channel import twice_differentiable, values_per_channel
+from leannorm.autograd.channel import twice_differentiable
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import differentiable
+from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick, transformed
 
 aten = torch.ops.aten
@@ -210,7 +211,7 @@ class ConvNorm(torch.autograd.Function):
             dbias, dweight = backend.channel_grad_sums(dy, z, mean, rstd)
             p = q = None
             if not ctx.constant:
-                count = values_per_channel(z)
+                count = values_per_channel(z.shape)
                 p, q = REFERENCE.channel_means(dbias, dweight, weight, 0, count)
                 # d rstd / d x is that of eps inside the root, but for this factor
                 q = q * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))

@@ -30,8 +30,8 @@ def check(
     from rich.console import Console
 
     from leannorm._errors import InputError
+    from leannorm._files import check_writable, write_json
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.report.files import check_writable, write_json
     from leannorm.report.numerics import run_checks
     from leannorm.report.render import checks_table
 
@@ -63,7 +63,7 @@ def check(
 def _of_model(model: str, shape: str, steps: int) -> Iterator[Check]:
     import torch
 
-    from leannorm.report.models import model_named, shape_of
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.report.verify import verify_model
 
     torch.manual_seed(0)

@@ -44,9 +44,9 @@ def convert_checkpoint(
     from rich.console import Console
 
     from leannorm import interop
+    from leannorm._files import check_writable, write_json
+    from leannorm.cli.models import model_named
     from leannorm.interop.conventions import convention
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.models import model_named
 
     check_writable(output, json)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)

@@ -27,10 +27,10 @@ def demo(
     """Train a digit network with stock layers and with leannorm's, and compare what they cost."""
     from rich.console import Console
 
+    from leannorm._files import check_writable, write_json, write_text
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.demo import page
     from leannorm.demo.train import Settings, compare
-    from leannorm.report.files import check_writable, write_json, write_text
     from leannorm.report.render import require_page
 
     check_writable(json, report)

@@ -20,31 +20,16 @@ def fit(
     """The largest batch that fits a memory: stock, and under each lean setting, without that memory."""
     from rich.console import Console
 
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.fit import bytes_of
+    from leannorm._files import check_writable, write_text
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.report.fit import fit as largest
-    from leannorm.report.models import model_named, shape_of
-    from leannorm.report.render import Table, megabytes
 
     check_writable(json)
-    available, sample = bytes_of(memory), shape_of(input)
+    sample, make = shape_of(input), partial(model_named, model)
     console = Console()
     with console.status(f"making {model}") as status:
-        fits = largest(
-            partial(model_named, model), sample, available, optimizer=optimizer, progress=status.update
-        )
-    stock = fits[0].batch
-    rows = [
-        [
-            one.name,
-            str(one.batch) if one.batch else "none",
-            f"{one.batch / stock:.2f}" if stock else "–",
-            megabytes(one.nbytes),
-        ]
-        for one in fits
-    ]
-    title = f"{model}, samples of {input}, {optimizer}, {memory}"
-    console.print(Table(["", "largest batch", "of stock", "bytes needed"], rows, title).rich())
+        report = largest(make, sample, memory, optimizer=optimizer, progress=status.update)
+    report.print()
     if json:
-        write_json(json, {"model": model, "memory": available, "fits": [one._asdict() for one in fits]})
+        write_text(json, report.to_json())
         console.print(f"numbers: {json}", highlight=False)

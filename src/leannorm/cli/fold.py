@@ -27,10 +27,10 @@ def fold(
     from rich.console import Console
 
     from leannorm._errors import FoldError
+    from leannorm._files import check_writable, write_json
     from leannorm.cli import CHECK_FELL_SHORT
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.program import Program
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.models import model_named, shape_of
     from leannorm.transforms import fold as folding
 
     check_writable(json, output)

@@ -26,9 +26,9 @@ def fork(
     import torch
     from rich.console import Console
 
+    from leannorm._files import check_writable, write_json
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.program import fork as forking
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.models import model_named, shape_of
 
     check_writable(json, output, draw)
     shape = shape_of(input)

@@ -11,7 +11,7 @@ def info(
     """Versions, devices, threads and backends, with the reason for each backend that cannot serve."""
     from rich.console import Console
 
-    from leannorm.report.files import check_writable, write_json
+    from leannorm._files import check_writable, write_json
     from leannorm.report.info import installation
     from leannorm.report.render import Table
 

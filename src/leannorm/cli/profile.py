@@ -23,9 +23,9 @@ def profile(
     import torch
     from rich.console import Console
 
-    from leannorm.report.files import check_writable, write_text
+    from leannorm._files import check_writable, write_text
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.report.memory import check_device
-    from leannorm.report.models import model_named, shape_of
     from leannorm.report.profile import profile as measure
     from leannorm.report.render import require_page
 

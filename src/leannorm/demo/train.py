@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from leannorm._errors import InputError
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.demo.digits import Digits, load
 from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_pair
-from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import check_device, measure_step
 from leannorm.report.numerics import largest_difference
 from leannorm.report.timing import time_step

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
-from leannorm.distributed import meeting
+from leannorm.distributed import diagnostics
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
 from leannorm.ops.modes import capturing
 
@@ -50,10 +50,10 @@ def note_evaluation(name: str, layer: str) -> None:
     number = 0 if group is None else group.number
     if _evaluated.get(parent) != number:
         _evaluated[parent] = number
-        store = meeting.store_of(parent, _made[name]) if group is None else group.store
+        store = diagnostics.store_of(parent, _made[name]) if group is None else group.store
         call = Call(layer, "evaluation", 0, 0.0, False)
         call = call if group is None else group._identified(call)
-        meeting.note_evaluation(store, dist.get_rank(parent), number, readable(call.layer))
+        diagnostics.note_evaluation(store, dist.get_rank(parent), number, readable(call.layer))
 
 
 class StatisticsGroup:
@@ -67,7 +67,7 @@ class StatisticsGroup:
         device = next(iter(parent._device_types))
         self.timeout = parent._get_backend(device).options._timeout.total_seconds()
         self.size, self.number, self.own_calls = UNIT, 0, 0
-        self.store = meeting.store_of(parent, _made[parent.group_name])
+        self.store = diagnostics.store_of(parent, _made[parent.group_name])
         _made[parent.group_name] += 1
         self.broken: str | None = None
         self.unfinished: list[Any] = []  # work that may still write to its buffer
@@ -75,7 +75,7 @@ class StatisticsGroup:
         self._first: int | None = None
         self._zeros: dict[torch.device, Tensor] = {}
         self._headers: dict[_Key, tuple[Call, Tensor]] = {}
-        meeting.gather(self, call, self._seconds(call))
+        diagnostics.gather(self, call, self._seconds(call))
         self.communicator = dist.new_group(
             dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
         )
@@ -180,11 +180,11 @@ class StatisticsGroup:
     def _wait(self, work: Any, call: Call) -> None:
         """Until the sum is there; where it is not soon, tell the other ranks, and hear what they found."""
         timeout = self._seconds(call)
-        step = meeting.step(timeout)
+        step = diagnostics.poll_seconds(timeout)
         deadline = time.monotonic() + timeout
         while not self._completes(work, call, step):
             # ranks that wait have said so by now, but for those that came in the last moment
-            if meeting.found(self, call) or time.monotonic() >= deadline - step:
+            if diagnostics.post_and_check(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
                 raise self._broken(call, f"waited {timeout:g} s", ask=step / 2)
 
@@ -201,7 +201,7 @@ class StatisticsGroup:
         return min(call.timeout or self.timeout, self.timeout)
 
     def _broken(self, call: Call, why: str, ask: float) -> SyncError:
-        self.broken = meeting.who_is_missing(self, call, why, ask)
+        self.broken = diagnostics.who_is_missing(self, call, why, ask)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
@@ -213,7 +213,7 @@ class StatisticsGroup:
 
     def _inspect(self, header: list[float], call: Call, number: int) -> None:
         if not agree(header):
-            raise SyncError(meeting.what_differs(self, call, number, self._seconds(call)))
+            raise SyncError(diagnostics.what_differs(self, call, number, self._seconds(call)))
         if header[6] == 1 and call.what == "training forward":
             raise InputError(
                 f"Expected more than 1 value per channel when training, got 1 over all {self.world} ranks in "

@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Epilogue, Running
-from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional.overridden import hand_over, stands_in_for
@@ -20,6 +20,7 @@ from leannorm.functional.running import (
     update_running_statistics,
 )
 from leannorm.ops.activation import lists_activations
+from leannorm.ops.plan import values_per_channel
 
 
 @stands_in_for(F.batch_norm)
@@ -116,7 +117,7 @@ def tracked_batch_norm(
     training: bool,
     momentum: float | None,
     eps: float,
-    ranks: Sequence[int],
+    dims: Sequence[int],
     act: str = "identity",
     residual: Tensor | None = None,
     sharing: Sharing | None = None,
@@ -140,7 +141,7 @@ def tracked_batch_norm(
         else:
             tracks = running_mean is not None
             sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
-    _checks.rank(input, ranks)
+    _checks.dim(input, dims)
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
@@ -170,7 +171,7 @@ def _by_batch(
 ) -> Tensor:
     count: int | Tensor
     if sharing is None:
-        count = values_per_channel(input)
+        count = values_per_channel(input.shape)
         _checks.more_than_one_value(input, count)
         moved = in_the_same_call(running)
         y, mean, m2 = channel_norm(input, epilogue, eps, running=moved)

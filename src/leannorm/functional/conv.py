@@ -121,7 +121,7 @@ def _check_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, group
     _checks.floating("input", input)
     _checks.floating("conv_weight", weight)
     _checks.same_device("conv_weight", weight, input)
-    _checks.rank(input, (3, 4, 5))
+    _checks.dim(input, (3, 4, 5))
     if groups < 1 or weight.shape[0] % groups:
         raise InputError(
             f"groups must be positive and divide the {weight.shape[0]} output channels, got {groups}"

@@ -17,7 +17,7 @@ from leannorm.ops.schema import LIBRARY
 Arguments = Mapping[str, Any]
 
 
-class Affine(NamedTuple):
+class AffineNames(NamedTuple):
     """The names of the arguments in y = (x - mean) / sqrt(var + eps) * weight + bias."""
 
     x: str = "x"
@@ -37,13 +37,13 @@ class Norm(NamedTuple):
 
     statistics: tuple[str, ...]
     by_batch: Callable[[Arguments], Any]
-    folds: Affine | str = ""
+    folds: AffineNames | str = ""
 
 
 # torch's own hide in their schemas that they move their statistics
 _BUFFERS = ("running_mean", "running_var")
 NORMS = {
-    "aten::batch_norm": Norm(_BUFFERS, itemgetter("training"), Affine("input")),
+    "aten::batch_norm": Norm(_BUFFERS, itemgetter("training"), AffineNames("input")),
     "aten::instance_norm": Norm(_BUFFERS, itemgetter("use_input_stats")),
 }
 
@@ -53,7 +53,7 @@ def declare(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     by_batch: Callable[[Arguments], Any] | None = None,
-    folds: Affine | str = "",
+    folds: AffineNames | str = "",
 ) -> None:
     """Make a function of ours an operator `leannorm::name`: one node in an exported graph.
 

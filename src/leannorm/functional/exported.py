@@ -18,7 +18,7 @@ from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm, batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
-from leannorm.functional.declare import Affine, declare
+from leannorm.functional.declare import AffineNames, declare
 from leannorm.functional.group import group_norm, layer_instance_norm
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.functional.sync import sync_batch_norm
@@ -45,7 +45,7 @@ declare(
     tracked_batch_norm,
     _like,
     _IN_TRAINING,
-    Affine(),
+    AffineNames(),
 )
 
 
@@ -103,7 +103,7 @@ declare(
     _act,
     _like,
     _IN_TRAINING,
-    Affine(),
+    AffineNames(),
 )
 
 

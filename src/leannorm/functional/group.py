@@ -130,7 +130,7 @@ def layer_instance_norm(
     # a subclass is told what the function below stands in for
     if has_torch_function_variadic(*tensors) and not of_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
-    _checks.rank(input, (rank - 1, rank))
+    _checks.dim(input, (rank - 1, rank))
     alone = input.dim() < rank
     if alone:
         _checks.floating("input", input)

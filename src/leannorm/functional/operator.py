@@ -10,11 +10,12 @@ from torch import Tensor
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Running
-from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
-from leannorm.functional.declare import Affine, declare
+from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.functional.declare import AffineNames, declare
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import transformed
+from leannorm.ops.plan import values_per_channel
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
 
@@ -86,7 +87,7 @@ def batch_norm_op(
     if isinstance(batch_id, int) and batch_id < 0:
         raise InputError(f"batch_id counts batches from 0, got {batch_id}; pass None to always use momentum")
     if not is_infer and not use_global_est:
-        _checks.more_than_one_value(moved, values_per_channel(moved))
+        _checks.more_than_one_value(moved, values_per_channel(moved.shape))
     if isinstance(batch_id, int):
         momentum, batch_id = momentum if batch_id else 0.0, None
     run = _batch_norm_op if transformed(x, scale, bias) else torch.ops.leannorm.batch_norm_op.default
@@ -120,7 +121,7 @@ def _batch_norm_op(
         mean, m2 = moments.mean, moments.m2
     else:
         y, mean, m2 = channel_norm(x, epilogue, epsilon)
-    count = values_per_channel(x)
+    count = values_per_channel(x.shape)
     mean, var = mean.detach(), m2.detach() / max(count, 1)
     if count:
         _move(estimated_mean, mean, momentum, batch_id)
@@ -150,5 +151,5 @@ declare(
     _batch_norm_op,
     _fake_batch_norm_op,
     by_batch=lambda given: not given["is_infer"],
-    folds=Affine("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
+    folds=AffineNames("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 )

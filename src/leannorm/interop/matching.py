@@ -128,7 +128,7 @@ def slots_of(
 
 
 @dataclass(frozen=True)
-class Match:
+class Pairing:
     """`pairs` of a slot and the checkpoint's key for it; `problems` are true whether strict or not."""
 
     pairs: list[tuple[Slot, str]]
@@ -143,7 +143,7 @@ def _number_of(key: str) -> str | None:
     return layer if leaf.isdigit() else None
 
 
-def match(slots: Sequence[Slot], keys: Sequence[str]) -> Match:
+def match(slots: Sequence[Slot], keys: Sequence[str]) -> Pairing:
     """Pair slots and keys by name; tensors that the model uses twice need one key only."""
     present = set(keys)
     pairs, problems = [], []
@@ -170,7 +170,7 @@ def match(slots: Sequence[Slot], keys: Sequence[str]) -> Match:
             problems.append(
                 f"{prefix} holds {len(there)} numbered arrays, the model {len(ours)}: {', '.join(ours)}"
             )
-    return Match(pairs, missing, surplus, problems)
+    return Pairing(pairs, missing, surplus, problems)
 
 
 def _depthwise(slot: Slot, convention: Convention) -> bool:

@@ -17,9 +17,9 @@ def without_bias(bias: bool) -> dict[str, bool]:
 
 
 class BatchNormBase(_BatchNorm):
-    """`forward` of every batch norm; `ranks` are the numbers of axes that a subclass accepts."""
+    """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
-    ranks: Sequence[int] = (2, 3, 4, 5)
+    dims: Sequence[int] = (2, 3, 4, 5)
 
     def _sharing(self) -> Sharing | None:
         """With whom this layer shares a batch's statistics: with nobody, but for SyncBatchNorm."""
@@ -39,7 +39,7 @@ class BatchNormBase(_BatchNorm):
             self.training,
             self.momentum,
             self.eps,
-            self.ranks,
+            self.dims,
             act,
             residual,
             self._sharing() if self.training else None,

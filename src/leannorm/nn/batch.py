@@ -29,7 +29,7 @@ class BatchNorm1d(BatchNormBase, torch.nn.BatchNorm1d):
     torch.Size([16, 4])
     """
 
-    ranks = (2, 3)
+    dims = (2, 3)
 
 
 class BatchNorm2d(BatchNormBase, torch.nn.BatchNorm2d):
@@ -41,7 +41,7 @@ class BatchNorm2d(BatchNormBase, torch.nn.BatchNorm2d):
     torch.Size([2, 4, 8, 8])
     """
 
-    ranks = (4,)
+    dims = (4,)
 
 
 class BatchNorm3d(BatchNormBase, torch.nn.BatchNorm3d):
@@ -53,4 +53,4 @@ class BatchNorm3d(BatchNormBase, torch.nn.BatchNorm3d):
     torch.Size([2, 4, 2, 8, 8])
     """
 
-    ranks = (5,)
+    dims = (5,)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import InputError
+from leannorm._files import replacing
 from leannorm.program import codec
 from leannorm.program.join import Joined
 from leannorm.program.signature import Input, Signature
@@ -34,7 +33,7 @@ def write(
     signature: Signature,
     structures: Mapping[str, pytree.TreeSpec],
 ) -> None:
-    """Write the file under another name first, so that there is either a whole one or the old one."""
+    """Write a whole file or, where something fails, leave the old one."""
     memories: dict[int, tuple[str, torch.UntypedStorage]] = {}
     text = {
         "format": _FORMAT,
@@ -49,19 +48,13 @@ def write(
         "ranges": dict(signature.ranges),
         "structures": {k: codec.encode_structure(s) for k, s in structures.items()},
     }
-    handle, temporary = tempfile.mkstemp(dir=Path(path).absolute().parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:
-            archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
-            for name, storage in memories.values():
-                data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
-                with archive.open(name, "w", force_zip64=True) as entry:
-                    entry.write(memoryview(data))
-            archive.writestr(_PARTS, json.dumps(_listed(archive)), zipfile.ZIP_DEFLATED)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as stream, zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
+        for name, storage in memories.values():
+            data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
+            with archive.open(name, "w", force_zip64=True) as entry:
+                entry.write(memoryview(data))
+        archive.writestr(_PARTS, json.dumps(_listed(archive)), zipfile.ZIP_DEFLATED)
 
 
 def read(

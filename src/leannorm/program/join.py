@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from leannorm.program.memory import Memory, asserts, random
+from leannorm.program.memory import GraphMemory, asserts, random
 
 SHARED, TRAIN, INFER = "shared", "train", "infer"
 
@@ -81,7 +81,7 @@ class _Side:
             for name, node in self.placeholders.items()
         }
         self.results = list(program.graph.output_node().args[0])
-        self.memory = Memory(program.graph)
+        self.memory = GraphMemory(program.graph)
         self.writes = {n: self.memory.written(n) for n in self.nodes}
         self.epochs = self._epochs()
 

@@ -24,7 +24,7 @@ _IDENTITIES = {
 }
 
 
-class Memory:
+class GraphMemory:
     """Which memory stands behind each value of one graph, and what each node writes to."""
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -120,7 +120,7 @@ def _written_inside(node: fx.Node) -> list[fx.Node]:
     operands = [n for n in _nodes(node.args) if not (n.op == "get_attr" and is_graph(n))]
     changed = []
     for module in submodules(node):
-        memory = Memory(module.graph)
+        memory = GraphMemory(module.graph)
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         written = set().union(*map(memory.written, module.graph.nodes))
         for inner, outer in zip(inputs, operands[len(operands) - len(inputs) :], strict=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -13,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.select import backends, use_backend
 from leannorm.report.answers import error_of, largest_error, poisoned_memory, within_budget
-from leannorm.report.freed_memory import keep_freed_memory
+from leannorm.report.render import Table, milliseconds
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
 COMPILED = "torch.compile"
@@ -77,13 +80,49 @@ class Timing(NamedTuple):
     correct: bool
 
 
+@dataclass(frozen=True)
+class BenchReport:
+    """What `bench` measured; true where every answer was right."""
+
+    device: str
+    dtype: str
+    threads: int
+    timings: list[Timing]
+
+    def __bool__(self) -> bool:
+        return all(one.correct for one in self.timings)
+
+    def to_json(self) -> str:
+        """Every number, as indented JSON."""
+        return json.dumps({**vars(self), "timings": [one._asdict() for one in self.timings]}, indent=2) + "\n"
+
+    def print(self) -> None:
+        """The cases and backends, as a table on the terminal."""
+        from rich.console import Console
+
+        rows = [
+            [
+                f"{one.case} {'x'.join(map(str, one.shape))}",
+                one.backend,
+                milliseconds(one.seconds) if one.seconds else "WRONG",
+                f"{one.ratio:.2f}" if one.ratio else "–",
+                f"{one.floor:.0%}" if one.floor else "–",
+            ]
+            for one in self.timings
+        ]
+        title = f"forward and backward, {self.dtype}, {self.device}, {self.threads} threads"
+        columns = ["", "backend", "time", "of torch's", "of the floor"]
+        Console().print(Table(columns, rows, title, numbers_from=2).rich())
+
+
 def bench(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     turns: int = 9,
+    *,
     cases: Sequence[Case] = CASES,
     compiled: bool = False,
-) -> Iterator[Timing]:
+) -> BenchReport:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
     With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
@@ -94,12 +133,13 @@ def bench(
     tensors that its cache does not hold. Freed memory is kept from then on.
 
     >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
-    >>> [timing.correct for timing in bench(turns=1, cases=[small])][0]
+    >>> bool(bench(turns=1, cases=[small]))
     True
     """
     keep_freed_memory()
-    for case in cases:
-        yield from _bench(case, torch.device(device), dtype, turns, compiled)
+    there = torch.device(device)
+    timings = [one for case in cases for one in _bench(case, there, dtype, turns, compiled)]
+    return BenchReport(device, name_of(dtype), torch.get_num_threads(), timings)
 
 
 def _bench(
@@ -141,13 +181,17 @@ def _bench(
         yield Timing(
             case.name,
             case.shape,
-            str(dtype).removeprefix("torch."),
+            name_of(dtype),
             name,
             took,
             median(a / b for a, b in zip(seconds[name], seconds["torch"], strict=True)) if took else None,
             floor / took if took else None,
             name in right,
         )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _near(answers: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:

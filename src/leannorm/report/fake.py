@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from leannorm.report.loss import mean_square
 from leannorm.report.memory import StepMemory
-from leannorm.report.models import mean_square
 from leannorm.report.settings import Setting
 
 

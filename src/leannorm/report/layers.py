@@ -15,7 +15,7 @@ from leannorm.saving.ledger import Record
 Counts = Callable[[], tuple[int, int]]
 
 
-class Layer(NamedTuple):
+class LayerBytes(NamedTuple):
     """Bytes that a module's own operations hold, and bytes of theirs that will be rebuilt."""
 
     name: str
@@ -52,7 +52,7 @@ class StockCount(saved_tensors_hooks):
 
 
 @contextmanager
-def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[Layer]]:
+def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
     """While open, credit every change of `counts()` (kept, rebuilt) to the innermost module at work.
 
     The list is filled when the context closes, in the order of `named_modules`; a module that holds
@@ -84,14 +84,14 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[Layer]]:
         for module in names
         for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
     ]
-    layers: list[Layer] = []
+    layers: list[LayerBytes] = []
     try:
         yield layers
     finally:
         for handle in handles:
             handle.remove()
     layers += [
-        Layer(name or "(model)", type(module).__name__, *sums[module])
+        LayerBytes(name or "(model)", type(module).__name__, *sums[module])
         for module, name in names.items()
         if any(sums[module])
     ]

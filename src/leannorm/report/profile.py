@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from leannorm._errors import InputError
-from leannorm.report.files import write_text
-from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.layers import Layer, Operation, StockCount, by_layer, by_operation
+from leannorm._files import write_text
+from leannorm._freed_memory import keep_freed_memory
+from leannorm.report.layers import LayerBytes, Operation, StockCount, by_layer, by_operation
+from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
-from leannorm.report.models import mean_square
 from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
 from leannorm.report.timing import time_step
@@ -41,7 +41,7 @@ class Measured:
     gradient_difference: float = 0.0
     timeline: list[tuple[float, int]] = field(default_factory=list)
     forward_end: float = 0.0
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerBytes] = field(default_factory=list)
     rebuilt: list[Operation] = field(default_factory=list)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from leannorm.report.layers import Layer
+from leannorm.report.layers import LayerBytes
 from leannorm.report.profile import Measured, MemoryReport
 from leannorm.report.render import (
     Fact,
@@ -72,7 +72,7 @@ def kind_table(report: MemoryReport) -> Table:
     return Table(columns, [[kind, *map(megabytes, kept)] for kind, kept in rows])
 
 
-def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, Layer]]], dict[str, str]]:
+def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes]]], dict[str, str]]:
     """Every setting whose layers were counted, by layer; and the kind of every layer, in their order."""
     settings = [s for s in report.settings if s.layers]
     names = {layer.name: layer.kind for s in settings for layer in s.layers}
@@ -147,7 +147,7 @@ def html(report: MemoryReport) -> str:
     return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
 
 
-def _per_layer(layers: Mapping[str, Layer], names: Iterable[str]) -> list[float]:
+def _per_layer(layers: Mapping[str, LayerBytes], names: Iterable[str]) -> list[float]:
     return [layers[name].kept / 1e6 if name in layers else 0.0 for name in names]
 
 

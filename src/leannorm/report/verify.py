@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from leannorm.report.models import mean_square
+from leannorm.report.loss import mean_square
 from leannorm.report.numerics import Check
 from leannorm.saving import lean
 from leannorm.saving.verify import RebuildError

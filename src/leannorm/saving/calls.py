@@ -17,7 +17,7 @@ _WITH_BIAS = {f.__code__ for f in (F.batch_norm, F.instance_norm, F.group_norm, 
 _WITHOUT = F.rms_norm.__code__
 
 
-class Call(NamedTuple):
+class NormArguments(NamedTuple):
     """The arguments; `bias` is a copy, as nobody else keeps what it holds now."""
 
     eps: float | None
@@ -35,14 +35,14 @@ def is_compiled(frame: FrameType) -> bool:
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
 
-def call_of(frame: FrameType) -> Call | None:
+def call_of(frame: FrameType) -> NormArguments | None:
     """The call that is saving tensors now, if `frame` belongs to one of these functions."""
     code = frame.f_code
     if code is _WITHOUT:
-        return Call(frame.f_locals["eps"], None, False)
+        return NormArguments(frame.f_locals["eps"], None, False)
     if code not in _WITH_BIAS:
         return None
     arguments = frame.f_locals
     bias = arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
-    return Call(arguments["eps"], None if bias is None else bias.detach().clone(), not training)
+    return NormArguments(arguments["eps"], None if bias is None else bias.detach().clone(), not training)

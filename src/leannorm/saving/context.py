@@ -13,11 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm.saving import reasons
 from leannorm.saving.ledger import Ledger, Record
 from leannorm.saving.packing import Packing, unpack
-from leannorm.saving.plan import Plan
+from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM, check
 from leannorm.saving.verify import Layers
 
-_PLANS: dict[tuple[float, Hashable], Plan] = {}
+_PLANS: dict[tuple[float, Hashable], RebuildPlan] = {}
 _MOST_PLANS = 64
 
 
@@ -74,7 +74,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         self._budget, self._verify = budget, verify
         self._open: list[tuple[ExitStack, Packing]] = []
         self._ledger = Ledger()
-        self.plan: Plan | None = None
+        self.plan: RebuildPlan | None = None
         self.reasons: list[str] = []
 
     def __enter__(self) -> lean:

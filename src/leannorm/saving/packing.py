@@ -15,14 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import Call, call_of, is_compiled
+from leannorm.saving.calls import NormArguments, call_of, is_compiled
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.narrowed import POOLS, narrowed, narrowed_positions, references, references_when_alone
-from leannorm.saving.plan import Part, Plan, plan, sums_in_a_row
+from leannorm.saving.plan import Part, RebuildPlan, longest_chain_of_sums, plan
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
@@ -52,7 +52,7 @@ class Packing:
         self.search = Search(policy, self._narrow_positions)
         self._anything_waits = False
         self._largest = 0
-        self._call: tuple[int, Call | None] = -1, None
+        self._call: tuple[int, NormArguments | None] = -1, None
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook. Whatever fails in it, the tensor is held as in stock autograd."""
@@ -127,7 +127,7 @@ class Packing:
             if value.step is not None:
                 value.original = tensor.detach()
 
-    def _call_of(self, frame: FrameType, number: int) -> Call | None:
+    def _call_of(self, frame: FrameType, number: int) -> NormArguments | None:
         """The same for all that one node saves: no node is made meanwhile."""
         if self._call[0] != number:
             self._call = number, call_of(frame)
@@ -141,12 +141,12 @@ class Packing:
             return None
         return seconds(step, tensor, seen_as)
 
-    def plan(self, budget: float) -> Plan:
+    def plan(self, budget: float) -> RebuildPlan:
         """What later passes like this one should rebuild."""
         known: dict[Value, int] = {}
         # every view of a memory that nobody packed takes all of it anew
         parts = [
-            Part(places, nbytes, spent, sums_in_a_row(root, known))
+            Part(places, nbytes, spent, longest_chain_of_sums(root, known))
             for root, places, nbytes, spent in self.ledger.parts()
         ]
         kept, stock = self.ledger.kept(), self.ledger.kept() + self.ledger.rebuilt()

@@ -12,18 +12,18 @@ LONGEST_CHAIN = 3
 """`budget=`: of so many residual blocks in a row, each rebuilt from the one before, one is held."""
 
 
-def sums_in_a_row(value: Value, known: dict[Value, int]) -> int:
-    """How many sums of other than held tensors lie on the way to it, at most; `known` are earlier answers."""
+def longest_chain_of_sums(value: Value, known: dict[Value, int]) -> int:
+    """The most sums of rebuilt tensors on any path to this value; `known` are earlier answers."""
     step = value.step
     if step is None:
         return 0
     if value not in known:
-        before = max((sums_in_a_row(v, known) for v in step.inputs), default=0)
+        before = max((longest_chain_of_sums(v, known) for v in step.inputs), default=0)
         known[value] = before + (step.kind == "sum" and not of_held(value))
     return known[value]
 
 
-class Plan(NamedTuple):
+class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt.
 
     `calls` tells one forward pass from another: the node and layout of each of its tensors.
@@ -58,7 +58,9 @@ def _cost(part: Part) -> tuple[bool, float, list[int]]:
     return part.sums > 0, part.seconds / max(part.nbytes, 1), part.places
 
 
-def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int) -> Plan:
+def plan(
+    budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int
+) -> RebuildPlan:
     """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
 
     What needs sums comes last, whatever its cost, and of a chain of sums every third is held
@@ -88,4 +90,4 @@ def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: 
             kept += part.nbytes
     rebuilt = {place for part in chosen for place in part.places}
     seconds = sum(part.seconds for part in chosen)
-    return Plan(tuple(calls), tuple(i in rebuilt for i in range(len(calls))), kept, stock, seconds)
+    return RebuildPlan(tuple(calls), tuple(i in rebuilt for i in range(len(calls))), kept, stock, seconds)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from leannorm.saving.device import asynchronous, capturing, synchronize
 from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
-from leannorm.saving.values import Memory, Step, Value, run
+from leannorm.saving.values import Owner, Step, Value, run
 
 _SEEN: dict[Hashable, float | None] = {}
 _MOST = 1 << 14
@@ -76,7 +76,7 @@ def _try(step: Step, tensor: Tensor) -> float | None:
 
         def rebuilt() -> Tensor:
             pairs = zip(packed, step.inputs, strict=True)  # what nobody packed is part of this rebuild
-            inputs = [(value.look() if tensor is None else tensor, Memory.HELD) for tensor, value in pairs]
+            inputs = [(value.look() if tensor is None else tensor, Owner.HELD) for tensor, value in pairs]
             return run(step, inputs, current())[0]
 
         spent, again = _timed(rebuilt, tensor)

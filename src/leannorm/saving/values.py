@@ -14,7 +14,7 @@ from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
 
 
-class Memory(IntEnum):
+class Owner(IntEnum):
     """Whose memory a tensor has, in a rebuild."""
 
     OWN = 0  # allocated in this rebuild, and read by nobody else
@@ -140,11 +140,11 @@ class Value:
         """The tensor, without counting as a use."""
         if self.step is None:
             return self._proved(EditedError)
-        return run(self.step, [(value.look(), Memory.HELD) for value in self.step.inputs], current())[0]
+        return run(self.step, [(value.look(), Owner.HELD) for value in self.step.inputs], current())[0]
 
-    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
+    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
         """The tensor for a step, and whose memory it is."""
-        return self._rebuild(flags) if self.step is not None else (self._proved(), Memory.HELD)
+        return self._rebuild(flags) if self.step is not None else (self._proved(), Owner.HELD)
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
         """What is held, if it is still what was packed."""
@@ -162,11 +162,11 @@ class Value:
                 )
         return tensor
 
-    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
+    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
         """The tensor, kept for its other readers where it has memory of its own, and whose memory it is."""
         assert self.step is not None
         if self._rebuilt is not None:
-            tensor, memory = self._rebuilt, Memory.SHARED
+            tensor, memory = self._rebuilt, Owner.SHARED
             if tensor._version != self._rebuilt_version:  # by a backward function of the user's
                 raise RuntimeError(self._edited(tensor))
         else:
@@ -175,8 +175,8 @@ class Value:
         self._left -= 1
         if self._left <= 0:
             self._rebuilt, self._left = None, self.users
-        elif memory is not Memory.HELD:  # which may change before the next reader comes
-            self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Memory.SHARED
+        elif memory is not Owner.HELD:  # which may change before the next reader comes
+            self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Owner.SHARED
         return tensor, memory
 
     def _check_version(self) -> None:
@@ -207,7 +207,7 @@ def _check_there(tensor: Tensor, name: str) -> None:
             )
 
 
-def run(step: Step, inputs: list[tuple[Tensor, Memory]], flags: Flags | None) -> tuple[Tensor, Memory]:
+def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> tuple[Tensor, Owner]:
     """The tensor that a step makes of its inputs, and whose memory it is.
 
     Each input comes with the same answer for itself. What a step may overwrite is decided by the memory
@@ -222,14 +222,12 @@ def run(step: Step, inputs: list[tuple[Tensor, Memory]], flags: Flags | None) ->
         with step.flags.set():
             result = function(*tensors, *step.captured, *step.constants)
     place = _place_of(result)
-    others = [*inputs, *((tensor, Memory.HELD) for tensor in step.captured if tensor is not None)]
-    return result, max(
-        (memory for tensor, memory in others if _place_of(tensor) == place), default=Memory.OWN
-    )
+    others = [*inputs, *((tensor, Owner.HELD) for tensor in step.captured if tensor is not None)]
+    return result, max((memory for tensor, memory in others if _place_of(tensor) == place), default=Owner.OWN)
 
 
-def _may_overwrite(tensor: Tensor, memory: Memory) -> bool:
-    return memory is Memory.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+def _may_overwrite(tensor: Tensor, memory: Owner) -> bool:
+    return memory is Owner.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def _place_of(tensor: Tensor) -> int | None:

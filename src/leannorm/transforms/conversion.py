@@ -21,7 +21,7 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.fuse import find_fusions
-from leannorm.transforms.known import KNOWN, TO_TORCH, Entry, is_norm, why_not
+from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
 from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
     inside_convolutions,
@@ -214,14 +214,14 @@ def _stop_sharing(module: Module) -> None:
 
 def _to_torch(model: Module, left: dict[str, list[str]]) -> None:
     for name, module in model.named_modules():
-        while not _is_original(module):
+        while _take_back(module):
             pass
         if _is_ours(module) and is_norm(module):
             left[f"{type(module).__name__}, torch has no such layer"].append(name or "the model itself")
 
 
-def _is_original(module: Module) -> bool:
-    """Take one swap back; True where there is none."""
+def _take_back(module: Module) -> bool:
+    """Take one swap back; False where there is none."""
     swapped: Swapped | None = vars(module).pop(_SWAPPED, None)
     before = getattr(type(module), "unfused", None)
     if swapped is not None:
@@ -233,9 +233,9 @@ def _is_original(module: Module) -> bool:
     elif getattr(module, "dim", None) is None:
         before = before or TO_TORCH.get(type(module))
     if before is None:
-        return True
+        return False
     object.__setattr__(module, "__class__", before)
-    return False
+    return True
 
 
 def _is_ours(module: Module) -> bool:

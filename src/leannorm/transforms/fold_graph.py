@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from leannorm.transforms.fold_match import Match, Norm, Skip, find
+from leannorm.transforms.fold_match import Fold, NormCall, Skip, find
 from leannorm.transforms.fold_math import Affine, affine, into_layer_after, into_layer_before
 
 
-def affine_of(norm: Norm, variables: Mapping[str, Tensor]) -> Affine:
+def affine_of(norm: NormCall, variables: Mapping[str, Tensor]) -> Affine:
     """The norm's call as scale and shift, from its variables' values."""
 
     def value(node: fx.Node | None) -> Tensor | None:
@@ -22,12 +22,12 @@ def affine_of(norm: Norm, variables: Mapping[str, Tensor]) -> Affine:
     return affine(mean, var, value(norm.weight), value(norm.bias), norm.eps)
 
 
-def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Match], list[Skip]]:
+def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Fold], list[Skip]]:
     """`find`, with the variables' values at hand."""
     return find(graph, lambda norm: not bool(affine_of(norm, variables).shift.any()))
 
 
-def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], list[Skip]]:
+def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list[Skip]]:
     """A new module on new variables where something was folded; `module` keeps its own."""
     variables = all_variables(module)
     matches, skips = find_all(module.graph, variables)

@@ -10,17 +10,17 @@ from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
 from leannorm.transforms.fold_graph import affine_of, all_variables
-from leannorm.transforms.fold_match import Layer, Match, Skip
+from leannorm.transforms.fold_match import Fold, LinearCall, Skip
 from leannorm.transforms.fold_math import into_layer_after, into_layer_before
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fold_modules(
-    model: torch.nn.Module, graph: fx.Graph, matches: list[Match], skips: list[Skip]
-) -> tuple[list[Match], list[Skip]]:
+    model: torch.nn.Module, graph: fx.Graph, matches: list[Fold], skips: list[Skip]
+) -> tuple[list[Fold], list[Skip]]:
     """Fold, in place, every norm module all of whose calls match; returns what was folded and what not."""
-    calls: dict[str, list[Match]] = {}
+    calls: dict[str, list[Fold]] = {}
     for match in matches:
         calls.setdefault(_owner(match.norm.mean), []).append(match)
     unmatched = {_owner(s.norm.args[i]): s.reason for s in skips for i in _statistics(s.norm)}
@@ -39,7 +39,7 @@ def fold_modules(
     return folded, skips
 
 
-def _fold_one(model: torch.nn.Module, match: Match, layer: Layer, variables: Mapping[str, Any]) -> None:
+def _fold_one(model: torch.nn.Module, match: Fold, layer: LinearCall, variables: Mapping[str, Any]) -> None:
     module: Any = model.get_submodule(_owner(layer.weight))
     into = into_layer_before if match.before else into_layer_after
     weight, bias = into(
@@ -50,7 +50,7 @@ def _fold_one(model: torch.nn.Module, match: Match, layer: Layer, variables: Map
     module.bias = torch.nn.Parameter(bias, requires_grad=trained)
 
 
-def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match]) -> str | None:
+def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]) -> str | None:
     """What stands against replacing the norm at `path`, whose calls are `own`."""
     if len({match.before for match in own}) > 1:
         return "its calls stand before and behind layers"

@@ -19,7 +19,7 @@ from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.program.program import Program
 from leannorm.transforms.fold_decided import Decided, decided
 from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64
-from leannorm.transforms.fold_match import Match, Skip
+from leannorm.transforms.fold_match import Fold, Skip
 from leannorm.transforms.fold_modules import fold_modules
 
 ROUNDINGS = 1e4  # a hundred layers, some ten roundings each and as much again for what they are amplified by
@@ -185,7 +185,7 @@ def _parted(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _report(result: torch.nn.Module, matches: list[Match], skips: list[Skip]) -> FoldReport:
+def _report(result: torch.nn.Module, matches: list[Fold], skips: list[Skip]) -> FoldReport:
     folded: dict[str, list[str]] = {}
     for match in matches:
         folded.setdefault(_path(match.norm.mean), []).extend(_path(x.weight) for x in match.layers)

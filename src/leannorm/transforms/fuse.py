@@ -16,7 +16,7 @@ import torch.nn
 from torch.nn import Module
 
 from leannorm.transforms.expressions import Roles
-from leannorm.transforms.known import CERTAIN_BLOCKS
+from leannorm.transforms.norm_classes import CERTAIN_BLOCKS
 from leannorm.transforms.rewrite import rewritten
 from leannorm.transforms.steps import FUSABLE, activation_of, name_of, runs_in_order, sequential_forward
 from leannorm.transforms.text import read

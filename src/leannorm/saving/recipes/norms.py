@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.calls import Call
+from leannorm.saving.calls import NormArguments
 from leannorm.saving.graph import kind_of, saved
-from leannorm.saving.recipes.one_pass import exact, scale_shift_act
+from leannorm.saving.recipes.fused_norm_act import exact, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
 
@@ -23,15 +23,15 @@ _AGAIN: dict[str, Callable[..., Any]] = {
 NORMS = {*_AGAIN, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
 
 
-def _call(*values: Value | None) -> Call | None:
+def _call(*values: Value | None) -> NormArguments | None:
     """What the norm that saved these values was called with, where that is known."""
     for value in values:
-        if value is not None and isinstance(value.call, Call):
+        if value is not None and isinstance(value.call, NormArguments):
             return value.call
     return None
 
 
-def _bias(node: Any, call: Call | None, given: Given) -> tuple[bool, Tensor | None]:
+def _bias(node: Any, call: NormArguments | None, given: Given) -> tuple[bool, Tensor | None]:
     """Is the bias known, which the nodes of batch and group norm do not save, and a copy of it.
 
     Without a call, a missing edge may mean no bias or one that is frozen: not known.

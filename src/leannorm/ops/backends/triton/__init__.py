@@ -1,7 +1,7 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `rows.py` and `between.py` hold an implementation of every operator of
-`schema.py`, under its name. They are registered for CUDA here and imported by the first call, since Triton
+`channel.py`, `channel_gradients.py`, `rows.py` and `statistics.py` implement every operator of `schema.py`,
+each under its name. They are registered for CUDA here and imported by the first call, since Triton
 takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels are
 interpreted: then they serve tensors of the CPU as well, called directly, but only by name
 (`use_backend("triton")`), as that is slow.
@@ -46,7 +46,7 @@ _UNAVAILABLE = _find()
 
 def _room(operator: str) -> str:
     if operator in schema.BETWEEN:
-        return "between"
+        return "statistics"
     if operator.startswith("row"):
         return "rows"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"

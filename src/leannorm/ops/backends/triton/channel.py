@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends.triton.between import move_running_
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
     moments_kernel,
@@ -25,17 +24,18 @@ from leannorm.ops.backends.triton.channel_kernels import (
 )
 from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
 from leannorm.ops.backends.triton.launch import launch, processors
+from leannorm.ops.backends.triton.statistics import move_running_
 from leannorm.ops.backends.triton.tiling import (
     MOMENTS_REGISTERS,
     SET_REGISTERS,
-    Plan,
+    Launches,
     merging,
     planned,
 )
 from leannorm.ops.plan import channel_plan, statistics_shape
 
 
-def plan_of(x: Tensor, groups: int) -> Plan:
+def plan_of(x: Tensor, groups: int) -> Launches:
     return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device))
 
 

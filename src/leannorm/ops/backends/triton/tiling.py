@@ -185,7 +185,7 @@ def merging(geometry: Geometry, parts: Parts) -> Merging:
     return Merging(rows, min(max(4, together), _MERGED // rows))
 
 
-class Plan(NamedTuple):
+class Launches(NamedTuple):
     """All that is launched for tensors of one shape: in one launch (`sets`), or else in several."""
 
     geometry: Geometry
@@ -205,7 +205,9 @@ class Plan(NamedTuple):
 
 
 @lru_cache(4096)
-def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int) -> Plan:
+def planned(
+    shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int
+) -> Launches:
     """The launches for an input of this shape, which has elements."""
     seen = geometry(shape, groups, contiguous)
     tiles = tiling(seen, itemsize)
@@ -215,4 +217,4 @@ def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int
     )
     sets = tiling(seen, itemsize, whole_set=True)
     fits = one_launch(seen, sets, itemsize, processors)
-    return Plan(seen, tiles, moments, sums, mapping, sets if fits else None)
+    return Launches(seen, tiles, moments, sums, mapping, sets if fits else None)

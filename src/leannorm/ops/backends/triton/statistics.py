@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.ops.backends.triton import between_kernels as kernels
+from leannorm.ops.backends.triton import statistics_kernels as kernels
 from leannorm.ops.backends.triton.launch import launch
 
 _BLOCK = 256

@@ -14,13 +14,13 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
-from leannorm.transforms.steps import name_of
-from leannorm.transforms.then_act import (
+from leannorm.transforms.norm_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
     LayerNormThenAct,
     RMSNormThenAct,
 )
+from leannorm.transforms.steps import name_of
 
 
 class Entry(NamedTuple):

@@ -1,12 +1,14 @@
-"""Write a report so that an interruption leaves the old file or none, never half of one."""
+"""Write a file so that an interruption leaves the old one or none, never half of one."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from leannorm._errors import InputError
 
@@ -25,19 +27,26 @@ def check_writable(*paths: Path | None) -> None:
             raise InputError(f"the folder {str(folder)!r} cannot be written to: name another")
 
 
-def write_text(path: Path | str, text: str) -> None:
-    """Write beside `path` under another name, then rename: a reader sees the whole text or none of it."""
+@contextmanager
+def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file beside `path` under another name, renamed at the end: a reader sees all of it or none."""
     path = Path(path)
     check_writable(path)
     handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
         os.chmod(name, 0o644)  # mkstemp's own mode shuts everyone else out
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
         raise
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """The whole text or, where something fails, what was there before."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path | str, data: Any) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import nn
 
 from leannorm._errors import InputError, MissingDependencyError
 
@@ -80,18 +80,3 @@ def shape_of(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError(f"an input is written as its sizes, batch first, like 8x3x224x224; got {text!r}")
     return tuple(int(part) for part in parts)
-
-
-def mean_square(output: object) -> Tensor:
-    """A loss for any model: the mean square of every floating-point tensor in its output, added up."""
-    from torch.utils._pytree import tree_leaves
-
-    tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-    if not tensors:
-        raise InputError(
-            "the model's output has no floating-point tensor to take a loss of: give one with loss="
-        )
-    total = tensors[0].float().square().mean()
-    for tensor in tensors[1:]:
-        total = total + tensor.float().square().mean()
-    return total

@@ -33,7 +33,7 @@ def store_of(parent: dist.ProcessGroup, generation: int) -> dist.distributed_c10
     )
 
 
-def step(timeout: float) -> float:
+def poll_seconds(timeout: float) -> float:
     """How often, in seconds, a rank that waits says so, and how long it asks who is missing at the end."""
     return min(1.0, timeout / 6)
 
@@ -44,9 +44,11 @@ def gather(group: StatisticsGroup, call: Call, timeout: float) -> None:
     if group.store.add("ready", 1) == group.world:
         group.store.set("go", "")
     try:
-        group.store.wait(["go"], timedelta(seconds=timeout - step(timeout)))
+        group.store.wait(["go"], timedelta(seconds=timeout - poll_seconds(timeout)))
     except RuntimeError as error:
-        raise SyncError(who_is_missing(group, call, f"waited {timeout:g} s", step(timeout))) from error
+        raise SyncError(
+            who_is_missing(group, call, f"waited {timeout:g} s", poll_seconds(timeout))
+        ) from error
 
 
 def post(group: StatisticsGroup, call: Call) -> None:
@@ -54,7 +56,7 @@ def post(group: StatisticsGroup, call: Call) -> None:
     group.store.set(f"at/{group.rank}", json.dumps([group.number, str(call)]))
 
 
-def found(group: StatisticsGroup, call: Call) -> bool:
+def post_and_check(group: StatisticsGroup, call: Call) -> bool:
     """Say where this rank is waiting; has another rank already found out what is wrong?"""
     try:
         post(group, call)
