@@ -122,5 +122,5 @@ def test_attention():
 
 
 def test_bench():
-    timings = list(bench("cuda", torch.bfloat16, turns=1, cases=[CASES[0]]))
+    timings = bench("cuda", torch.bfloat16, turns=1, cases=[CASES[0]]).timings
     assert all(timing.correct for timing in timings)
