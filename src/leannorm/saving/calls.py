@@ -25,6 +25,14 @@ class NormArguments(NamedTuple):
     reads_buffers: bool  # of running statistics, as in evaluation
 
 
+_SOFTMAXES = {F.cross_entropy.__code__, F.log_softmax.__code__, F.softmax.__code__}
+
+
+def logits_of(frame: FrameType) -> Tensor | None:
+    """What a softmax is taken of, if `frame` belongs to one of torch's functions that take one."""
+    return frame.f_locals["input"] if frame.f_code in _SOFTMAXES else None
+
+
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Whole numbers, such as a pooling window's positions, held in as few bytes as they need."""
+"""Tensors whose numbers fit in fewer bytes are held in those: positions, widened casts, masks of dropout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm.saving.device import asynchronous
+from leannorm.saving.flags import current
+from leannorm.saving.graph import constant, kind_of
+from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Step, Value
+
+_SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torch.softmax}
 
 
 class _Probe:
@@ -73,3 +79,49 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
         if span.min <= low and high <= span.max:
             return Step(_widened, (Value(tensor.to(dtype), 0, name="whole numbers"),))
     return None
+
+
+_MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+
+
+def narrow_source(node: Any, output: int, tensor: Tensor, logits: Tensor | None) -> Step | None:
+    """A widening cast, or a softmax of one, from a copy of it in the dtype that it was cast from.
+
+    `logits` are what the softmax that is running was called with.
+    """
+    kind = kind_of(node)
+    if kind == "ToCopyBackward0":
+        return _before_the_cast(tensor, node, output)
+    if logits is None or kind not in _SOFTMAXES or logits.grad_fn is None:
+        return None
+    source = logits.grad_fn, logits.output_nr
+    if source != node.next_functions[0]:
+        return None
+    cast = _before_the_cast(logits, *source)
+    if cast is None:
+        return None
+    value = Value(None, 0, cast, name=kind_of(logits.grad_fn))
+    dim = constant(node, "dim")
+    return Step(_SOFTMAXES[kind], (value,), (), (dim,), flags=current(), proved=cast.proved)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _before_the_cast(tensor: Tensor, node: Any, output: int) -> Step | None:
+    """None for what is no widening cast, nor a view or copy of one.
+
+    On a CPU the step is compared each time, as the cast may have been edited since.
+    """
+    while node is not None and kind_of(node) in _MOVE_ONLY:
+        node, output = node.next_functions[0]
+    if node is None or kind_of(node) != "ToCopyBackward0" or node.next_functions[0][0] is None:
+        return None
+    producer, number = node.next_functions[0]
+    source = producer._input_metadata[number].dtype
+    widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
+    if not widened or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return None
+    narrow = Value(tensor.detach().to(source), 0, name="source of a cast")
+    return Step(_cast, (narrow,), (), (tensor.dtype,), proved=asynchronous(tensor))

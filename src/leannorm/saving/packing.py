@@ -15,13 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import NormArguments, call_of, is_compiled
+from leannorm.saving.calls import NormArguments, call_of, is_compiled, logits_of
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.narrowed import POOLS, narrowed, narrowed_positions, references, references_when_alone
+from leannorm.saving.narrowed import (
+    POOLS,
+    narrow_source,
+    narrowed,
+    narrowed_positions,
+    references,
+    references_when_alone,
+)
 from leannorm.saving.plan import Part, RebuildPlan, longest_chain_of_sums, plan
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
@@ -95,11 +102,19 @@ class Packing:
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
-        if isinstance(found, Step) and spent is not None:
-            value = Value(None, version, found, name=kind)
+        from_narrow = None
+        if spent is None and may:
+            from_narrow = narrow_source(node, output, tensor, logits_of(frame))
+            spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
+        step = from_narrow or found
+        if isinstance(step, Step) and spent is not None:
+            value = Value(None, version, step, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
-            self.ledger.rebuilds(value, tensor)
+            if from_narrow is None:
+                self.ledger.rebuilds(value, tensor)
+            else:
+                self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
             value.sample = Sample.of(tensor)  # it may be edited unseen before a step rests on it
@@ -107,9 +122,11 @@ class Packing:
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
         register(node, output, weakref.ref(value))
-        if value.step is None and unedited:
-            missing = found.outputs if isinstance(found, Missing) else ()
-            self._offer(value, tensor, node, kind, missing if may else ())
+        if unedited and (value.step is None or from_narrow is not None):
+            missing = found.outputs if isinstance(found, Missing) and may else ()
+            if value.step is None and self._offers(value, tensor, node, kind):
+                missing = ()
+            self._await(value, node, tensor.output_nr, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
         return value
@@ -186,6 +203,8 @@ class Packing:
 
     def _narrow(self, value: Value, step: Step, tensor: Tensor) -> None:
         narrow = step.inputs[0]
+        while narrow.step is not None:
+            narrow = narrow.step.inputs[0]
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
@@ -198,43 +217,49 @@ class Packing:
         tensor = value.tensor
         step = narrowed_positions(tensor, node, POOLS[kind_of(node)])
         if step is not None:
-            value.becomes(step)
+            value.becomes(step, tensor)
             self._narrow(value, step, tensor)
 
-    def _offer(
-        self, value: Value, tensor: Tensor, node: Node, kind: str, missing: tuple[tuple[Node, int], ...]
-    ) -> None:
+    def _offers(self, value: Value, tensor: Tensor, node: Node, kind: str) -> bool:
         """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
 
-        And the other way round: if the tensor itself could be rebuilt from something that is not held
-        now, it waits for the case that it will be (attention scales q and k before v is saved, a view of
-        the memory that q and k came from).
+        False where there is no such whole.
         """
         if kind == "CatBackward0":
             find_parts_in(value, node)
         base = tensor._base
-        if base is not None and base.grad_fn is not None and base.grad_fn is not node:
-            if find(base.grad_fn, base.output_nr) is None:
-                value.whole = whole = held(base)
-                whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
-                whole.seen_at = value.seen_at
-                register(base.grad_fn, base.output_nr, weakref.ref(whole))
-                self._retry(base.grad_fn, base.output_nr)
-        elif len(missing) == 1 and kind not in SAVE_THEIR_OUTPUT:
-            value.origin = node, tensor.output_nr
+        if base is None or base.grad_fn is None or base.grad_fn is node:
+            return False
+        if find(base.grad_fn, base.output_nr) is None:
+            value.whole = whole = held(base)
+            whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
+            whole.seen_at = value.seen_at
+            register(base.grad_fn, base.output_nr, weakref.ref(whole))
+            self._retry(base.grad_fn, base.output_nr)
+        return True
+
+    def _await(
+        self, value: Value, node: Node, output: int, kind: str, missing: tuple[tuple[Node, int], ...]
+    ) -> None:
+        """Let a tensor wait for the one that it could be rebuilt from, for the case that it will be held.
+
+        Attention scales q and k before v is saved, a view of the memory that q and k came from.
+        """
+        if len(missing) == 1 and kind not in SAVE_THEIR_OUTPUT:
+            value.origin = node, output
             wait(*missing[0], weakref.ref(value))
             self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
         for value in waiting(node, output):
-            tensor = value.tensor
-            if value.step is not None or tensor is None or value.origin is None or not value.current:
+            if value.origin is None or not value.current:
                 continue
+            tensor = value.look()  # of a tensor that is held in fewer bytes, rebuilt
             step = self.search.step(*value.origin, tensor)
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
-                    value.becomes(step)
+                    value.becomes(step, tensor)
                     value.seconds = spent
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)

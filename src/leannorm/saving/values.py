@@ -96,11 +96,11 @@ class Value:
         self._left += 1
         return self
 
-    def becomes(self, step: Step) -> None:
-        """Let go of the tensor: from now on it is rebuilt."""
-        assert self.tensor is not None
-        self.watch, self.sample = version_of(self.tensor), Sample.of(self.tensor)
-        self.shape, self.dtype = self.tensor.shape, self.tensor.dtype
+    def becomes(self, step: Step, tensor: Tensor) -> None:
+        """Let go of the tensor: from now on it is rebuilt by this step."""
+        if self.tensor is not None:
+            self.watch, self.sample = version_of(tensor), Sample.of(tensor)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.step, self.tensor, self.origin = step, None, None
         self._rests_on(step)
 
