@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal
@@ -13,12 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm.saving import reasons
 from leannorm.saving.ledger import Ledger, Record
 from leannorm.saving.packing import Packing, unpack
-from leannorm.saving.plan import RebuildPlan
+from leannorm.saving.plan import Goal, RebuildPlan
+from leannorm.saving.plans import Following
 from leannorm.saving.policy import CONV, LEANEST, NORM, check
 from leannorm.saving.verify import Layers
-
-_PLANS: dict[tuple[float, Hashable], RebuildPlan] = {}
-_MOST_PLANS = 64
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
@@ -33,8 +30,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
     outputs of convolutions, linear layers and attention's scores that take few operations per byte.
     budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
-    keeps as little as it can and measures; later ones (of the same shapes) rebuild the cheapest set that
-    meets the budget, or nearly all there is if that is not enough.
+    keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly all there
+    is if that is not enough. Costs are prices by shapes, from a table, so equal passes have equal plans.
+    overhead: the other way round, the share of stock's step time that rebuilding may cost by those prices:
+    as few bytes are kept as it buys.
     verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit in
     the backward pass. The first difference raises RebuildError, which names node, shape, layer and values.
 
@@ -51,7 +50,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     hooks that were there first (offloading, checkpointing): those go on as without `lean`.
     One object may serve several passes.
 
-    Raises InputError for an unknown `recompute` or a `budget` outside (0, 1].
+    Raises InputError for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, or both.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
@@ -67,12 +66,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         recompute: Literal["norm", "conv"] = "norm",
         *,
         budget: float | None = None,
+        overhead: float | None = None,
         verify: bool = False,
     ) -> None:
-        check(recompute, budget)
-        self._policy = {"norm": NORM, "conv": CONV}[recompute] if budget is None else LEANEST
-        self._budget, self._verify = budget, verify
-        self._open: list[tuple[ExitStack, Packing]] = []
+        check(recompute, budget, overhead)
+        self._goal = None if budget is None and overhead is None else Goal(budget, overhead)
+        self._policy = {"norm": NORM, "conv": CONV}[recompute] if self._goal is None else LEANEST
+        self._verify = verify
+        self._open: list[tuple[ExitStack, Packing, Following | None]] = []
         self._ledger = Ledger()
         self.plan: RebuildPlan | None = None
         self.reasons: list[str] = []
@@ -84,9 +85,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if not self._open:
             self._ledger, self.reasons = Ledger(), []
         layers = Layers() if self._verify else None
-        packing = Packing(self._policy, self._ledger, self._choose if self._budget else None, layers)
+        following = None if self._goal is None else Following(self._goal)
+        packing = Packing(self._policy, self._ledger, following.rebuilds if following else None, layers)
         stack = ExitStack()
-        self._open.append((stack, packing))
+        self._open.append((stack, packing, following))
         refused = _refusal()
         if refused is None:
             stack.enter_context(saved_tensors_hooks(packing.pack, unpack))
@@ -102,14 +104,18 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        stack, packing = self._open.pop()
+        stack, packing, following = self._open.pop()
         stack.close()
         packing.search.leaves.forget()
         self._ledger.close()
         if error is not None:
             return
-        if self._budget is not None and packing.calls:
-            self._replan(packing)
+        if following is not None and packing.calls:
+            passed = packing.passed()
+            if not passed.stock:
+                packing.reasons[reasons.BACKWARD_WITHIN] = 1
+            following.end(passed)
+            self.plan = following.plan
         self._explain(packing)
 
     @property
@@ -127,36 +133,17 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         """Every tensor that the last forward pass saved; bytes are counted at the first of each storage."""
         return self._ledger.records()
 
-    def _choose(self, i: int, call: Hashable) -> bool:
-        if i == 0:
-            assert self._budget is not None
-            self.plan = _PLANS.get((self._budget, call))
-        if self.plan is not None and (i >= len(self.plan.calls) or self.plan.calls[i] != call):
-            self.plan = None  # another model, or other shapes: measure again
-        return self.plan is None or self.plan.rebuild[i]
-
-    def _replan(self, packing: Packing) -> None:
-        if self.plan is not None and len(self.plan.calls) == len(packing.calls):
-            return
-        assert self._budget is not None
-        if len(_PLANS) >= _MOST_PLANS:
-            _PLANS.clear()
-        measured = packing.plan(self._budget)
-        if measured.stock_bytes:
-            self.plan = _PLANS[self._budget, packing.calls[0]] = measured
-        else:
-            packing.reasons[reasons.BACKWARD_WITHIN] = 1
-
     def _explain(self, packing: Packing) -> None:
         """Fill `reasons`, and warn of those that concern the whole pass."""
         whole = [reason for reason in packing.reasons if reason in reasons.OF_THE_PASS]
         if not packing.seen and not packing.reasons and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
-        if self._budget is not None:
+        budget = None if self._goal is None else self._goal.budget
+        if budget is not None:
             kept, stock = self.kept_bytes, self.kept_bytes + self.rebuilt_bytes
             ratio = kept / max(stock, 1) if self.plan is None else self.plan.ratio
-            if ratio > 1.01 * self._budget:
-                whole.append(reasons.out_of_reach(self._budget, ratio))
+            if ratio > 1.01 * budget:
+                whole.append(reasons.out_of_reach(budget, ratio))
         held = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in packing.reasons.items()

@@ -55,11 +55,11 @@ class Ledger:
 
     def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
         """The rebuilt values by the memory that they share: what it belongs to, their places among the
-        tensors that were packed, its bytes, and the seconds of the slowest of them."""
+        tensors that were packed, its bytes, and the price of the dearest of them."""
         places: dict[Value, dict[int, float]] = {}
         for value in self._alive():
             if value.step is not None and value.place >= 0:
-                places.setdefault(_root(value), {})[value.place] = value.seconds
+                places.setdefault(_root(value), {})[value.place] = value.price
         for root, sharing in places.items():
             yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
 

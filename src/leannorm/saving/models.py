@@ -95,9 +95,10 @@ def make_lean(
     recompute: Literal["norm", "conv"] = "norm",
     *,
     budget: float | None = None,
+    overhead: float | None = None,
     verify: bool = False,
 ) -> _Model:
-    """Let every forward pass of `model` run in `lean(recompute, budget=budget)`, and return the model.
+    """Let every forward pass of `model` run in `lean` with these settings, and return the model.
 
     For training loops that cannot be edited. A forward hook and an attribute `forward` are added; parameters,
     state_dict and class stay as they are. On a model that is lean already the new settings replace the old
@@ -108,9 +109,11 @@ def make_lean(
     >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
-    check(recompute, budget)
+    check(recompute, budget, overhead)
     unmake_lean(model)
-    around = _LeanForward(model, {"recompute": recompute, "budget": budget, "verify": verify})
+    around = _LeanForward(
+        model, {"recompute": recompute, "budget": budget, "overhead": overhead, "verify": verify}
+    )
     model.__dict__["forward"] = model.__dict__[_ATTRIBUTE] = around
     return model
 

@@ -84,20 +84,19 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
 _MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 
-def narrow_source(node: Any, output: int, tensor: Tensor, logits: Tensor | None) -> Step | None:
+def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | None:
     """A widening cast, or a softmax of one, from a copy of it in the dtype that it was cast from.
 
     `logits` are what the softmax that is running was called with.
     """
     kind = kind_of(node)
     if kind == "ToCopyBackward0":
-        return _before_the_cast(tensor, node, output)
+        return _before_the_cast(tensor, node)
     if logits is None or kind not in _SOFTMAXES or logits.grad_fn is None:
         return None
-    source = logits.grad_fn, logits.output_nr
-    if source != node.next_functions[0]:
+    if (logits.grad_fn, logits.output_nr) != node.next_functions[0]:
         return None
-    cast = _before_the_cast(logits, *source)
+    cast = _before_the_cast(logits, logits.grad_fn)
     if cast is None:
         return None
     value = Value(None, 0, cast, name=kind_of(logits.grad_fn))
@@ -109,13 +108,13 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _before_the_cast(tensor: Tensor, node: Any, output: int) -> Step | None:
+def _before_the_cast(tensor: Tensor, node: Any) -> Step | None:
     """None for what is no widening cast, nor a view or copy of one.
 
     On a CPU the step is compared each time, as the cast may have been edited since.
     """
     while node is not None and kind_of(node) in _MOVE_ONLY:
-        node, output = node.next_functions[0]
+        node = node.next_functions[0][0]
     if node is None or kind_of(node) != "ToCopyBackward0" or node.next_functions[0][0] is None:
         return None
     producer, number = node.next_functions[0]

@@ -29,8 +29,9 @@ from leannorm.saving.narrowed import (
     references,
     references_when_alone,
 )
-from leannorm.saving.plan import Part, RebuildPlan, longest_chain_of_sums, plan
+from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
 from leannorm.saving.policy import Policy
+from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.search import Missing, Search, as_made, in_memory
@@ -43,17 +44,19 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class Packing:
-    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding tensor i."""
+    """One forward pass's packing, by one policy; `choose(calls)` may rule out rebuilding the last one."""
 
     def __init__(
         self,
         policy: Policy,
         ledger: Ledger,
-        choose: Callable[[int, Hashable], bool] | None,
+        choose: Callable[[list[tuple[Any, ...]]], bool] | None,
         layers: Layers | None = None,
     ) -> None:
         self.policy, self.ledger, self.choose, self.layers = policy, ledger, choose, layers
         self.calls: list[tuple[Any, ...]] = []
+        self._nodes: list[Node] = []
+        self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
         self.search = Search(policy, self._narrow_positions)
@@ -84,8 +87,11 @@ class Packing:
             value.call = self._call_of(frame, number)
             return value
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
-        place, call = len(self.calls), (kind, *seen_as)
-        self.calls.append(call)
+        place = len(self.calls)
+        self.calls.append((kind, *seen_as))
+        if self.choose is not None:
+            self._nodes.append(node)
+            self.device = tensor.device
         known = find(node, output)
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
@@ -93,7 +99,7 @@ class Packing:
         size = tensor.numel()
         self._largest = max(self._largest, size)
         may = self.policy.is_worth(size, self._largest)
-        may = may and (self.choose is None or self.choose(place, call)) and unedited
+        may = may and (self.choose is None or self.choose(self.calls)) and unedited
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, tensor) or found
@@ -104,13 +110,15 @@ class Packing:
         spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
         from_narrow = None
         if spent is None and may:
-            from_narrow = narrow_source(node, output, tensor, logits_of(frame))
+            from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found
         if isinstance(step, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
+            if self.choose is not None:
+                value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
             if from_narrow is None:
                 self.ledger.rebuilds(value, tensor)
             else:
@@ -158,16 +166,16 @@ class Packing:
             return None
         return seconds(step, tensor, seen_as)
 
-    def plan(self, budget: float) -> RebuildPlan:
-        """What later passes like this one should rebuild."""
+    def passed(self) -> Pass:
+        """What a plan is made of."""
         known: dict[Value, int] = {}
         # every view of a memory that nobody packed takes all of it anew
-        parts = [
-            Part(places, nbytes, spent, longest_chain_of_sums(root, known))
-            for root, places, nbytes, spent in self.ledger.parts()
-        ]
-        kept, stock = self.ledger.kept(), self.ledger.kept() + self.ledger.rebuilt()
-        return plan(budget, self.calls, parts, kept, stock)
+        parts = tuple(
+            Part(tuple(places), nbytes, price, longest_chain_of_sums(root, known))
+            for root, places, nbytes, price in self.ledger.parts()
+        )
+        seconds = of_step(self._nodes, self.device) if self._nodes else 0.0
+        return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds)
 
     # ------------------------------------------------ held
 
@@ -261,6 +269,8 @@ class Packing:
                 if spent is not None:
                     value.becomes(step, tensor)
                     value.seconds = spent
+                    if self.choose is not None:
+                        value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
 

@@ -23,9 +23,10 @@ little memory."""
 class Policy:
     """Decides by the kind of step and by size, or for `everything` that can be rebuilt.
 
-    Convolutions and matrix products: up to `flops_per_byte`. Sums: of what is held. A sum of norms' outputs
-    (a residual connection) would take those norms' time again for one tensor; one of tensors that are held,
-    scaled or seen from another side takes an addition.
+    Convolutions and matrix products: up to `flops_per_byte`, and no linear layer of fewer outputs than
+    inputs, which takes more operations than the tensor that it was made of and brings less.
+    Sums: of what is held. A sum of norms' outputs (a residual connection) would take those norms' time again
+    for one tensor; one of tensors that are held, scaled or seen from another side takes an addition.
     Concatenations: of parts that are at hand, or can be copied. A dense block concatenates ever more parts,
     one of them new, and would spend more time on this than on its norms.
     """
@@ -56,7 +57,9 @@ class Policy:
     def allows(self, step: Step, nbytes: int) -> bool:
         if step.kind == "sum":
             return self.everything or all(map(of_held, step.inputs))
-        return step.kind != "product" or step.flops <= self.flops_per_byte * nbytes
+        if step.kind != "product":
+            return True
+        return self.everything or (step.flops <= self.flops_per_byte * nbytes and not step.narrows)
 
 
 NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), everything=True)
@@ -70,11 +73,15 @@ def of_held(value: Value) -> bool:
     return (step.view or step.kind in ("scale", "sum")) and all(of_held(v) for v in step.inputs)
 
 
-def check(recompute: str, budget: float | None) -> None:
+def check(recompute: str, budget: float | None, overhead: float | None = None) -> None:
     """Raises InputError for settings that there are not."""
     if recompute not in ("norm", "conv"):
         meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
         raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
+    if budget is not None and overhead is not None:
+        raise InputError(f"budget or overhead, not both; got budget={budget!r} and overhead={overhead!r}")
+    if overhead is not None and not (_is_number(overhead) and overhead >= 0):
+        raise InputError(f"overhead is a share of stock's step time, 0 or more; got {overhead!r}")
     if budget is not None and not 0 < budget <= 1:
         raise InputError(
             f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -21,7 +22,7 @@ from leannorm.saving.recipes.norms import NORMS
 from leannorm.saving.recipes.views import ALIASES, cat_of_copied_parts
 from leannorm.saving.values import Step, Value, held
 
-_DEEPEST = 12  # nodes of one chain
+_DEEPEST = 20  # nodes of one chain
 _MADE_ANEW = NORMS | ACTIVATIONS  # these take a pass of arithmetic
 _IN_PLACE_TOO = ACTIVATIONS | {"AddBackward0", "SubBackward0", "MulBackward0", "MulBackward1", "DivBackward0"}
 _WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits no global flag decides
@@ -115,6 +116,8 @@ class Search:
             missing.append((producer, number))
             return None, True
         value = Value(None, 0, step, name=kind_of(producer))
+        metadata = producer._input_metadata[number]
+        value.shape, value.dtype = torch.Size(metadata.shape), metadata.dtype
         register(producer, number, weakref.ref(value))
         return value, True
 

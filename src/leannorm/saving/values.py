@@ -33,7 +33,8 @@ class Step(NamedTuple):
     can be hashed. `in_place` computes the same in the memory of the first input. `kind` is what policies
     go by: "norm" (also activations and casts), "scale", "sum", "product", "view" (shares its input's
     memory) or "copy" (a view that is laid out anew where that is needed). `flops` are those of one rebuild
-    of a product. `then_act` gives the step with an activation in the same pass, where there is one.
+    of a product; it `narrows` where it has fewer outputs than inputs. `then_act` gives the step with an
+    activation in the same pass, where there is one.
     `flags` are the global ones under which the node ran. `proved` is False where the step reads a tensor
     that may not be what the node read: then only a comparison can tell.
     """
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     in_place: Callable[..., Tensor] | None = None
     kind: str = "norm"
     flops: int = 0
+    narrows: bool = False
     then_act: Callable[[str], Step | None] | None = None
     flags: Flags | None = None
     proved: bool = True
@@ -64,7 +66,8 @@ class Value:
     layout: Hashable = None  # of the tensor that was packed; None: nobody packed it
     shape = torch.Size()  # of a tensor that is rebuilt, and its dtype, for who asks
     dtype = torch.float32
-    seconds = 0.0  # of one rebuild
+    seconds = 0.0  # of one rebuild, measured
+    price = 0.0  # of one rebuild, by the table
     place = -1  # among the tensors that were packed
     as_made = True  # was it what its node had put out, when it was packed?
     seen_at = 0  # sequence number of the first node made after it was packed

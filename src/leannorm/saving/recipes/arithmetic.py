@@ -1,4 +1,4 @@
-"""Elementwise arithmetic: scale, gate, residual connection, mask, and what norms written by hand are made of."""
+"""Elementwise arithmetic: scale, gate, residual connection, mask, and the parts of norms written by hand."""
 
 from __future__ import annotations
 

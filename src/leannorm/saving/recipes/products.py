@@ -62,10 +62,7 @@ PRODUCTS = {"ConvolutionBackward0", "leannorm.ConvNorm", *_MATRIX_PRODUCTS}
 
 @recipe(*_MATRIX_PRODUCTS)
 def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Linear layers and attention's scores, but for those of fewer outputs than inputs.
-
-    Such a one takes more operations than the tensor that it was made of, and brings less.
-    """
+    """Linear layers and attention's scores."""
     function, names = _MATRIX_PRODUCTS[kind_of(node)]
     edges = node.next_functions
     first = len(edges) - 2  # behind what is added, where there is such a thing
@@ -73,16 +70,16 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     if a is None or b is None or max(a.products, b.products) > 1:
         return None
     sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
-    if sizes is None or sizes[-1] > outputs[-1]:
+    if sizes is None:
         return None
-    flops = 2 * sizes[-1] * prod(outputs)
+    work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "narrows": sizes[-1] > outputs[-1]}
     if not first:
-        return Step(function, (a, b), kind="product", flops=flops)
+        return Step(function, (a, b), **work)
     added = given(0)
     if added is None:  # frozen and out of reach
         return None
     factors = constant(node, "beta"), constant(node, "alpha")
-    return Step(function, (added, a, b), (), factors, kind="product", flops=flops)
+    return Step(function, (added, a, b), (), factors, **work)
 
 
 def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:

@@ -1,0 +1,76 @@
+"""The plans that there are, and which of them a forward pass follows, by what it has saved so far."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from leannorm.saving.plan import Goal, Pass, RebuildPlan, plan, structure
+
+_Key = tuple[Goal, Hashable]  # and the structure of the first tensor
+_PLANS: dict[_Key, list[RebuildPlan]] = {}
+_STRAYED: set[_Key] = set()  # passes that left every plan: the next one is measured from its beginning
+_MOST = 256
+
+
+class Following:
+    """One pass: it follows a plan while its tensors are those of the plan's pass, whatever their sizes.
+
+    A plan for the same sizes comes before one for others. Where no plan fits any more, all is rebuilt that
+    can be.
+    """
+
+    def __init__(self, goal: Goal) -> None:
+        self.goal = goal
+        self.plan: RebuildPlan | None = None
+        self.whole = True  # was the pass without a plan from the beginning?
+
+    def rebuilds(self, calls: Sequence[tuple[Any, ...]]) -> bool:
+        """May the tensor be rebuilt that was packed last? `calls` are all until now."""
+        last = len(calls) - 1
+        if last == 0:
+            key = self._key(calls)
+            self.plan = None if key in _STRAYED else _best(_PLANS.get(key, ()), calls)
+            self.whole = self.plan is None
+        elif self.plan is not None and not _fits(self.plan.made_for.calls[last : last + 1], calls[last:]):
+            self.plan = _best(_PLANS.get(self._key(calls), ()), calls)
+            if self.plan is None:
+                _STRAYED.add(self._key(calls))
+        return self.plan is None or self.plan.rebuild[last]
+
+    def end(self, passed: Pass) -> None:
+        """Make a plan of a pass that had none, or one for the sizes of a pass that followed another's."""
+        if not passed.calls:
+            return
+        key, followed = self._key(passed.calls), self.plan
+        if followed is not None:
+            if followed.made_for.calls == passed.calls:
+                return
+            if len(followed.made_for.calls) != len(passed.calls):
+                _STRAYED.add(key)
+                return
+            passed = followed.made_for.resized(passed.calls)
+        elif not self.whole or not passed.stock:
+            return
+        made = plan(self.goal, passed)
+        if sum(map(len, _PLANS.values())) >= _MOST:  # shapes that never repeat: forget rather than grow
+            _PLANS.clear()
+        _PLANS.setdefault(key, []).append(made)
+        _STRAYED.discard(key)
+        self.plan = made
+
+    def _key(self, calls: Sequence[tuple[Any, ...]]) -> _Key:
+        return self.goal, structure(calls[0])
+
+
+def _best(plans: Sequence[RebuildPlan], calls: Sequence[tuple[Any, ...]]) -> RebuildPlan | None:
+    """The first plan that fits so far: in its sizes too, or else in its structure alone."""
+    fitting = [p for p in plans if _fits(p.made_for.calls[: len(calls)], calls)]
+    equal = (p for p in fitting if p.made_for.calls[: len(calls)] == tuple(calls))
+    return next(equal, fitting[0] if fitting else None)
+
+
+def _fits(planned: Sequence[tuple[Any, ...]], calls: Sequence[tuple[Any, ...]]) -> bool:
+    if len(planned) != len(calls):
+        return False
+    return all(a == b or structure(a) == structure(b) for a, b in zip(planned, calls, strict=True))
