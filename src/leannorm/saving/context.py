@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving import reasons
 from leannorm.saving.ledger import Ledger, Record
+from leannorm.saving.moved import hooks_of
 from leannorm.saving.packing import Packing, unpack
 from leannorm.saving.plan import Goal, RebuildPlan
 from leannorm.saving.plans import Following
@@ -34,6 +35,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     is if that is not enough. Costs are prices by shapes, from a table, so equal passes have equal plans.
     overhead: the other way round, the share of stock's step time that rebuilding may cost by those prices:
     as few bytes are kept as it buys.
+    held: other saved-tensor hooks for what must be held, such as `torch.autograd.graph.save_on_cpu()`, or a
+    pair of functions (pack, unpack); `kept_bytes` counts that too, wherever the hooks put it.
     verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit in
     the backward pass. The first difference raises RebuildError, which names node, shape, layer and values.
 
@@ -50,7 +53,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     hooks that were there first (offloading, checkpointing): those go on as without `lean`.
     One object may serve several passes.
 
-    Raises InputError for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, or both.
+    Raises InputError for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, both of
+    them, or a `held` that is no hooks.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
@@ -67,12 +71,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         *,
         budget: float | None = None,
         overhead: float | None = None,
+        held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
     ) -> None:
         check(recompute, budget, overhead)
         self._goal = None if budget is None and overhead is None else Goal(budget, overhead)
         self._policy = {"norm": NORM, "conv": CONV}[recompute] if self._goal is None else LEANEST
         self._verify = verify
+        self._hooks = None if held is None else hooks_of(held)
         self._open: list[tuple[ExitStack, Packing, Following | None]] = []
         self._ledger = Ledger()
         self.plan: RebuildPlan | None = None
@@ -86,7 +92,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             self._ledger, self.reasons = Ledger(), []
         layers = Layers() if self._verify else None
         following = None if self._goal is None else Following(self._goal)
-        packing = Packing(self._policy, self._ledger, following.rebuilds if following else None, layers)
+        packing = Packing(
+            self._policy, self._ledger, following.rebuilds if following else None, layers, self._hooks
+        )
         stack = ExitStack()
         self._open.append((stack, packing, following))
         refused = _refusal()

@@ -43,6 +43,8 @@ class Ledger:
         base = tensor if tensor._base is None else tensor._base
         if not (base.requires_grad and base.is_leaf):  # no parameter
             self._values.append(weakref.ref(value))
+            if value.step is not None:
+                self._rebuilt[value] = tensor.nbytes  # moved elsewhere
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
@@ -58,7 +60,7 @@ class Ledger:
         tensors that were packed, its bytes, and the price of the dearest of them."""
         places: dict[Value, dict[int, float]] = {}
         for value in self._alive():
-            if value.step is not None and value.place >= 0:
+            if not value.is_held and value.place >= 0:
                 places.setdefault(_root(value), {})[value.place] = value.price
         for root, sharing in places.items():
             yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
@@ -107,7 +109,7 @@ class Ledger:
                 root = _root(value)
                 nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
                 seen.update((value, (root, "memory")))
-                yield value.name, value.shape, value.dtype, nbytes, True, value.seconds
+                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, value.seconds or None
 
 
 def _root(value: Value) -> Value:

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
-from leannorm.saving.policy import check
 
 _ATTRIBUTE = "_leannorm_lean"
 _OF_A_METHOD = {
@@ -96,6 +96,7 @@ def make_lean(
     *,
     budget: float | None = None,
     overhead: float | None = None,
+    held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
 ) -> _Model:
     """Let every forward pass of `model` run in `lean` with these settings, and return the model.
@@ -109,11 +110,16 @@ def make_lean(
     >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
-    check(recompute, budget, overhead)
+    settings = {
+        "recompute": recompute,
+        "budget": budget,
+        "overhead": overhead,
+        "held": held,
+        "verify": verify,
+    }
+    lean(**settings)  # raises where there are no such settings
     unmake_lean(model)
-    around = _LeanForward(
-        model, {"recompute": recompute, "budget": budget, "overhead": overhead, "verify": verify}
-    )
+    around = _LeanForward(model, settings)
     model.__dict__["forward"] = model.__dict__[_ATTRIBUTE] = around
     return model
 

@@ -21,6 +21,7 @@ from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
 from leannorm.saving.ledger import Ledger
+from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
     POOLS,
     narrow_source,
@@ -52,8 +53,10 @@ class Packing:
         ledger: Ledger,
         choose: Callable[[list[tuple[Any, ...]]], bool] | None,
         layers: Layers | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.policy, self.ledger, self.choose, self.layers = policy, ledger, choose, layers
+        self.hooks = hooks
         self.calls: list[tuple[Any, ...]] = []
         self._nodes: list[Node] = []
         self.device = torch.device("cpu")
@@ -130,9 +133,9 @@ class Packing:
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
         register(node, output, weakref.ref(value))
-        if unedited and (value.step is None or from_narrow is not None):
+        if unedited and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
-            if value.step is None and self._offers(value, tensor, node, kind):
+            if value.is_held and self._offers(value, tensor, node, kind):
                 missing = ()
             self._await(value, node, tensor.output_nr, kind, missing)
         if self._anything_waits:
@@ -206,6 +209,8 @@ class Packing:
 
     def _hold(self, tensor: Tensor, kind: str = "") -> Value:
         value = held(tensor, kind)
+        if self.hooks is not None and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST:
+            move(value, tensor, self.hooks)
         self.ledger.holds(value, tensor)
         return value
 
@@ -235,7 +240,7 @@ class Packing:
         """
         if kind == "CatBackward0":
             find_parts_in(value, node)
-        base = tensor._base
+        base = tensor._base if value.tensor is not None else None
         if base is None or base.grad_fn is None or base.grad_fn is node:
             return False
         if find(base.grad_fn, base.output_nr) is None:

@@ -68,7 +68,7 @@ NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), 
 def of_held(value: Value) -> bool:
     """Does it take no norm or activation to rebuild, but for a product, whose operations were weighed?"""
     step = value.step
-    if step is None or step.kind == "product":
+    if step is None or step.kind in ("product", "held"):
         return True
     return (step.view or step.kind in ("scale", "sum")) and all(of_held(v) for v in step.inputs)
 

@@ -20,11 +20,11 @@ TRANSFORMED = (
 )
 HOOKS_AROUND = (
     "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
-    " go on as without lean(); open lean() outside of them"
+    " go on as without lean(); open lean() outside of them, or hand them over: lean(held=save_on_cpu())"
 )
 HOOKS_WITHIN = (
     "other saved-tensor hooks (such as save_on_cpu) were opened within lean(): what was saved there is"
-    " theirs, and lean() neither saw nor rebuilt it"
+    " theirs, and lean() neither saw nor rebuilt it; hand them over instead: lean(held=save_on_cpu())"
 )
 COMPILED_WITHIN = (
     "compiled code ran within lean(): what it saves is the compiler's choice and was held; lean() rebuilds"

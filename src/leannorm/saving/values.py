@@ -32,7 +32,7 @@ class Step(NamedTuple):
     `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are what
     can be hashed. `in_place` computes the same in the memory of the first input. `kind` is what policies
     go by: "norm" (also activations and casts), "scale", "sum", "product", "view" (shares its input's
-    memory) or "copy" (a view that is laid out anew where that is needed). `flops` are those of one rebuild
+    memory), "copy" (a view that is laid out anew where that is needed) or "held" (unpacked by others' hooks). `flops` are those of one rebuild
     of a product; it `narrows` where it has fewer outputs than inputs. `then_act` gives the step with an
     activation in the same pass, where there is one.
     `flags` are the global ones under which the node ran. `proved` is False where the step reads a tensor
@@ -114,6 +114,11 @@ class Value:
                 value.sample = Sample.of(value.tensor)
         self.products = max((value.products for value in step.inputs), default=0)
         self.products += step.kind == "product"
+
+    @property
+    def is_held(self) -> bool:
+        """Is the tensor held, here or by others' hooks?"""
+        return self.step is None or self.step.kind == "held"
 
     @property
     def current(self) -> bool:
@@ -224,6 +229,8 @@ def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> 
     else:
         with step.flags.set():
             result = function(*tensors, *step.captured, *step.constants)
+    if step.kind == "held":  # whoever unpacks it may hold it, too
+        return result, Owner.SHARED
     place = _place_of(result)
     others = [*inputs, *((tensor, Owner.HELD) for tensor in step.captured if tensor is not None)]
     return result, max((memory for tensor, memory in others if _place_of(tensor) == place), default=Owner.OWN)
