@@ -110,13 +110,8 @@ def make_lean(
     >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
-    settings = {
-        "recompute": recompute,
-        "budget": budget,
-        "overhead": overhead,
-        "held": held,
-        "verify": verify,
-    }
+    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead}
+    settings |= {"held": held, "verify": verify}
     lean(**settings)  # raises where there are no such settings
     unmake_lean(model)
     around = _LeanForward(model, settings)

@@ -32,9 +32,9 @@ class Step(NamedTuple):
     `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are what
     can be hashed. `in_place` computes the same in the memory of the first input. `kind` is what policies
     go by: "norm" (also activations and casts), "scale", "sum", "product", "view" (shares its input's
-    memory), "copy" (a view that is laid out anew where that is needed) or "held" (unpacked by others' hooks). `flops` are those of one rebuild
-    of a product; it `narrows` where it has fewer outputs than inputs. `then_act` gives the step with an
-    activation in the same pass, where there is one.
+    memory), "copy" (a view that is laid out anew where that is needed) or "held" (unpacked by others' hooks).
+    `flops` are those of one rebuild of a product; it `narrows` where it has fewer outputs than inputs.
+    `then_act` gives the step with an activation in the same pass, where there is one.
     `flags` are the global ones under which the node ran. `proved` is False where the step reads a tensor
     that may not be what the node read: then only a comparison can tell.
     """
