@@ -24,7 +24,7 @@ class Hooks(NamedTuple):
 def hooks_of(held: saved_tensors_hooks | tuple[Any, Any]) -> Hooks:
     """Of a context such as `save_on_cpu()`, or of a pair (pack, unpack)."""
     if isinstance(held, saved_tensors_hooks):
-        return Hooks(held.pack_hook, held.unpack_hook)  # type: ignore[attr-defined]
+        return Hooks(held.pack_hook, held.unpack_hook)
     if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
         return Hooks(*held)
     raise InputError(

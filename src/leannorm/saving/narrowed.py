@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm.saving.device import asynchronous
 from leannorm.saving.flags import current
 from leannorm.saving.graph import constant, kind_of
+from leannorm.saving.masks import mask_as_bits
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Step, Value
 
@@ -46,8 +47,12 @@ def references_when_alone() -> int:
 
 
 def narrowed(tensor: Tensor) -> Step | None:
-    """By the numbers themselves."""
+    """By the numbers themselves: whole ones that fit in fewer bytes, masks as bits."""
     if not tensor.is_contiguous():
+        return None
+    if tensor.dtype is torch.bool or tensor.is_floating_point():
+        return mask_as_bits(tensor)
+    if tensor.dtype is not torch.int64 or asynchronous(tensor):
         return None
     fake = isinstance(tensor, FakeTensor)  # of a window's positions, by far the most fit in two bytes
     low, high = (0, 0) if fake else (int(v) for v in tensor.aminmax())

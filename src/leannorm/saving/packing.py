@@ -16,7 +16,6 @@ from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
 from leannorm.saving.calls import NormArguments, call_of, is_compiled, logits_of
-from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
@@ -71,7 +70,8 @@ class Packing:
         """The pack hook. Whatever fails in it, the tensor is held as in stock autograd."""
         self.seen += 1
         try:
-            alone = tensor.dtype is torch.int64 and references(tensor) <= references_when_alone()
+            alone = tensor.grad_fn is None or tensor.dtype is torch.int64
+            alone = alone and references(tensor) <= references_when_alone()
             return self._pack(tensor, alone, sys._getframe(1)).used()
         except EditedError:  # what a step would read was edited since: no evidence
             return self._hold(tensor).used()
@@ -189,20 +189,19 @@ class Packing:
             if tensor.dim() == 1 or self.policy.reads_weights:  # also a norm's, for its output
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
+        # a narrow copy beside the caller's own tensor would be memory added
+        step = narrowed(tensor) if alone and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST else None
+        if step is not None:
+            value = Value(None, 0, step)
+            value.shape, value.dtype = tensor.shape, tensor.dtype
+            self._narrow(value, step, tensor)
+            return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             value = self._hold(tensor)
             call = value.call = self._call_of(frame, number)
             if tensor.numel() >= SMALLEST or (call is not None and call.reads_buffers):
                 value.sample = Sample.of(tensor)
             return value
-        # a narrow copy beside the caller's own tensor would be memory added
-        if alone and not asynchronous(tensor) and tensor.numel() >= SMALLEST:
-            step = narrowed(tensor)
-            if step is not None:
-                value = Value(None, 0, step)
-                value.shape, value.dtype = tensor.shape, tensor.dtype
-                self._narrow(value, step, tensor)
-                return value
         value = self._hold(tensor)
         value.alone = alone
         return value

@@ -42,6 +42,7 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]
     "EluBackward1": (torch.ops.aten.elu, torch.ops.aten.elu_, ("alpha", "scale", "input_scale")),
     "CeluBackward1": (F.celu, torch.celu_, ("alpha",)),
     "SoftmaxBackward0": (torch.softmax, None, ("dim",)),
+    "SafeSoftmaxBackward0": (torch._safe_softmax, None, ("dim",)),
     "LogSoftmaxBackward0": (torch.log_softmax, None, ("dim",)),
 }
 ACTIVATIONS = {*_FROM_SAVED_INPUT, *_FROM_PRODUCER}
