@@ -19,7 +19,7 @@ from leannorm.saving.calls import Call, call_of, is_compiled
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
-from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
+from leannorm.saving.graph import Packed, find, kind_of, register, registered, saved, wait, waiting
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.narrowed import POOLS, narrowed, narrowed_positions, references, references_when_alone
 from leannorm.saving.plan import Part, Plan, plan, sums_in_a_row
@@ -72,21 +72,26 @@ class Packing:
         if node is None:
             return self._without_node(tensor, alone, frame, number)
         kind = kind_of(node)
-        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+        if type(tensor) not in _PLAIN:
             value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
-        place, call = len(self.calls), (kind, *seen_as)
-        self.calls.append(call)
-        known = find(node, output)
+        lookup = registered(node, output)
+        known = lookup() if lookup else None
+        size, place, may = tensor.numel(), -1, False
+        if size >= SMALLEST:
+            place, call = len(self.calls), (kind, *seen_as)
+            self.calls.append(call)
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
         unedited = version == 0 or as_made(node, output, version)
-        size = tensor.numel()
-        self._largest = max(self._largest, size)
-        may = self.policy.is_worth(size, self._largest)
-        may = may and (self.choose is None or self.choose(place, call)) and unedited
+        if known is None and type(lookup) is Packed:  # its reader is gone, a log perhaps
+            unedited = unedited and (lookup.sample is None or lookup.sample.matches(tensor))
+        if size >= SMALLEST:
+            self._largest = max(self._largest, size)
+            may = self.policy.is_worth(size, self._largest)
+            may = may and (self.choose is None or self.choose(place, call)) and unedited
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, tensor) or found
@@ -106,8 +111,8 @@ class Packing:
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
-        register(node, output, weakref.ref(value))
-        if value.step is None and unedited:
+        register(node, output, Packed.of(value))
+        if value.step is None and unedited and size >= SMALLEST:
             missing = found.outputs if isinstance(found, Missing) else ()
             self._offer(value, tensor, node, kind, missing if may else ())
         if self._anything_waits:
@@ -215,9 +220,9 @@ class Packing:
         base = tensor._base
         if base is not None and base.grad_fn is not None and base.grad_fn is not node:
             if find(base.grad_fn, base.output_nr) is None:
-                value.whole = whole = held(base)
+                value.whole = whole = held(base, kind_of(base.grad_fn))
                 whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
-                whole.seen_at = value.seen_at
+                whole.seen_at, whole.sample = value.seen_at, Sample.of(base)
                 register(base.grad_fn, base.output_nr, weakref.ref(whole))
                 self._retry(base.grad_fn, base.output_nr)
         elif len(missing) == 1 and kind not in SAVE_THEIR_OUTPUT:
@@ -230,6 +235,8 @@ class Packing:
             tensor = value.tensor
             if value.step is not None or tensor is None or value.origin is None or not value.current:
                 continue
+            if value.sample is not None and not value.sample.matches(tensor):
+                continue  # edited unseen: what its own node reads cannot be rebuilt
             step = self.search.step(*value.origin, tensor)
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
