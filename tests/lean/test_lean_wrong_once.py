@@ -121,3 +121,114 @@ def test_a_user_function_that_is_called_as_ours():
         loss.backward()
 
     assert torch.equal(*gradient(run))
+
+
+def small_part(x, edit):
+    """Too small to be rebuilt itself, and saved all the same."""
+    y = F.hardtanh(x[:, :, :5, :5] * 1.0, -0.5, 0.7)
+    log = y.square()
+    edit(y)
+    return torch.cat([x[:, :, :5, :5].sin(), y], 1).square().sum() + log.detach().sum()
+
+
+def part_copied_for_a_concatenation(x, edit):
+    y = x + x.sin()
+    before = y.clone()
+    edit(y)
+    return torch.cat([F.silu(x), y], 1).square().sum() + before.square().sum()
+
+
+def part_of_a_concatenation_that_is_held(x, edit):
+    y = x + x.sin()
+    before = y.clone()
+    edit(y)
+    return torch.cat([*x.split(1, 1), y], 1).square().sum() + before.square().sum()
+
+
+def tensor_that_waits_for_what_made_it(x, edit):
+    made = x.sin()
+    y = made.clone()
+    log = y.square()
+    edit(y)
+    return made.square().sum() + y.square().sum() + log.sum()
+
+
+def log_that_is_thrown_away(x, edit):
+    y = F.hardtanh(x * 1.0, -0.5, 0.7)
+    y.square().mean().item()
+    edit(y)
+    return F.silu(y).sum()
+
+
+def view_of_a_log_that_is_thrown_away(x, edit):
+    y = F.hardtanh(x * 1.0, -0.5, 0.7)
+    y.square().mean().item()
+    edit(y)
+    return y.permute(0, 2, 3, 1).sin().sum()
+
+
+def part_that_a_concatenation_copied_after_the_edit(x, edit):
+    y = F.hardtanh(x * 1.0, -0.5, 0.7)
+    log = y.square()
+    edit(y)
+    silu = F.silu(y)
+    both = torch.cat([x, y], 1).square()
+    return log.sum() + silu.sum() + both.sum() + y.sin().sum()
+
+
+def without_grad(y):
+    with torch.no_grad():
+        y.mul_(0.5)
+
+
+def through_data(y):
+    y.data.mul_(0.5)
+
+
+EDITED = [
+    (small_part, without_grad),
+    (part_copied_for_a_concatenation, without_grad),
+    (part_of_a_concatenation_that_is_held, without_grad),
+    (tensor_that_waits_for_what_made_it, through_data),
+    (log_that_is_thrown_away, through_data),
+    (view_of_a_log_that_is_thrown_away, through_data),
+    (part_that_a_concatenation_copied_after_the_edit, through_data),
+]
+
+
+def gradients(context, program, edit):
+    """Of two steps, of which the second edits: the first is rebuilt exactly, and so trusted."""
+    found = []
+    for step in (lambda y: None, edit):
+        x = image()
+        with context():
+            loss = program(x, step)
+        loss.backward()
+        found.append(x.grad)
+    return found
+
+
+@pytest.mark.parametrize(("program", "edit"), EDITED, ids=lambda part: part.__name__)
+def test_an_edit_of_what_stays_in_the_memory_of_a_node(program, edit):
+    stock, ours = (gradients(context, program, edit) for context in BOTH)
+    assert all(map(torch.equal, stock, ours))
+
+
+def small_part_saved_again(x, edit):
+    y = F.hardtanh(x[:, :, :5, :5] * 1.0, -0.5, 0.7)
+    log = y.square()
+    edit(y)
+    return torch.cat([F.silu(y), y], 1).square().sum() + log.sum()
+
+
+def whole_that_a_view_was_saved_of(x, edit):
+    y = x + x.sin()
+    before, part = y.clone(), y[:, :4].square()
+    edit(y)
+    return before.square().sum() + part.sum()
+
+
+@pytest.mark.parametrize("program", [small_part_saved_again, whole_that_a_view_was_saved_of])
+def test_an_edit_through_data_that_is_told(program):
+    with pytest.raises(RuntimeError, match="was edited where autograd does not see it"):
+        gradients(lean, program, through_data)

@@ -88,4 +88,17 @@ UNSEEN = {
         backward:
             loss.backward()
     """,
+    "of the data of what nobody saved, behind views of which one was edited": """
+        n=5,5 s=7,7
+        forward:
+            x = leaf(n, s, 48)
+            a, b = x.chunk(2, 1)
+            with torch.no_grad(): a.add_(0.5)
+            with lean():
+                y = F.logsigmoid(x)
+                if i: y.data.mul_(2)
+                loss = y.square().mean()
+        backward:
+            loss.backward()
+    """,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
+from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
 _KEY, _WAITING = "leannorm", "leannorm waiting"
@@ -70,14 +71,36 @@ def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
 # ------------------------------------------------ from a node's output to the value that stands for it
 
 
+class Packed(weakref.ref[Value]):
+    """To the value of a tensor that a node saved. When that node is gone, its sample is still evidence."""
+
+    __slots__ = ("sample",)
+    sample: Sample | None
+
+    @classmethod
+    def of(cls, value: Value) -> Packed:
+        reference = cls(value)
+        reference.sample = value.sample
+        return reference
+
+
 def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
-    """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node."""
-    node.metadata.setdefault(_KEY, {})[output] = lookup
+    """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node.
+
+    Of a tensor that was packed, only the next time that it is packed tells more.
+    """
+    known = node.metadata.setdefault(_KEY, {})
+    if type(lookup) is Packed or type(known.get(output)) is not Packed:
+        known[output] = lookup
+
+
+def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
+    known = node.metadata.get(_KEY)
+    return known.get(output) if known else None
 
 
 def find(node: Any, output: int) -> Value | None:
-    known = node.metadata.get(_KEY)
-    lookup = known.get(output) if known else None
+    lookup = registered(node, output)
     return lookup() if lookup else None
 
 

@@ -18,7 +18,7 @@ from leannorm.saving import reasons
 from leannorm.saving.calls import NormArguments, call_of, is_compiled, logits_of
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
-from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
+from leannorm.saving.graph import Packed, find, kind_of, register, registered, saved, wait, waiting
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
@@ -85,24 +85,29 @@ class Packing:
         if node is None:
             return self._without_node(tensor, alone, frame, number)
         kind = kind_of(node)
-        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+        if type(tensor) not in _PLAIN:
             value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
-        place = len(self.calls)
-        self.calls.append((kind, *seen_as))
-        if self.choose is not None:
-            self._nodes.append(node)
-            self.device = tensor.device
-        known = find(node, output)
+        lookup = registered(node, output)
+        known = lookup() if lookup else None
+        size, place, may = tensor.numel(), -1, False
+        if size >= SMALLEST:
+            place = len(self.calls)
+            self.calls.append((kind, *seen_as))
+            if self.choose is not None:
+                self._nodes.append(node)
+                self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
         unedited = version == 0 or as_made(node, output, version)
-        size = tensor.numel()
-        self._largest = max(self._largest, size)
-        may = self.policy.is_worth(size, self._largest)
-        may = may and (self.choose is None or self.choose(self.calls)) and unedited
+        if known is None and type(lookup) is Packed:  # its reader is gone, a log perhaps
+            unedited = unedited and (lookup.sample is None or lookup.sample.matches(tensor))
+        if size >= SMALLEST:
+            self._largest = max(self._largest, size)
+            may = self.policy.is_worth(size, self._largest)
+            may = may and (self.choose is None or self.choose(self.calls)) and unedited
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, tensor) or found
@@ -132,8 +137,8 @@ class Packing:
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
-        register(node, output, weakref.ref(value))
-        if unedited and (value.is_held or from_narrow is not None):
+        register(node, output, Packed.of(value))
+        if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
                 missing = ()
@@ -243,9 +248,9 @@ class Packing:
         if base is None or base.grad_fn is None or base.grad_fn is node:
             return False
         if find(base.grad_fn, base.output_nr) is None:
-            value.whole = whole = held(base)
+            value.whole = whole = held(base, kind_of(base.grad_fn))
             whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
-            whole.seen_at = value.seen_at
+            whole.seen_at, whole.sample = value.seen_at, Sample.of(base)
             register(base.grad_fn, base.output_nr, weakref.ref(whole))
             self._retry(base.grad_fn, base.output_nr)
         return True
@@ -267,6 +272,8 @@ class Packing:
             if value.origin is None or not value.current:
                 continue
             tensor = value.look()  # of a tensor that is held in fewer bytes, rebuilt
+            if value.sample is not None and not value.sample.matches(tensor):
+                continue  # edited unseen: what its own node reads cannot be rebuilt
             step = self.search.step(*value.origin, tensor)
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)

@@ -13,7 +13,16 @@ from torch.autograd.graph import Node
 
 from leannorm.saving.evidence import Leaves, sequence_number
 from leannorm.saving.flags import FlagLog
-from leannorm.saving.graph import ACCUMULATES, find, is_saving, kind_of, register, saved
+from leannorm.saving.graph import (
+    ACCUMULATES,
+    Packed,
+    find,
+    is_saving,
+    kind_of,
+    register,
+    registered,
+    saved,
+)
 from leannorm.saving.narrowed import POOLS
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
@@ -99,14 +108,15 @@ class Search:
         """What `reader` had read from a node's output, if it is at hand, and whether that is proved.
 
         Known and unedited since, a leaf, or itself rebuilt. Of a tensor that nobody saved, no edit is seen
-        that autograd does not see.
+        that autograd does not see; of one whose readers are gone, it is not known when it was edited.
         """
         if producer is None:
             return None, True
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader._sequence_nr(), leaf)
-        known = find(producer, number)
+        lookup = registered(producer, number)
+        known = lookup() if lookup else None
         if known is not None:
             sure = known.current and known.memory is None
             sure = sure and (known.as_made or reader._sequence_nr() >= known.seen_at)
@@ -119,7 +129,7 @@ class Search:
         metadata = producer._input_metadata[number]
         value.shape, value.dtype = torch.Size(metadata.shape), metadata.dtype
         register(producer, number, weakref.ref(value))
-        return value, True
+        return value, type(lookup) is not Packed or lookup.sample is None
 
 
 def as_made(node: Any, output: int, version: int) -> bool:

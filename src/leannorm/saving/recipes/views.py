@@ -180,7 +180,7 @@ def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
 
 
 def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """A part that is not at hand is copied and held in its own right, so the next cat finds it.
+    """A part that is not at hand is copied, as this cat read it, and held so that the next cat finds it.
 
     A dense block concatenates everything so far again and again; this way each part is held once.
     """
@@ -193,6 +193,7 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
             if part is None:
                 slice_ = like.detach().narrow(dim, start, length)
                 parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format))
+                value.as_made, value.seen_at = False, node._sequence_nr()
                 register(producer, number, weakref.ref(value))
             start += length
     return _cat(dim, parts)
@@ -231,7 +232,8 @@ def find_parts_in(value: Value, node: Any) -> None:
     """
     if value.tensor is None:
         return
-    dim, reference, new = constant(node, "dim"), weakref.ref(value), False
+    dim, reference, seen_at = constant(node, "dim"), weakref.ref(value), node._sequence_nr()
+    new = False
     start = value.tensor.shape[dim]
     for producer, number in reversed(node.next_functions):
         if producer is None:
@@ -239,19 +241,23 @@ def find_parts_in(value: Value, node: Any) -> None:
         length = producer._input_metadata[number].shape[dim]
         start -= length
         if find(producer, number) is None:
-            register(producer, number, _slice(reference, dim, start, length))
+            register(producer, number, _slice(reference, seen_at, dim, start, length))
             new = True
         elif new:
             return
 
 
-def _slice(reference: weakref.ref[Value], dim: int, start: int, length: int) -> Callable[[], Value | None]:
+def _slice(
+    reference: weakref.ref[Value], seen_at: int, dim: int, start: int, length: int
+) -> Callable[[], Value | None]:
+    """The part as the `cat` read it: what was read before may have been edited since."""
+
     def lookup() -> Value | None:
         whole = reference()
-        if whole is None:
+        if whole is None or not whole.current:
             return None
         value = Value(None, 0, Step(_narrow, (whole,), (), (dim, start, length), kind="view"))
-        value.as_made, value.seen_at = whole.as_made and whole.current, whole.seen_at
+        value.as_made, value.seen_at = False, seen_at
         return value
 
     return lookup
