@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import sys
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -12,11 +13,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from leannorm.saving import reasons
 from leannorm.saving.ledger import Ledger, Record
 from leannorm.saving.moved import hooks_of
-from leannorm.saving.packing import Packing, unpack
+from leannorm.saving.one_pass import OnePass, Settings
 from leannorm.saving.plan import Goal, RebuildPlan
-from leannorm.saving.plans import Following
 from leannorm.saving.policy import CONV, LEANEST, NORM, check
-from leannorm.saving.verify import Layers
+from leannorm.saving.small import place_of
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
@@ -75,12 +75,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         verify: bool = False,
     ) -> None:
         check(recompute, budget, overhead)
-        self._goal = None if budget is None and overhead is None else Goal(budget, overhead)
-        self._policy = {"norm": NORM, "conv": CONV}[recompute] if self._goal is None else LEANEST
-        self._verify = verify
-        self._hooks = None if held is None else hooks_of(held)
-        self._open: list[tuple[ExitStack, Packing, Following | None]] = []
+        goal = None if budget is None and overhead is None else Goal(budget, overhead)
+        policy = {"norm": NORM, "conv": CONV}[recompute] if goal is None else LEANEST
+        self._settings = Settings(policy, goal, None if held is None else hooks_of(held), verify)
+        self._open: list[OnePass] = []
         self._ledger = Ledger()
+        self.place: Hashable = None
         self.plan: RebuildPlan | None = None
         self.reasons: list[str] = []
 
@@ -90,21 +90,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return self
         if not self._open:
             self._ledger, self.reasons = Ledger(), []
-        layers = Layers() if self._verify else None
-        following = None if self._goal is None else Following(self._goal)
-        packing = Packing(
-            self._policy, self._ledger, following.rebuilds if following else None, layers, self._hooks
-        )
-        stack = ExitStack()
-        self._open.append((stack, packing, following))
-        refused = _refusal()
-        if refused is None:
-            stack.enter_context(saved_tensors_hooks(packing.pack, unpack))
-            if layers is not None:
-                stack.callback(layers.close)
-                layers.open()
-        else:
-            packing.reasons[refused] += 1
+        place = place_of(sys._getframe(1)) if self.place is None else self.place
+        self._open.append(OnePass(self._settings, self._ledger, place))
+        self._open[-1].open()
         return self
 
     def __exit__(
@@ -112,19 +100,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     ) -> None:
         if torch.compiler.is_compiling():
             return
-        stack, packing, following = self._open.pop()
-        stack.close()
-        packing.search.leaves.forget()
-        self._ledger.close()
+        passed = self._open.pop()
+        passed.close()
         if error is not None:
             return
-        if following is not None and packing.calls:
-            passed = packing.passed()
-            if not passed.stock:
-                packing.reasons[reasons.BACKWARD_WITHIN] = 1
-            following.end(passed)
-            self.plan = following.plan
-        self._explain(packing)
+        self.plan = passed.learn()
+        found = passed.reasons(self.plan)
+        self.reasons += [reason for reason in found if reason not in self.reasons]
+        for reason in found:
+            reasons.say(reason)
 
     @property
     def kept_bytes(self) -> int:
@@ -140,32 +124,3 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     def records(self) -> list[Record]:
         """Every tensor that the last forward pass saved; bytes are counted at the first of each storage."""
         return self._ledger.records()
-
-    def _explain(self, packing: Packing) -> None:
-        """Fill `reasons`, and warn of those that concern the whole pass."""
-        whole = [reason for reason in packing.reasons if reason in reasons.OF_THE_PASS]
-        if not packing.seen and not packing.reasons and torch.is_grad_enabled():
-            whole.append(reasons.NOTHING)
-        budget = None if self._goal is None else self._goal.budget
-        if budget is not None:
-            kept, stock = self.kept_bytes, self.kept_bytes + self.rebuilt_bytes
-            ratio = kept / max(stock, 1) if self.plan is None else self.plan.ratio
-            if ratio > 1.01 * budget:
-                whole.append(reasons.out_of_reach(budget, ratio))
-        held = [
-            f"{count} tensors: {reason}" if count > 1 else reason
-            for reason, count in packing.reasons.items()
-            if reason not in reasons.OF_THE_PASS
-        ]
-        self.reasons += [reason for reason in (*whole, *held) if reason not in self.reasons]
-        for reason in (*whole, *held):
-            reasons.say(reason)
-
-
-def _refusal() -> str | None:
-    """Why hooks may not be set; others' that are there first (offloading, checkpointing) come first."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        return reasons.TRANSFORMED
-    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    ours = top is None or isinstance(getattr(top[0], "__self__", None), Packing)
-    return None if ours else reasons.HOOKS_AROUND

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from leannorm.saving.small import Kept
 from leannorm.saving.values import Value
 
 
@@ -37,6 +38,7 @@ class Ledger:
         self._values: list[weakref.ref[Value]] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._closed: list[_Row] | None = None
+        self._plain: list[_Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Storages are looked at when somebody asks: all at one time, and out of the forward pass."""
@@ -65,9 +67,13 @@ class Ledger:
         for root, sharing in places.items():
             yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
 
-    def close(self) -> None:
-        """Remember what each value weighs, which stays when the backward pass has let everything go."""
-        self._closed = list(self._rows())
+    def close(self, kept: Iterable[Kept] = ()) -> None:
+        """Remember what each value weighs, which stays when the backward pass has let everything go.
+
+        `kept` were held as they are, without a value.
+        """
+        self._plain = [*self._plain, *_plain_rows(kept)]
+        self._closed = [*self._plain, *self._rows()]
 
     def records(self) -> list[Record]:
         return [Record._make(row) for row in self._look()]
@@ -79,7 +85,7 @@ class Ledger:
         return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._look() if rebuilt)
 
     def _look(self) -> list[_Row]:
-        return list(self._rows()) if self._closed is None else self._closed
+        return [*self._plain, *self._rows()] if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now."""
@@ -110,6 +116,17 @@ class Ledger:
                 nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
                 seen.update((value, (root, "memory")))
                 yield value.name, value.shape, value.dtype, nbytes, not value.is_held, value.seconds or None
+
+
+def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
+    seen = set()
+    for tensor, _ in kept:
+        if tensor.requires_grad:  # a parameter
+            continue
+        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
+        seen.add(None if storage is None else storage._cdata)
+        yield "", tensor.shape, tensor.dtype, nbytes, False, None
 
 
 def _root(value: Value) -> Value:

@@ -45,7 +45,9 @@ class _LeanForward:
         if torch.compiler.is_compiling():
             _say_compiled()
             return self._forward()(*args, **kwargs)
-        with lean(**self.settings):
+        context = lean(**self.settings)
+        context.place = _LeanForward, id(self)
+        with context:
             return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
 
     def _called(self, module: nn.Module, inputs: Any) -> None:

@@ -35,6 +35,7 @@ from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.search import Missing, Search, as_made, in_memory
+from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
 from leannorm.saving.values import EditedError, Step, Value, held
 from leannorm.saving.verify import Layers, check_equal
@@ -53,6 +54,7 @@ class Packing:
         choose: Callable[[list[tuple[Any, ...]]], bool] | None,
         layers: Layers | None = None,
         hooks: Hooks | None = None,
+        since: int = 0,
     ) -> None:
         self.policy, self.ledger, self.choose, self.layers = policy, ledger, choose, layers
         self.hooks = hooks
@@ -61,7 +63,7 @@ class Packing:
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
-        self.search = Search(policy, self._narrow_positions)
+        self.search = Search(policy, self._narrow_positions, since)
         self._anything_waits = False
         self._largest = 0
         self._call: tuple[int, NormArguments | None] = -1, None
@@ -286,8 +288,10 @@ class Packing:
                     self.ledger.rebuilds(value, tensor)
 
 
-def unpack(value: Value) -> Tensor:
+def unpack(value: Value | Kept) -> Tensor:
     """The unpack hook."""
+    if isinstance(value, tuple):
+        return read(value)
     if value.at_hand:
         tensor = value.read()
     elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from leannorm.saving.values import Value
-
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
     " done; compile without lean(), or leave this model uncompiled"
@@ -38,6 +36,10 @@ BACKWARD_WITHIN = (
     "nothing of what was saved was left when lean(budget=...) closed, since backward() ran inside it or its"
     " result was dropped: no plan could be made; move backward() out of it"
 )
+SMALL = (
+    "what this pass saves is held as it is: it is less than 8 MiB in all, as in the pass before it, and"
+    " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
+)
 OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
 
 
@@ -55,13 +57,16 @@ def out_of_reach(budget: float, ratio: float) -> str:
     )
 
 
+_MODULES = ("leannorm.saving.packing", "torch.utils.checkpoint")
+
+
 def of_hooks_within(node: Any) -> list[str]:
     """Was what the node saved packed by others' hooks? A checkpoint's are left out: they save memory, too."""
     kind: Any = type(node)
     for name in _raw_names(kind):
         raw = getattr(node, name)
         hook = getattr(raw, "unpack_hook", None)
-        if hook is not None and type(raw.data) is not Value and hook.__module__ != "torch.utils.checkpoint":
+        if hook is not None and hook.__module__ not in _MODULES:
             return [HOOKS_WITHIN]
     return []
 
@@ -77,6 +82,6 @@ _SAID: set[str] = set()
 def say(reason: str) -> None:
     """Warn once per cause in this process, with the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _SAID:
+    if cause not in _SAID and reason != SMALL:  # nobody need do anything about that
         _SAID.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

@@ -46,10 +46,11 @@ class Missing(NamedTuple):
 class Search:
     """The steps that a policy considers, over one forward pass."""
 
-    def __init__(self, policy: Policy, at_pool: Callable[[Node], None]) -> None:
+    def __init__(self, policy: Policy, at_pool: Callable[[Node], None], since: int = 0) -> None:
+        """Of nodes that ran before `since`, nothing is known."""
         self._policy, self._at_pool = policy, at_pool
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
-        self.leaves, self.flags = Leaves(), FlagLog(sequence_number())
+        self.leaves, self.flags, self._since = Leaves(), FlagLog(sequence_number()), since
 
     def considers(self, kind: str) -> bool:
         return kind in self._recipes
@@ -115,6 +116,8 @@ class Search:
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader._sequence_nr(), leaf)
+        if producer._sequence_nr() < self._since:
+            return None, True
         lookup = registered(producer, number)
         known = lookup() if lookup else None
         if known is not None:
