@@ -121,8 +121,6 @@ class Ledger:
 def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
     seen = set()
     for tensor, _ in kept:
-        if tensor.requires_grad:  # a parameter
-            continue
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
         nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
         seen.add(None if storage is None else storage._cdata)

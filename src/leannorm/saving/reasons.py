@@ -37,7 +37,7 @@ BACKWARD_WITHIN = (
     " result was dropped: no plan could be made; move backward() out of it"
 )
 SMALL = (
-    "what this pass saves is held as it is: it is less than 8 MiB in all, as in the pass before it, and"
+    "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
 OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}

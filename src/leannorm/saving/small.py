@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leannorm.saving.evidence import sequence_number
 
-SMALL = 8 << 20
+SMALL = 4 << 20
 """Bytes of a whole pass. Below, a look at each tensor takes a tenth of the step and more."""
 
 Kept = tuple[Tensor, int]  # a tensor and its version
@@ -56,17 +56,16 @@ class SmallPass:
         """The tensor without its graph, or what the other hook makes of it."""
         if self._pack is not None:
             return self._pack(tensor)
-        original = tensor
-        if tensor.grad_fn is not None:
-            tensor = tensor.detach()
-            self.nbytes += tensor.nbytes
-        elif not tensor.requires_grad:
+        base = tensor if tensor._base is None else tensor._base
+        of_parameter = base.requires_grad and base.is_leaf
+        if not of_parameter:
             self.nbytes += tensor.nbytes
         if self.nbytes > SMALL:
             self._pack = self._pack_from(sequence_number())
-            return self._pack(original)
-        kept = tensor, tensor._version
-        self.kept.append(kept)
+            return self._pack(tensor)
+        kept = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        if not of_parameter:
+            self.kept.append(kept)
         return kept
 
 
