@@ -169,8 +169,8 @@ class Packing:
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             value = self._hold(tensor)
             call = value.call = self._call_of(frame, number)
-            if tensor.numel() >= SMALLEST or (call is not None and call.reads_buffers):
-                value.sample = Sample.of(tensor)
+            if call is None or call.reads_buffers or tensor.numel() >= SMALLEST:
+                value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
             return value
         # a narrow copy beside the caller's own tensor would be memory added
         if alone and not asynchronous(tensor) and tensor.numel() >= SMALLEST:
