@@ -163,7 +163,8 @@ class Packing:
         """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
         if tensor.requires_grad:  # a parameter, most often: not counted
             value = Value(tensor, tensor._version)
-            if tensor.dim() == 1 or self.policy.reads_weights:  # also a norm's, for its output
+            # also a norm's, for its output, and a leaf of this pass alone, of which no other pass knows
+            if tensor.dim() == 1 or self.policy.reads_weights or type(tensor) is Tensor:
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
