@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import leannorm.functional as LF
 from leannorm import lean
 
 BOTH = [contextlib.nullcontext, lean]
@@ -228,7 +229,71 @@ def whole_that_a_view_was_saved_of(x, edit):
     return before.square().sum() + part.sum()
 
 
-@pytest.mark.parametrize("program", [small_part_saved_again, whole_that_a_view_was_saved_of])
+def input_that_a_norm_has_read(x, edit):
+    y = F.batch_norm(x, None, None, None, None, True)
+    edit(x)
+    return (x * y).sum()
+
+
+TOLD = [small_part_saved_again, whole_that_a_view_was_saved_of, input_that_a_norm_has_read]
+
+
+@pytest.mark.parametrize("program", TOLD)
 def test_an_edit_through_data_that_is_told(program):
     with pytest.raises(RuntimeError, match="was edited where autograd does not see it"):
         gradients(lean, program, through_data)
+
+
+def made_by_a_view_whose_node_is_made_anew(x, edit):
+    y = F.linear(x, torch.eye(16), torch.ones(16))
+    y.detach().mul_(2)  # so autograd makes the node of y anew where it is asked
+    z = F.silu(y)
+    edit(z)
+    return F.silu(z).sum()
+
+
+def test_an_edit_behind_a_view_is_not_taken_for_work_in_place():
+    stock, ours = (gradients(c, made_by_a_view_whose_node_is_made_anew, without_grad) for c in BOTH)
+    assert all(map(torch.equal, stock, ours))
+
+
+READERS = {
+    "batch norm": (8, lambda x, w: F.batch_norm(x, None, None, w, None, True)),
+    "its bias": (8, lambda x, w: F.batch_norm(x, None, None, None, w, True)),
+    "group norm": (8, lambda x, w: F.group_norm(x, 2, w)),
+    "layer norm": (16, lambda x, w: F.layer_norm(x, (16,), w)),
+    "layer norm's bias": (16, lambda x, w: F.layer_norm(x, (16,), None, w)),
+    "rms norm": (16, lambda x, w: F.rms_norm(x, (16,), w)),
+    "our batch norm": (8, lambda x, w: LF.batch_norm_act(x, None, None, w, None, True)),
+    "our rms norm": (16, lambda x, w: LF.rms_norm(x, (16,), w)),
+    "prelu": (8, F.prelu),
+    "scale": ((8, 1, 1), torch.mul),
+}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_weight_that_is_edited_before_what_read_it_is_saved(reader, frozen):
+    """Through .data, and as soon as its node has run: told by an error, or the gradient is stock's."""
+    shape, read = READERS[reader]
+
+    def run(context):
+        torch.manual_seed(0)
+        weight, found = nn.Parameter(torch.rand(shape), requires_grad=not frozen), []
+        for step in range(3):
+            x = image()
+            with context():
+                y = read(x, weight)
+                if step:
+                    weight.data.mul_(1.5)
+                loss = y.sin().sum()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if not step or "was edited where autograd does not see it" not in str(error):
+                    raise
+            found.append(x.grad)
+        return found
+
+    stock, ours = map(run, BOTH)
+    assert all(b is None or torch.equal(a, b) for a, b in zip(stock, ours, strict=True))

@@ -27,6 +27,22 @@ SAME = {
             w.data.mul_(1.5)
             loss.backward()
     """,
+    "gradients of a backward pass that raises, and is told to go on": """
+        n=4 s=9
+        before:
+            w = parameter(48, 48)
+        forward:
+            x = leaf(n, 8, s, s, dtype=torch.bfloat16)
+            with lean():
+                y = x.sqrt()
+                y.sigmoid_()
+                z = w.to(w.dtype, copy=True) @ w
+                loss = z.sum() + y.mean()
+        backward:
+            w.data.mul_(1.5)
+            with suppressed():
+                loss.backward(retain_graph=True)
+    """,
 }
 UNSEEN = {
     "between a norm and an activation that saves its output": """

@@ -22,7 +22,7 @@ class NormArguments(NamedTuple):
 
     eps: float | None
     bias: Tensor | None
-    reads_buffers: bool  # of running statistics, as in evaluation
+    reads_buffers: bool  # running statistics, as in evaluation, or what is frozen
 
 
 _SOFTMAXES = {F.cross_entropy.__code__, F.log_softmax.__code__, F.softmax.__code__}
@@ -47,10 +47,15 @@ def call_of(frame: FrameType) -> NormArguments | None:
     """The call that is saving tensors now, if `frame` belongs to one of these functions."""
     code = frame.f_code
     if code is _WITHOUT:
-        return NormArguments(frame.f_locals["eps"], None, False)
+        return NormArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
     if code not in _WITH_BIAS:
         return None
     arguments = frame.f_locals
     bias = arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
-    return NormArguments(arguments["eps"], None if bias is None else bias.detach().clone(), not training)
+    reads_buffers = not training or _frozen(arguments["weight"]) or _frozen(bias)
+    return NormArguments(arguments["eps"], None if bias is None else bias.detach().clone(), reads_buffers)
+
+
+def _frozen(parameter: Tensor | None) -> bool:
+    return parameter is not None and not parameter.requires_grad

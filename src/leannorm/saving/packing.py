@@ -193,7 +193,8 @@ class Packing:
         """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
         if tensor.requires_grad:  # a parameter, most often: not counted
             value = Value(tensor, tensor._version)
-            if tensor.dim() == 1 or self.policy.reads_weights:  # also a norm's, for its output
+            # also a norm's, for its output, and a leaf of this pass alone, of which no other pass knows
+            if tensor.dim() == 1 or self.policy.reads_weights or type(tensor) is Tensor:
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
         # a narrow copy beside the caller's own tensor would be memory added
@@ -206,8 +207,8 @@ class Packing:
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             value = self._hold(tensor)
             call = value.call = self._call_of(frame, number)
-            if tensor.numel() >= SMALLEST or (call is not None and call.reads_buffers):
-                value.sample = Sample.of(tensor)
+            if call is None or call.reads_buffers or tensor.numel() >= SMALLEST:
+                value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
             return value
         value = self._hold(tensor)
         value.alone = alone

@@ -89,8 +89,14 @@ class Search:
             elif given(len(edges) - 1) is None:  # what is new comes last, most often
                 return None
         step = recipe(node, output, given, like)
-        if step is None or step.flags is not None or step.kind in _WITHOUT_FLAGS:
-            return step if proved or step is None else step._replace(proved=False)
+        if step is None:
+            return None
+        for value in step.inputs:
+            if value.sample is None and value.users and _is_leaf_on_cpu(value.tensor):
+                assert value.tensor is not None  # not sampled when the node saved it
+                proved = proved and self.leaves.proves(node._sequence_nr(), value.tensor)
+        if step.flags is not None or step.kind in _WITHOUT_FLAGS:
+            return step if proved else step._replace(proved=False)
         flags, sure = self.flags.of(node._sequence_nr())
         return step._replace(flags=flags, proved=proved and sure)
 
@@ -159,8 +165,9 @@ def as_made(node: Any, output: int, version: int) -> bool:
         return as_made(producer, number, version)
     if hasattr(type(node), "_saved_self"):
         source = saved(node, "self")
-        # working in place, it saved a copy that it had made itself
-        copied = source is not None and source.made_at > node._sequence_nr()
+        # working in place, it saved a copy that it had made itself; a view's node may be made anew as late
+        copied = source is not None and source.name == "CloneBackward0"
+        copied = copied and source is not None and source.made_at > node._sequence_nr()
         return copied and version - 1 in _versions_as_made(producer, number)
     return False
 
@@ -178,6 +185,10 @@ def _versions_as_made(node: Any, output: int, depth: int = 0) -> set[int]:
     producer, number = node.next_functions[0]
     before = _versions_as_made(producer, number, depth + 1)
     return before if kind in ALIASES else {0} | {version + 1 for version in before}
+
+
+def _is_leaf_on_cpu(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and tensor.device.type == "cpu"
 
 
 def _nbytes(node: Any, output: int) -> int:
