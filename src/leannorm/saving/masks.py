@@ -19,11 +19,12 @@ _LOOKED_AT = 64  # values, before all are
 def mask_as_bits(tensor: Tensor) -> Step | None:
     """Of a contiguous tensor whose values are two: zero, or False, and one other. None for any other.
 
-    Dropout on a CPU multiplies by 0 and 1 / (1 - p) in the input's dtype.
+    Dropout on a CPU multiplies by 0 and 1 / (1 - p) in the input's dtype, which it has written in place. A
+    tensor that nobody has written yet may be one that the operation will fill, as rrelu does its noise.
     """
     if tensor.dtype is torch.bool:
         return _step(pack_bits(tensor), tensor, 1)
-    if not _on_host(tensor):
+    if tensor._version == 0 or not _on_host(tensor):
         return None
     values = bits(tensor.detach()).reshape(-1).numpy()
     if len(np.unique(values[:_LOOKED_AT])) > 2:
