@@ -205,7 +205,8 @@ class Packing:
             self._narrow(value, step, tensor)
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
-            value = self._hold(tensor)
+            filled = not alone or tensor._version > 0  # rrelu fills its noise only after it was saved
+            value = self._hold(tensor, movable=filled)
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or tensor.numel() >= SMALLEST:
                 value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
@@ -214,9 +215,9 @@ class Packing:
         value.alone = alone
         return value
 
-    def _hold(self, tensor: Tensor, kind: str = "") -> Value:
+    def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
-        if self.hooks is not None and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST:
+        if self.hooks is not None and movable and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST:
             move(value, tensor, self.hooks)
         self.ledger.holds(value, tensor)
         return value
