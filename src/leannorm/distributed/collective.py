@@ -69,10 +69,12 @@ if hasattr(_add_up_over_ranks, "register_effect"):
 
 
 def checkpoint_contexts() -> tuple[Any, Any]:
-    """For `torch.utils.checkpoint` within `torch.compile`: repeat everything but the sums over the ranks.
+    """For `torch.utils.checkpoint` within `torch.compile`: recompute everything but the sums over the ranks.
 
-    The compiler decides by itself what a backward pass repeats, and cannot repeat a collective. Given as
+    The compiler decides by itself what a backward pass recomputes, and cannot repeat a collective. Given as
     `context_fn`, this has it keep the layers' sums, 32 bytes a channel, as eager checkpointing does.
+
+    Raises: nothing.
 
     >>> import torch
     >>> from torch.utils.checkpoint import checkpoint

@@ -24,8 +24,10 @@ class SharesStatistics:
 def no_sync() -> Iterator[None]:
     """Within the context, synchronized layers use this rank's own statistics and do not communicate.
 
-    Every rank enters it for the same calls. The backward pass of a layer goes the way its forward went.
+    Every rank enters it for the same calls. A layer's backward pass communicates if its forward pass did.
     Process-wide, as torch's own flags are.
+
+    Raises: nothing.
 
     >>> import torch
     >>> from leannorm import distributed, nn

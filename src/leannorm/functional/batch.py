@@ -34,18 +34,20 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalize each channel over the batch and all positions; as `torch.nn.functional.batch_norm`.
+    """Normalize each channel over the batch and all positions; as `torch.nn.functional.batch_norm`.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    In training the mean and the biased variance are the batch's, and `running_mean`, `running_var`
-    (unbiased) move towards them by `momentum`; in evaluation they are the running ones.
+    In training E and the biased Var are the batch's, and `running_mean` and `running_var` (unbiased) move
+    towards them by `momentum`; in evaluation they are the running ones.
 
-    Shapes: input (N, C, *), vectors (C,), output as input, in its memory layout.
-    Dtypes: float32, float64, bfloat16, float16 input, any floating vectors; the output has the input's
-    dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
-    Kept for the backward pass: the input and 2 C float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Shapes: input (N, C, *); weight, bias and running statistics (C,); output as input, in its memory layout.
+    Dtypes: float32, float64, bfloat16 or float16 input, any floating vectors; the output has the input's
+    dtype. Elements are computed in float32 (float64 for float64), statistics in float64.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel; in evaluation the input only for
+    the weight's gradient.
+    Raises: `DtypeError` for a tensor that is not floating, `InputError` (a ValueError and a RuntimeError) for
+    any other argument that breaks a rule; nothing is changed then.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
 
     >>> import torch
@@ -74,16 +76,20 @@ def batch_norm_act(
     act: str = "relu",
     residual: Tensor | None = None,
 ) -> Tensor:
-    r"""Batch norm, plus a residual, through an activation, as one operation.
+    """Batch norm, plus a residual, through an activation, as one operation.
 
-    .. math:: y = \mathrm{act}(\mathrm{batch\_norm}(x) + r)
+        y = act(batch_norm(x) + residual)
 
-    `act` is one of <activations>. Everything else is as in `batch_norm`; `residual` has the input's
-    shape and may have another floating dtype.
+    `act` is one of <activations>. Every other argument is as in `batch_norm`.
 
-    Kept for the backward pass: the input and 2 C float64 values. With a residual and an activation also
-    the output, which the next layer keeps anyway (<told>), or the residual
-    (<untold>, whose derivative the output does not tell).
+    The derivative is computed from the output for <told>, and not for <untold>.
+
+    Shapes: as `batch_norm`; residual as input.
+    Dtypes: as `batch_norm`; the residual may have another floating dtype.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel. With a residual and an activation
+    as many bytes again: of the output, which the next layer keeps too, or, where the derivative is not
+    computed from it, of the residual.
+    Raises, Source: as `batch_norm`.
 
     >>> import torch
     >>> from leannorm import functional as F

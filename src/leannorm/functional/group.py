@@ -22,19 +22,18 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalize each group of channels of each sample; as `torch.nn.functional.group_norm`.
+    """Normalize each group of channels of each sample; as `torch.nn.functional.group_norm`.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Mean and biased variance are over the C / `num_groups` channels of a group and all positions, of one
-    sample; weight and bias are per channel.
+    E and the biased Var are over the C / `num_groups` channels of a group and all positions, of one sample;
+    weight and bias are per channel.
 
-    Shapes: input (N, C, *), weight and bias (C,), output as input, in its memory layout.
-    Dtypes: float32, float64, bfloat16, float16 input, any floating weight and bias; the output has the
-    input's dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
-    Kept for the backward pass: the input and 2 N `num_groups` float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a
-    group has one value, where a shape does not fit; `DtypeError` where a tensor is not floating.
+    Shapes: input (N, C, *), weight and bias (C,); output as input, in its memory layout.
+    Dtypes: as `batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
+    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a group
+    has one value, where a shape does not fit; `DtypeError` where a tensor is not floating.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
     >>> import torch
@@ -66,18 +65,18 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalize each channel of each sample over all positions; as `torch.nn.functional.instance_norm`.
+    """Normalize each channel of each sample over all positions; as `torch.nn.functional.instance_norm`.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    With `use_input_stats` the mean and the biased variance are each sample's own, and `running_mean` and
-    `running_var` (unbiased), where given, move towards their averages over the samples by `momentum`;
-    without, they are the running ones.
+    With `use_input_stats` E and the biased Var are each sample's own, and `running_mean` and `running_var`
+    (unbiased), where given, move towards their averages over the samples by `momentum`; without, they are the
+    running ones.
 
-    Shapes: input (N, C, *), vectors (C,), output as input, in its memory layout.
-    Dtypes: float32, float64, bfloat16, float16 input, any floating vectors; the output has the input's
-    dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
-    Kept for the backward pass: the input and 2 N C float64 values (2 C with running statistics).
+    Shapes: input (N, C, *); weight, bias and running statistics (C,); output as input, in its memory layout.
+    Dtypes: as `batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample (running statistics: 16
+    bytes a channel).
     Raises: `InputError` (a ValueError and a RuntimeError) where there is a single position, where running
     statistics are needed and missing, where a shape does not fit; `DtypeError` where a tensor is not
     floating; nothing is changed then.
