@@ -19,7 +19,13 @@ TORCH_AXES = {"linear": "oi", "conv": "oi*", "conv_transpose": "io*"}
 
 @dataclass(frozen=True)
 class Convention:
-    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults."""
+    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults.
+
+    >>> from leannorm import interop
+    >>> keras = interop.CONVENTIONS["keras"]
+    >>> keras.eps, keras.momentum_weighs_old
+    (0.001, True)
+    """
 
     framework: str
     momentum: float
@@ -39,7 +45,8 @@ class Convention:
     def torch_momentum(self, momentum: float) -> float:
         """The weight of the new value, from the framework's momentum.
 
-        >>> CONVENTIONS["keras"].torch_momentum(0.99)
+        >>> from leannorm import interop
+        >>> interop.CONVENTIONS["keras"].torch_momentum(0.99)
         0.01
         """
         momentum = self.attribute(momentum)

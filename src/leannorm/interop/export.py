@@ -55,7 +55,7 @@ def save(
 ) -> dict[str, Any]:
     """Write a model's parameters and statistics under another framework's conventions; `load` the other way.
 
-    var = running_var * (n - 1) / n where the target keeps the biased variance and `count` gives n.
+        var = running_var * (n - 1) / n where the target keeps the biased variance and `count` gives n.
 
     Args:
         model: any module that `load` takes.
@@ -71,7 +71,7 @@ def save(
     nested in params and batch_stats, arrays of numpy; for torch a state_dict. bfloat16, which numpy lacks,
     is widened to float32 in it (for Paddle: its bits as uint16, as Paddle has it).
 
-    Errors: `InputError` for a layer that the target has no rule for, or a `like` that does not fit; no file
+    Raises: `InputError` for a layer that the target has no rule for, or a `like` that does not fit; no file
     is written then, and none is ever left half-written. Warns (`ConventionWarning`) where count is not given.
 
     >>> import math

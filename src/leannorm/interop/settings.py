@@ -24,7 +24,12 @@ DEFAULT_EPS: dict[str | None, Callable[[Convention], float | None]] = {
 
 
 class ConventionWarning(UserWarning):
-    """The checkpoint leaves open what the two frameworks do differently; the message names the argument."""
+    """The checkpoint leaves open what the two frameworks do differently; the message names the argument.
+
+    >>> from leannorm import interop
+    >>> issubclass(interop.ConventionWarning, UserWarning)
+    True
+    """
 
 
 def per_layer(argument: str, given: PerLayer, layers: Sequence[str]) -> Mapping[str, float]:

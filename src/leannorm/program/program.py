@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 class Program:
     """A network with a training and an inference branch, which share every variable; made by `fork`.
 
-    `train(*x)` and `infer(*x)` run one branch each, `run(targets, feeds)` whatever the targets need:
-    "train", "infer", and any intermediate value by the path of the module that computes it
-    ("layer1.0.bn1", or "train:layer1.0.bn1" behind the fork; "bn@1" is the second call of bn) or by its
-    name in the graph. What no target
-    needs is not executed and changes nothing. The part to run is found once for each set of targets.
+    `train(*x)` and `infer(*x)` run one branch each, `run(targets, feeds)` whatever the targets need: "train",
+    "infer", and any intermediate value by the path of the module that computes it ("layer1.0.bn1", or
+    "train:layer1.0.bn1" behind the fork; "bn@1" is the second call of bn) or by its name in the graph. What
+    no target needs is not executed and changes nothing. The part to run is found once for each set of
+    targets.
 
-    Variables are the model's own tensors: an optimizer over `parameters()` trains the program and the
-    model alike. Modes are the branches' own; `model.train()` and `model.eval()` change nothing here.
+    Variables are the model's own tensors: an optimizer over `parameters()` trains the program and the model
+    alike. Modes are the branches' own; `model.train()` and `model.eval()` change nothing here.
+
+    Raises: `InputError` for inputs that do not fit the exported shapes, and as its methods say.
 
     >>> import torch
     >>> from leannorm import nn, program

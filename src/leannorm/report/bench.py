@@ -82,7 +82,12 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What `bench` measured; true where every answer was right."""
+    """What `bench` measured; true where every answer was right.
+
+    >>> import leannorm
+    >>> bool(leannorm.BenchReport("cpu", "float32", threads=2, timings=[]))
+    True
+    """
 
     device: str
     dtype: str
@@ -126,14 +131,16 @@ def bench(
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
     With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
-    compiling is not counted.
+    compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
+    checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
+    the device, on tensors that its cache does not hold. Freed memory is kept from then on.
 
-    A backend whose answer is wrong is not timed (its seconds are None); answers are checked on memory full
-    of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on the device, on
-    tensors that its cache does not hold. Freed memory is kept from then on.
+    Raises: torch's `RuntimeError` for a device that is not there.
 
+    >>> import leannorm
+    >>> from leannorm.report.bench import CASES
     >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
-    >>> bool(bench(turns=1, cases=[small]))
+    >>> bool(leannorm.bench(turns=1, cases=[small]))
     True
     """
     keep_freed_memory()

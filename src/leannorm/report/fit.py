@@ -33,7 +33,13 @@ class Fit(NamedTuple):
 
 @dataclass(frozen=True)
 class FitReport:
-    """What `fit` found in `memory` bytes; `fits[0]` is stock."""
+    """What `fit` found in `memory` bytes; `fits[0]` is stock.
+
+    >>> import torch, leannorm
+    >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
+    >>> report.memory, report.sample, [one.name for one in report.fits]
+    (1000000, (8,), ['stock', 'norm'])
+    """
 
     memory: int
     optimizer: str
@@ -83,15 +89,17 @@ def fit(
 ) -> FitReport:
     """The largest batch of samples of shape `sample` (float32) that trains in `memory`, by setting.
 
-    `memory`: bytes, or text like "24GiB".
-    Counted are parameters, buffers, gradients, the optimizer's state ("sgd", "momentum" or "adam"), the
-    batch and the peak of the step; not what a GPU's driver, libraries and allocator take beside. Runs on
-    fake tensors: no value is computed, so a small machine answers for a large one.
+    `memory` is bytes, or text like "24GiB". Counted are parameters, buffers, gradients, the optimizer's state
+    ("sgd", "momentum" or "adam"), the batch and the peak of the step; not what a GPU's driver, libraries and
+    allocator take beside. Runs on fake tensors: no value is computed, so a small machine answers for a large
+    one.
 
-    Raises InputError for an unknown optimizer or setting, and for a model that needs values to run.
+    Raises: `InputError` for an unknown optimizer or setting, and for a model that needs values to run.
 
+    >>> import leannorm
+    >>> from torch import nn
     >>> make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    >>> report = fit(make, (3, 32, 32), "10MB", recompute=["norm"])
+    >>> report = leannorm.fit(make, (3, 32, 32), "10MB", recompute=["norm"])
     >>> stock, norm = report.fits
     >>> norm.batch > stock.batch
     True

@@ -47,7 +47,13 @@ class Measured:
 
 @dataclass
 class MemoryReport:
-    """What `profile` measured; `settings[0]` is stock."""
+    """What `profile` measured; `settings[0]` is stock.
+
+    >>> import torch, leannorm
+    >>> report = leannorm.profile(torch.nn.Linear(8, 8), torch.randn(4, 8), recompute=[], steps=1)
+    >>> report.model, report.settings[0].name
+    ('Linear', 'stock')
+    """
 
     model: str
     inputs: list[str]
@@ -100,15 +106,17 @@ def profile(
     """Run training steps of `model(*inputs)` stock and under each lean setting, and report what they cost.
 
     `recompute` and `budgets` are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around
-    every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of
-    the output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios.
-    Freed memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model
-    are as before when it returns. `progress` is told what is being done.
+    every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of the
+    output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
+    memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
+    before when it returns. `progress` is told what is being done.
 
-    Raises InputError for unknown settings, and for a model without parameters that need gradients.
+    Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 
+    >>> import torch, leannorm
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
-    >>> report = profile(model, torch.randn(2, 3, 20, 20), steps=1)
+    >>> report = leannorm.profile(model, torch.randn(2, 3, 20, 20), steps=1)
     >>> [setting.name for setting in report.settings]
     ['stock', 'norm', 'conv']
     >>> report.settings[1].kept < report.settings[0].kept

@@ -103,9 +103,10 @@ def make_lean(
     state_dict and class stay as they are. On a model that is lean already the new settings replace the old
     ones. Compiled, the model runs as without, and a warning says so once.
 
-    Raises InputError as `lean` does; the model is unchanged then.
+    Raises: `InputError` as `lean` does; the model is unchanged then.
 
-    >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    >>> import torch, leannorm
+    >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
     check(recompute, budget)
@@ -118,7 +119,10 @@ def make_lean(
 def unmake_lean(model: _Model) -> _Model:
     """Undo `make_lean` and return the model; a model that is not lean stays as it is.
 
-    >>> model = unmake_lean(make_lean(nn.Linear(2, 2)))
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> model = leannorm.unmake_lean(leannorm.make_lean(torch.nn.Linear(2, 2)))
     """
     around = model.__dict__.pop(_ATTRIBUTE, None)
     if around is not None:

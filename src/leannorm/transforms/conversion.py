@@ -112,6 +112,8 @@ def preview(
 ) -> Preview:
     """What `convert` would do to the model with the same arguments, which is left as it is.
 
+    Raises: as `convert`.
+
     >>> import torch
     >>> from leannorm.transforms import preview
     >>> print(preview(torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.LayerNorm(8)), to="sync"))

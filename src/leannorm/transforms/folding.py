@@ -42,12 +42,18 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What `fold` did. `model` is the result; `difference` is the largest one between the outputs.
+    """What `fold` did: the result, which norms were folded and which were not, and how exact the result is.
 
-    `difference` is in the outputs' own units and dtype; it and `checked` (the same in float64, where
-    possible) are None where nothing was verified. `scale` is the largest output. `decided` are the tests in
-    the model's Python code whose outcome the example gave: another input may take another way through the
-    model, for which the folding was neither made nor checked.
+    `model` is the result. `difference` is the largest one between the outputs, in the outputs' own units and
+    dtype; it and `checked` (the same in float64, where possible) are None where nothing was verified. `scale`
+    is the largest output. `decided` are the tests in the model's Python code whose outcome the example gave:
+    another input may take another way through the model, for which the folding was neither made nor checked.
+
+    >>> import torch, leannorm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8))
+    >>> report = leannorm.fold(net, (torch.randn(2, 3),))
+    >>> len(report.folded), report.skipped, report.difference < 1e-5
+    (1, (), True)
     """
 
     model: Any = field(repr=False)
@@ -70,27 +76,28 @@ class FoldReport:
 
 
 def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: bool = True) -> FoldReport:
-    r"""Fold every batch norm that can be folded into the convolution or linear layer before or after it.
+    """Fold every batch norm that can be folded into the convolution or linear layer before or after it.
 
-    .. math:: s = \gamma / \sqrt{v + \epsilon}, \quad W' = s W, \quad b' = s (b - m) + \beta
+        s = weight / sqrt(running_var + eps)
+        W' = s * W,  b' = s * (b - running_mean) + bias          the layer before the norm
+        W' = W * s,  b' = b + W (bias - s * running_mean)        the layer behind it, if it pads no zeros
 
-    and behind a norm :math:`W' = W s`, :math:`b' = b + W t` with :math:`t = \beta - s m`, where no zeros are
-    padded in between. Neighbours are found by the flow of data in the model's evaluation graph
-    (`torch.export`), not by the order of declaration.
-
-    `model` is a module, or a `Program`. A module gives a folded copy in evaluation mode, of the same
-    classes, with `torch.nn.Identity` in the norms' places; what has hooks or parametrizations, is called
-    both with and without its norm, or shares parameters, stays and is named. A program gives its folded
-    inference branch as a `torch.export.ExportedProgram`; there each call has weights of its own. The
-    original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
+    Neighbours are found by the flow of data in the model's evaluation graph (`torch.export`), not by the
+    order of declaration. `model` is a module, or a `Program`. A module gives a folded copy in evaluation
+    mode, of the same classes, with `torch.nn.Identity` in the norms' places; what has hooks or
+    parametrizations, is called both with and without its norm, or shares parameters, stays and is named. A
+    program gives its folded inference branch as a `torch.export.ExportedProgram`; there each call has weights
+    of its own. The original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
 
     The graph is the one that the example took. Tests in the model's Python code that read the input's shape
     or dtype, a global, or an attribute that the forward pass assigns are named in `report.decided`.
 
-    `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and raises
-    `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten times what
-    one rounding of every weight changes, in float64 where the model runs in it. Returns a `FoldReport`.
-    Raises `InputError` where the model cannot be exported.
+    `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and compares,
+    in float64 where the model runs in it.
+
+    Returns: a `FoldReport`.
+    Raises: `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten
+    times what one rounding of every weight changes; `InputError` where the model cannot be exported.
     Source: Jacob et al., 2018, arXiv:1712.05877, section 3.2.
 
     >>> import torch, leannorm
