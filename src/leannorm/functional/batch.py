@@ -15,7 +15,7 @@ from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional.overridden import hand_over, stands_in_for
 from leannorm.functional.running import (
-    in_the_same_call,
+    fused_update,
     running_mean_and_rstd,
     update_running_statistics,
 )
@@ -105,7 +105,7 @@ def batch_norm_act(
 
 
 def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> Tensor:
-    """With a momentum that is a number, as nobody counts the batches."""
+    """For functions that have no counter of batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
     _check(input, running, epilogue, training, eps)
     if training:
@@ -128,13 +128,13 @@ def tracked_batch_norm(
     residual: Tensor | None = None,
     sharing: Sharing | None = None,
 ) -> Tensor:
-    """What the layers call: `batch_norm_act` which also counts batches and knows the layer's ranks.
+    """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
-    `num_batches_tracked` is given while the running statistics are to be updated, and counts this batch;
-    `momentum=None` weighs it by 1 / its count, on the device. Without running statistics the batch's own
-    are used, in evaluation too. A forward pass that a backward pass repeats, to rebuild what was not kept,
-    does not update them a second time. With `sharing` the batch is that of all ranks that share, where
-    there are several.
+    `dims` are the numbers of axes that the layer accepts. `num_batches_tracked` is given only where the
+    running statistics are to be updated. It counts this batch; `momentum=None` weighs the batch by 1 / that
+    count, on the device. Without running statistics the batch's own are used, in evaluation too. A recompute
+    of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
+    the statistics are those of all ranks that share, where there are several.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
@@ -179,9 +179,9 @@ def _by_batch(
     if sharing is None:
         count = values_per_channel(input.shape)
         _checks.more_than_one_value(input, count)
-        moved = in_the_same_call(running)
-        y, mean, m2 = channel_norm(input, epilogue, eps, running=moved)
-        if moved is not None:
+        fused = fused_update(running)
+        y, mean, m2 = channel_norm(input, epilogue, eps, running=fused)
+        if fused is not None:
             return y
     else:
         y, mean, m2, count = sync_norm(input, epilogue, eps, sharing)

@@ -116,7 +116,7 @@ def _autocast(v: Tensor, device: str) -> Tensor: ...
 @overload
 def _autocast(v: None, device: str) -> None: ...
 def _autocast(v: Tensor | None, device: str) -> Tensor | None:
-    """What autocast makes of a convolution's operand: float64 stays."""
+    """Cast a convolution's operand as autocast does; it leaves float64 alone."""
     return v if v is None or v.dtype == torch.float64 else v.to(torch.get_autocast_dtype(device))
 
 
