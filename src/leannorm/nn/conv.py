@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def _written_as(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class in the source: torch's parametrizations put one of their own before it."""
+def _unparametrized_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The module's class, without the subclass that torch's parametrizations make of it."""
     cls = type(module)
     return cls.__bases__[0] if is_parametrized(module) else cls
 
@@ -74,7 +74,7 @@ class _ConvBatchNorm(torch.nn.Module):
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
         _checks.positive_eps(eps)
         _checks.momentum(momentum)
-        convolution: Any = self.conv_type  # torch types its sizes by rank, we have one signature for all
+        convolution: Any = self.conv_type  # torch's type hints differ from 1d to 3d, our signature is one
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.conv = convolution(
             in_channels,
@@ -95,7 +95,7 @@ class _ConvBatchNorm(torch.nn.Module):
     def from_pair(cls, conv: _ConvNd, bn: _BatchNorm, eps_mode: str = "inside") -> Self:
         """Join a trained convolution and the batch norm after it; both become the layer's children."""
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
-        if _written_as(conv) is not cls.conv_type:
+        if _unparametrized_class(conv) is not cls.conv_type:
             raise InputError(
                 f"{cls.__name__} joins a torch.nn.{cls.conv_type.__name__}, got {type(conv).__name__}"
             )

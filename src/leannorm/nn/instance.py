@@ -15,7 +15,7 @@ class _InstanceNormBase(_InstanceNorm):
 
         With `track_running_stats` evaluation uses the running statistics, which training moves.
         """
-        # no look at the input here: it may be torch.fx's proxy
+        # nothing here may depend on the input: it may be a proxy of torch.fx
         return layer_instance_norm(
             input,
             self.running_mean,

@@ -18,14 +18,15 @@ from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase, without_bias
 
 _constructed = itertools.count(1)
-_REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 64 bytes a channel
+# forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
+_REMEMBERED = 32
 
-# what `share` sets
+# the attributes that `share` sets
 SHARING = ("process_group", "timeout", "debug_consistency", "layer_name", "_seen")
 
 
 class Synchronized(SharesStatistics, BatchNormBase):
-    """What makes a batch norm share its statistics; see `SyncBatchNorm`."""
+    """Base of the batch norms that share their statistics over ranks; see `SyncBatchNorm`."""
 
     timeout: float | None = None
     debug_consistency = False
@@ -38,7 +39,7 @@ class Synchronized(SharesStatistics, BatchNormBase):
         debug_consistency: bool = False,
         name: str | None = None,
     ) -> None:
-        """Say with whom to share; `name` is what errors call the layer, in place of its number."""
+        """Set the ranks to share with; `name` is the layer's name in errors, in place of its number."""
         _checks.timeout(timeout)
         self.process_group, self.timeout = process_group, timeout
         self.debug_consistency = debug_consistency
@@ -59,13 +60,13 @@ class Synchronized(SharesStatistics, BatchNormBase):
         return super()._normalize(input, act, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
+        """The copy shares with the same ranks (a process group cannot be copied) and remembers no passes."""
+        copy = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copy
         memo[id(self.process_group)] = self.process_group
         for name, value in self.__dict__.items():
-            twin.__dict__[name] = deque(maxlen=_REMEMBERED) if name == "_seen" else deepcopy(value, memo)
-        return twin
+            copy.__dict__[name] = deque(maxlen=_REMEMBERED) if name == "_seen" else deepcopy(value, memo)
+        return copy
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": deque(maxlen=_REMEMBERED)}
