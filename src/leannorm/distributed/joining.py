@@ -43,7 +43,7 @@ def join(model: nn.Module) -> Iterator[None]:
     gradients = model.join() if isinstance(model, DistributedDataParallel) else nullcontext()
     failures: list[BaseException] = []
 
-    def add_nothing(group: StatisticsGroup, device: torch.device) -> None:
+    def add_zeros(group: StatisticsGroup, device: torch.device) -> None:
         try:
             group.shadow(device)
         except BaseException as error:
@@ -51,8 +51,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     with gradients:
         yield
-        # beside the gradients' own join, which waits for sums that the other ranks reach layer by layer
-        threads = [threading.Thread(target=add_nothing, args=(group, group.device())) for group in groups]
+        # in threads, as DDP's join runs meanwhile: other ranks reach its all_reduces only past these sums
+        threads = [threading.Thread(target=add_zeros, args=(group, group.device())) for group in groups]
         for thread in threads:
             thread.start()
     for thread in threads:

@@ -70,7 +70,7 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
 def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
     """A `process_group` for a file: "all", "node", or the ranks, as "0,2". Errors as `sharing_group`."""
     if process_group == "node":
-        return "node"  # made where the program runs
+        return "node"  # resolved where the program runs
     sharing_group(process_group)
     if process_group is None or isinstance(process_group, str):
         return "all"
@@ -79,7 +79,7 @@ def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
 
 
 def group_of_words(words: str) -> dist.ProcessGroup | str | None:
-    """What `group_in_words` named, in this process: a group of some ranks is the first one made of them."""
+    """The inverse of `group_in_words`, in this process; ranks stand for the first group of just these."""
     if words in ("all", "node"):
         return None if words == "all" else words
     ranks = [int(rank) for rank in words.split(",")]
