@@ -130,9 +130,9 @@ def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float
             f"{call}: {text}. Construct the layer with the same arguments on every rank, and change them, if "
             "at all, on every rank in the same step"
         )
-    found = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in calls.items())
+    text = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in calls.items())
     return (
-        f"ranks that share statistics are in different calls (number {number} of the group): {found}. "
+        f"ranks that share statistics are in different calls (number {number} of the group): {text}. "
         "Every rank must use the same layers, in the same order and mode"
     )
 

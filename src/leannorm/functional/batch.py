@@ -82,7 +82,7 @@ def batch_norm_act(
 
     `act` is one of <activations>. Every other argument is as in `batch_norm`.
 
-    The derivative is computed from the output for <told>, and not for <untold>.
+    The derivative is computed from the output for <from_output>, and not for <from_input>.
 
     Shapes: as `batch_norm`; residual as input.
     Dtypes: as `batch_norm`; the residual may have another floating dtype.

@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why the others were passed by."""
+"""Which backend serves a call, and why the others do not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def pick(*tensors: Tensor | None) -> Backend:
         return backend
     if torch.compiler.is_compiling():
         return _first(tensors)
-    # asked at every call, and answered by nothing else of the tensors
+    # cached: the choice depends on nothing else of the tensors
     kinds = tuple(None if t is None else (t.device, t.dtype, t.layout) for t in tensors)
     found = _PICKED.get(kinds)
     if found is None:

@@ -1,4 +1,4 @@
-"""Backward in two passes over dy and the input, for statistics of more values than one program should read.
+"""Backward in two passes over dy and the input, where a program should not read all values of its statistics.
 
 As `channel_kernels.py`: partial sums, one small launch that merges them, then the input's gradient.
 """
@@ -125,6 +125,6 @@ def input_grad_kernel(
         if dz is not None:
             tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
         gradient = tl.fma(g, w, -mean_dz)
-        if q is not None:  # of constant statistics no gradient comes from xhat, which may be NaN
+        if q is not None:  # None for constant statistics; xhat may be NaN, so 0 * xhat is not 0
             gradient = tl.fma(-xhat, mean_dz_xhat, gradient)
         tl.store(dx + start + offsets, (gradient * scale).to(dx.dtype.element_ty), mask=inside)

@@ -38,7 +38,7 @@ def values(k, exists, across, kept, inner, LINES: tl.constexpr, WIDE: tl.constex
 
 @triton.jit
 def walk(kept, BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """The first values of a row, and its end: in 64 bits where a block past the end needs them."""
+    """The indices of a row's first block, and the row's end; in 64 bits where WIDE."""
     if WIDE:
         return tl.arange(0, BLOCK).to(tl.int64), kept.to(tl.int64)
     else:
@@ -47,7 +47,7 @@ def walk(kept, BLOCK: tl.constexpr, WIDE: tl.constexpr):
 
 @triton.jit
 def divided(kept, inner, LINES: tl.constexpr, V: tl.constexpr):
-    """The same numbers, but so that the compiler sees what divides the contiguous one."""
+    """The same numbers, written so that the compiler knows that V divides the contiguous extent."""
     if LINES:
         kept = kept // V * V
     else:

@@ -2,7 +2,6 @@
 
 Bytes are counted per element of the input, s being the size of its dtype; statistics, weight and bias are
 read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64.
-
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def backward_tile(
 
     Moves 3 s bytes an element (4 s with dtotal), and writes `kept` values of dweight and dbias for each
     program, in one launch; `sum_shares` adds those up in a second one where there are several. The next
-    tile is on its way while one is worked on (STAGES). FOLD adds up a tile's rows at once, where each
-    thread (or a few neighbours) holds them; else each row of the tile keeps its sums to the end. With HALVES
-    two programs share a row: both sum over all of it, one of them out of the cache, and each keeps a half,
-    since the registers do not hold more.
+    tile is loaded while one is computed (STAGES). FOLD adds up a tile's rows in every iteration, where each
+    thread (or a few neighbours) holds them; else each row of the tile has its own sums until the end. With
+    HALVES two programs share a row, as registers do not hold all of it: both sum over the whole row, of
+    which one half comes from the cache, and each writes one half of dx.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     kept, inner = divided(kept, inner, LINES, V)

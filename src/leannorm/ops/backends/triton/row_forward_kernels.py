@@ -2,7 +2,6 @@
 
 Bytes are counted per element of the input, s being the size of its dtype; statistics, weight and bias are
 read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64.
-
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def _input(x, residual, offset, inside, dtype: tl.constexpr):
 
 @triton.jit
 def _beyond_float32(square, exists, CHECKED: tl.constexpr):
-    """Has a row's sum of squares left the range in which float32 keeps its digits? (A sum of 0 may have.)"""
+    """Is a row's sum of squares outside of the range where float32 is exact? (0 may be an underflow.)"""
     if CHECKED:
-        within = (square >= 2.0**-80) & (square <= 2.0**100)  # not so a NaN, which infinities leave
+        within = (square >= 2.0**-80) & (square <= 2.0**100)  # False for NaN, which infinities lead to
         return tl.min((within | ~exists).to(tl.int32), 0) == 0
     else:
         return False
@@ -41,7 +40,7 @@ def _scale(largest):
 
 @triton.jit
 def _rstd(square, scale, kept, EPS: tl.constexpr):
-    """1 / sqrt(variance + eps), from squares of `scale` times the deviations; of 0 the scale says nothing."""
+    """1 / sqrt(variance + eps), from squares of `scale` times the deviations; variance 0 has no scale."""
     variance = square / kept
     eps = scale * EPS * scale
     plain = tl.rsqrt(tl.zeros_like(variance) + EPS)
@@ -82,13 +81,13 @@ def forward_tile(
     if not RMS:
         centre = tl.sum(centred, 1) / kept
         centred = tl.where(inside, centred - centre[:, None], 0.0)
-        # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
+        # the deviations' mean, 0 in exact arithmetic, corrects the rounding of the mean
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
+    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows need no registers for it
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))
@@ -110,11 +109,11 @@ def forward_long(
     EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
     LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows longer than a tile: read twice, the second time from the cache where it holds what is under way.
+    """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
 
     Moves 2 s bytes an element (4 s with a residual) from and to memory, s (2 s) more from the cache, in one
-    launch. Every lane keeps its own mean and sum of squares (Welford), of values from which the first
-    block's mean was taken away; they are merged once, at the end.
+    launch. Every lane has its own mean and sum of squares (Welford), of values less the mean of the first
+    block; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     kept, inner = divided(kept, inner, LINES, V)

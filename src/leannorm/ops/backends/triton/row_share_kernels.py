@@ -1,4 +1,4 @@
-"""Adding up what the programs of a per-row backward pass found of dweight and dbias."""
+"""Adds up the programs' shares of dweight and dbias in a per-row backward pass."""
 
 from __future__ import annotations
 
