@@ -60,18 +60,19 @@ def _put(y, offset, centred, rstd, weight, bias, k, kept, inside):
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_tile(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
-    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
 
     Moves 2 s bytes an element (4 s with a residual: x, residual, total, y) in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
-    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, LINES, ROWS)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
+    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     k = tl.arange(0, BLOCK)
-    offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+    offset, inside = values(k, exists, across, kept, inner, TILE)
     value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
     if residual is not None:
         tl.store(total + start + offset, value, inside)
@@ -106,8 +107,7 @@ def forward_tile(
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_long(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
-    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
 
@@ -116,15 +116,17 @@ def forward_long(
     block; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
-    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, LINES, ROWS)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
+    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     x += start
     if residual is not None:
         residual += start
-    lane, end = walk(kept, BLOCK, WIDE)
+    lane, end = walk(kept, TILE)
     centre = tl.zeros([ROWS], dtype)
     if not RMS:
-        offset, inside = values(lane, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(lane, exists, across, kept, inner, TILE)
         first = _input(x, residual, offset, inside, dtype).to(dtype)
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
@@ -132,7 +134,7 @@ def forward_long(
     seen = 0.0
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         value = _input(x, residual, offset, inside, dtype).to(dtype)
         if RMS:
             lane_square += value * value
@@ -154,7 +156,7 @@ def forward_long(
         largest = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+            offset, inside = values(k, exists, across, kept, inner, TILE)
             value = _input(x, residual, offset, inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
@@ -162,7 +164,7 @@ def forward_long(
         lane_square = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+            offset, inside = values(k, exists, across, kept, inner, TILE)
             value = _input(x, residual, offset, inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0) * scale[:, None]
             lane_square += deviation * deviation
@@ -172,7 +174,7 @@ def forward_long(
     tl.store(rstd + row, factor, exists)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         value = _input(x, residual, offset, inside, dtype)
         if residual is not None:
             tl.store(total + start + offset, value, inside)

@@ -15,6 +15,16 @@ _REGISTERS = 65536  # of a multiprocessor; all programs of the backward pass mus
 _LONG = 4096  # values of a tile in a row that is longer than a tile
 
 
+class TileConstants(NamedTuple):
+    """What a kernel is compiled for: its tile, rows as lines or side by side, a divisor, 64-bit offsets."""
+
+    rows: int
+    block: int
+    lines: bool
+    vector: int
+    wide: bool
+
+
 class Tile(NamedTuple):
     """`rows` rows by `block` of their values; `whole` where that is all of them.
 
@@ -32,6 +42,11 @@ class Tile(NamedTuple):
         if inner == 1:
             return -(-outer // self.rows)
         return outer * -(-inner // self.rows)
+
+    def constants(self, kept: int, inner: int) -> TileConstants:
+        """For rows of `kept` values, of which `inner` lie side by side."""
+        wide = kept * inner >= 2**31 - 2**16
+        return TileConstants(self.rows, self.block, inner == 1, vector(kept, inner), wide)
 
 
 class Backward(NamedTuple):

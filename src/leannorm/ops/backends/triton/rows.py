@@ -39,11 +39,9 @@ def _device(device: torch.device) -> tuple[int, int]:
 def _launch(
     kernel: object, programs: int, x: Tensor, tile: tiles.Tile, plan: Plan, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch with the constants of the layout: rows as lines or side by side, divisors, 64-bit offsets."""
-    _, kept, inner = plan
-    layout = {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
-    shape = {"ROWS": tile.rows, "BLOCK": tile.block, "warps": tile.warps}
-    launch(kernel, programs, x.device, *arguments, registers=tile.registers, **constants, **layout, **shape)
+    """Launch with the constants of the tile and of the layout."""
+    constants |= {"TILE": tile.constants(plan.kept, plan.inner), "warps": tile.warps}
+    launch(kernel, programs, x.device, *arguments, registers=tile.registers, **constants)
 
 
 def _dense(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
@@ -189,9 +187,7 @@ def _backward_tile(
         *(x, how.tile, plan),
         *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, *plan, count),
         RMS=rms,
-        FOLD=how.fold,
-        HALVES=how.halves,
-        STAGES=how.stages,
+        HOW=how,
     )
     shares.add_up()
 
