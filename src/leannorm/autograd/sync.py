@@ -79,7 +79,7 @@ class AddUp(torch.autograd.Function):
 
 
 class KeptBySyncNorm(NamedTuple):
-    """As `KeptByChannelNorm`, and the number of values behind each statistic."""
+    """As `KeptByChannelNorm`, and the number of values that each statistic is of."""
 
     x: Tensor
     mean: Tensor

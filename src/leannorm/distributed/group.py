@@ -1,10 +1,10 @@
 """A communicator for the ranks that share statistics, beside their process group.
 
 In the process group itself, a rank that skips a layer would join the others' collective with its next one:
-with gloo a sum of 133 values that meets one of 261 aborts the process, with NCCL it hangs. Here all messages
-have one agreed size, so that ranks in different calls still complete the collective, and read in its header
-that they differ. A layer that needs longer messages first asks for them, in a message of the present size.
-A rank without batches joins any collective with zeros.
+with gloo a sum of 133 values matched with one of 261 aborts the process, with NCCL it hangs. Here all
+messages have one agreed size, so that ranks in different calls still complete the collective, and read in its
+header that they differ. A layer that needs longer messages first asks for them, in a message of the present
+size. A rank without batches joins any collective with zeros.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class StatisticsGroup:
         return self._headers[key]
 
     def _zeros_on(self, device: torch.device) -> Tensor:
-        """Zeros that fill a message up behind its sums."""
+        """Zeros that fill a message up to its size."""
         zeros = self._zeros.get(device)
         if zeros is None or zeros.numel() != self.size:
             zeros = self._zeros[device] = torch.zeros(self.size, dtype=torch.float64, device=device)

@@ -62,7 +62,7 @@ class _Kernels:
         if operator not in _OPERATORS:  # such as the special methods that copy and inspect look for
             raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED:
-            import_module(f"{__name__}.interpreted").mend()
+            import_module(f"{__name__}.interpreted").patch_interpreter()
         found: Callable[..., Any] = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
         return found
 

@@ -106,7 +106,7 @@ def set_backward_kernel(
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
-    Reads dy and x (and the residual or the output, behind an activation) once from memory and once from
+    Reads dy and x (with an activation the residual or the output too) once from memory and once from
     cache, writes dx (and dz) once. dx may be x.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32

@@ -25,7 +25,7 @@ def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def mend() -> None:
+def patch_interpreter() -> None:
     """Patch the interpreter, once: scalars as bounds of loops, cheap calls, and overflow without a warning.
 
     Triton 3.6 converts a scalar, which is an array of one element, to an int; numpy 2.4 and later raise.

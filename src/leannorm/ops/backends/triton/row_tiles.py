@@ -75,7 +75,7 @@ def _beside(inner: int, itemsize: int) -> int:
 
 
 def vector(kept: int, inner: int) -> int:
-    """The divisor of the contiguous extent that the compiler is told; it makes use of no more than 16."""
+    """The largest power of two, up to 16, that divides the contiguous extent."""
     return gcd(kept if inner == 1 else inner, 16)
 
 
