@@ -47,7 +47,7 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     """The name of the group whose ranks share statistics; None where this rank is on its own.
 
     `process_group` is a group of torch.distributed, "node" (the ranks on this rank's host) or None (all).
-    Raises `InputError` for a group that this rank is not in, or that torch.distributed does not have.
+    Raises: `InputError` for a group that this rank is not in, or that torch.distributed does not have.
     """
     if isinstance(process_group, str) and process_group != "node":
         raise InputError(

@@ -75,7 +75,9 @@ class Program:
         `feeds` are all the inputs in order, or those that the targets need, by name. Where both branches
         are targets the shared part runs once, then the training branch, then the inference branch, which
         sees the statistics that training has just moved. An intermediate value is returned as it was
-        when computed. Raises `InputError` for an unknown target and for feeds that do not fit.
+        when computed.
+
+        Raises: `InputError` for an unknown target and for feeds that do not fit.
         """
         targets = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
         names = [i.name for i in self.signature.inputs]
@@ -122,8 +124,9 @@ class Program:
         """Read a program written by `save`, without the model's code; new tensors, on the CPU.
 
         The file holds text and raw numbers only and nothing in it is executed before the program is
-        run; operators outside torch's, torchvision's and leannorm's libraries are refused. Raises
-        `InputError` for a file that is no program or is damaged.
+        run; operators outside torch's, torchvision's and leannorm's libraries are refused.
+
+        Raises: `InputError` for a file that is no program or is damaged.
         """
         return cls(*read(path))
 

@@ -75,7 +75,7 @@ class MemoryReport:
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: memory over the step, per-layer bars, both tables.
 
-        Raises MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
+        Raises: MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
         """
         from leannorm.report.profile_page import html
 
