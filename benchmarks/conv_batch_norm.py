@@ -142,10 +142,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    result = measure(asked.batch_size, asked.steps, asked.device)
+    options = parser.parse_args()
+    result = measure(options.batch_size, options.steps, options.device)
     print(
-        f"digit network, batch {result['batch_size']}, {asked.device}, {result['threads']} threads, ", end=""
+        f"digit network, batch {result['batch_size']}, {options.device}, {result['threads']} threads, ",
+        end="",
     )
     print(f"torch {result['torch']}; {result['freed_memory']}")
     print(f"{'':10} {'held':>16} {'peak':>16} {'step':>17} {'gradients':>10}")
@@ -157,8 +158,8 @@ def main() -> None:
             f"{row['seconds'] * 1e3:9.1f} ms {ratios['time']:4.2f} {row['gradients']:10.0e}"
         )
     print("reach      " + ", ".join(f"{what} {ratio:.2f}" for what, ratio in REACH.items()))
-    if asked.json:
-        asked.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

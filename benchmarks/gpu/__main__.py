@@ -149,7 +149,7 @@ def main() -> int:
         torch.manual_seed(0)
         run(report, options.only, options.smoke)
     except (OutOfTimeError, KeyboardInterrupt) as stopped:
-        report.note(f"stopped by {type(stopped).__name__} with this under way; what stands here was complete")
+        report.note(f"stopped by {type(stopped).__name__}; all results in the file are complete")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         with suppress(BrokenPipeError):

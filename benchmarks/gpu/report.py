@@ -71,9 +71,9 @@ class Report:
     def flush(self) -> None:
         """Write to a temporary file, then rename it, so that a killed run leaves the last complete file."""
         self.data["seconds"] = time.monotonic() - self.started
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(beside, self.path)
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(temporary, self.path)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Ledger:
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
-        """Record that `value`, which stands for `tensor`, is rebuilt; it may have been held before."""
+        """Record that `value` (of `tensor`) is rebuilt; it may have been held before."""
         if nbytes is None:  # a view would hold its whole storage
             nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
         self._rebuilt[_root(value)] = nbytes

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from leannorm.transforms.fold_source import asked_at, function_of, global_read, tests_in
+from leannorm.transforms.fold_source import function_of, global_read, test_at, tests_in
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OPERATORS = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<frozen")  # no code of the model
@@ -89,10 +89,10 @@ class _Watch(TorchFunctionMode):
             return type(value)(map(self.tracked, value))
         return value
 
-    def note(self, frame: FrameType, value: str, unseen: bool = False) -> None:
+    def note(self, frame: FrameType, value: str, without_source: bool = False) -> None:
         """Record that a value from the example was read here, if it was read in a test."""
-        if _is_models(frame) and (asked := asked_at(frame, unseen)) is not None:
-            self.add(_place(frame.f_code, asked[0]), asked[1], value)
+        if _is_models(frame) and (test := test_at(frame, without_source)) is not None:
+            self.add(_place(frame.f_code, test[0]), test[1], value)
 
     def add(self, place: str, test: str, value: str) -> None:
         self.found.setdefault((place, test), {})[value] = None
@@ -122,7 +122,7 @@ class _Watch(TorchFunctionMode):
                         known = (type(module), node.attr) in assigned
                         values = [before.get(id(module), {}).get(node.attr)] if known else []
                     for value in values:
-                        place = _place(code, test.asked_by.lineno)
+                        place = _place(code, test.evaluator.lineno)
                         self.add(place, test.text, f"{ast.unparse(node)} is {_short(value)}")
 
 
@@ -147,7 +147,7 @@ def _comparison(name: str, sign: str) -> Any:
         left, right = _plain(self), _plain(other)
         result = getattr(operator, name)(left, right)
         if isinstance(result, bool):
-            self.watch.note(sys._getframe(1), f"{left} {sign} {right} is {result}", unseen=True)
+            self.watch.note(sys._getframe(1), f"{left} {sign} {right} is {result}", without_source=True)
         return result
 
     return compare
@@ -165,7 +165,7 @@ def _computation(base: type, name: str) -> Any:
 
 def _truth(self: Any) -> bool:
     value = _plain(self)
-    self.watch.note(sys._getframe(1), f"{value} is {bool(value)}", unseen=True)
+    self.watch.note(sys._getframe(1), f"{value} is {bool(value)}", without_source=True)
     return bool(value)
 
 

@@ -119,7 +119,7 @@ def norm_of(node: fx.Node) -> NormCall | str | None:
 def _layer_before(norm: NormCall) -> LinearCall | str:
     layer = _layer_of(norm.input)
     if isinstance(layer, str):
-        return f"before it stands {layer}"
+        return f"before it comes {layer}"
     if len(layer.node.users) > 1:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
     if norm.input.meta["val"].dim() != layer.axes:
@@ -138,7 +138,7 @@ def _layers_after(norm: NormCall, only_scales: Callable[[NormCall], bool]) -> tu
         if norm.input.meta["val"].dim() != layer.axes:
             return f"the {layer.kind} layer after it works on another axis"
         if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
-            return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
+            return f"the {layer.kind} layer after it has zeros at its border, which the norm would shift"
         layers.append(layer)
     return tuple(layers)
 

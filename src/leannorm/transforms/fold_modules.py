@@ -54,7 +54,7 @@ def _fold_one(model: torch.nn.Module, match: Fold, layer: LinearCall, variables:
 def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]) -> str | None:
     """Why the norm at `path`, whose calls are `own`, cannot be replaced; None if it can."""
     if len({match.before for match in own}) > 1:
-        return "its calls stand before and behind layers"
+        return "some of its calls come before a layer and some after one"
     norm = model.get_submodule(path)
     inside = {n for m in own for n in (m.norm.node, m.norm.result)}
     others = [

@@ -21,7 +21,7 @@ class Test(NamedTuple):
 
     expression: Any
     text: str
-    asked_by: Any
+    evaluator: Any
 
 
 class _File(NamedTuple):
@@ -80,10 +80,10 @@ def _checks_in(tree: ast.AST) -> Iterator[Test]:
             yield Test(node, "", node)
 
 
-def asked_at(frame: FrameType, unseen: bool) -> tuple[int, str] | None:
+def test_at(frame: FrameType, without_source: bool) -> tuple[int, str] | None:
     """Line and text of the outermost test that the frame is evaluating; None if there is none, or a check.
 
-    Without source, everything counts as a test if `unseen`, and nothing otherwise.
+    Without source, everything counts as a test if `without_source`, and nothing otherwise.
     """
     code, line = frame.f_code, frame.f_lineno
     low, high = (line, 0), (line, 0)
@@ -92,18 +92,18 @@ def asked_at(frame: FrameType, unseen: bool) -> tuple[int, str] | None:
         first, last, left, right = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
         low, high = (first or line, left or 0), (last or line, right or 0)
 
-    def asked(test: Test) -> bool:
+    def is_evaluated(test: Test) -> bool:
         start, end = _span(test.expression)
         if not columns:
             return start[0] <= line <= end[0]
-        return (start <= low and high <= end) or (low, high) == _span(test.asked_by)
+        return (start <= low and high <= end) or (low, high) == _span(test.evaluator)
 
     file = _file(code.co_filename)
     if file.tree is None:
-        return (line, "a test without source") if unseen else None
-    if any(map(asked, file.checks)):
+        return (line, "a test without source") if without_source else None
+    if any(map(is_evaluated, file.checks)):
         return None
-    return next(((test.asked_by.lineno, test.text) for test in file.tests if asked(test)), None)
+    return next(((test.evaluator.lineno, test.text) for test in file.tests if is_evaluated(test)), None)
 
 
 def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
