@@ -1,4 +1,4 @@
-"""load: a checkpoint of any framework into a model."""
+"""`load`: read a checkpoint of any framework into a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loaded:
 def _value(
     slot: Slot, key: str, array: Tensor, theirs: Convention, factor: float, problems: list[str]
 ) -> Tensor:
-    """The array as it will stand in the model; what is wrong with it joins `problems`."""
+    """The array converted for the model's tensor; what is wrong with it is added to `problems`."""
     value = to_ours(array, slot, theirs)
     if value.shape != slot.tensor.shape:
         problems.append(

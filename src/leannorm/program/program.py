@@ -1,4 +1,4 @@
-"""One set of variables, one graph, two branches: what to run follows from the targets."""
+"""`Program`: one graph with two branches and one set of variables; the targets decide what runs."""
 
 from __future__ import annotations
 
@@ -188,8 +188,8 @@ class Program:
 def _named_values(joined: Joined) -> dict[str, fx.Node]:
     """Every value by its name in the graph, and each module call's result by the module's path.
 
-    A module's result is the one value computed in it that is used outside; behind the fork its path
-    takes the branch in front. Names of modules that return several values are left out.
+    A module's result is the only value computed in it that is used outside; after the fork, the branch is
+    put before the path. Modules that return several values have no entry.
     """
     state = {n.name for n in joined.graph.nodes if n.op == "get_attr"}
     returned = {v for values in joined.results.values() for v in values if isinstance(v, fx.Node)}

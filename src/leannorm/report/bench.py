@@ -1,4 +1,4 @@
-"""How fast every backend is here: answers first, then times beside torch's and the memory's own speed."""
+"""`bench`: checks the results of every backend, then times them against torch and against a memory copy."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ CASES = (
 
 
 class Timing(NamedTuple):
-    """One backend (or torch, eager or compiled) on one case: seconds forward and backward, of torch's.
+    """One backend (or torch, eager or compiled) on one case: seconds of forward and backward, ratio to torch.
 
-    `floor`: the share of its time that moving the bytes alone would take, at the speed of a copy here.
+    `floor`: the share of that time that moving the bytes would take, at the speed of a copy on this device.
     `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
     """
 
@@ -202,7 +202,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _near(answers: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
-    """Right, though not by the measure that we hold ourselves to: the compiler's sums have other errors."""
+    """Is it within eight times our budget? The compiler orders its sums differently, so its errors differ."""
     outputs = zip(answers, stock, exact, strict=True)
     errors = [error_of(answer, want, largest_error(torchs, want)) for answer, torchs, want in outputs]
     return all(error.found <= 8 * error.allowed for error in errors)

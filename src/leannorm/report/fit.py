@@ -1,4 +1,4 @@
-"""The largest batch that fits a memory, stock and under lean(), found without that memory."""
+"""`fit`: the largest batch that fits in a given memory, stock and under lean(), found without that memory."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from leannorm.report.fake import fake_model, fake_step
 from leannorm.report.render import Table, megabytes
 from leannorm.report.settings import Setting, settings_for
 
-OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of a parameter's size beside it
-_SMALLEST = 2  # of one sample, a batch norm over 1×1 images refuses to train
+OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
+_SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Fit(NamedTuple):
-    """A setting, the largest batch that fits (0: not even two samples), and the bytes that it takes."""
+    """A setting, the largest batch that fits (0: less than two samples), and the bytes that it takes."""
 
     name: str
     batch: int
@@ -131,7 +131,7 @@ def fit(
 
 
 def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:
-    """The largest batch with needed(batch) <= memory, for a need that grows nearly in proportion."""
+    """The largest batch with needed(batch) <= memory, and what it needs; assumes a nearly linear `needed`."""
     known = {_SMALLEST: needed(_SMALLEST)}
     if known[_SMALLEST] > memory:
         return 0, known[_SMALLEST]
@@ -147,7 +147,7 @@ def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:
 
 
 def _next(known: dict[int, int], low: int, high: int | None, memory: int) -> int:
-    """Where a line through the two nearest known points meets the memory, inside of what is open."""
+    """The next batch to try, between low and high: where a line through two known points reaches `memory`."""
     others = [batch for batch in known if batch != low]
     if not others:
         return 2 * low

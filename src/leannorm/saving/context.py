@@ -18,7 +18,7 @@ from leannorm.saving.policy import CONV, LEANEST, NORM, check
 from leannorm.saving.verify import Layers
 
 _PLANS: dict[tuple[float, Hashable], RebuildPlan] = {}
-_MOST_PLANS = 64
+_MAX_PLANS = 64
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
@@ -131,6 +131,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         return self._ledger.records()
 
     def _choose(self, i: int, call: Hashable) -> bool:
+        """May saved tensor i be rebuilt, by the plan of its budget? Without a plan all may."""
         if i == 0:
             assert self._budget is not None
             self.plan = _PLANS.get((self._budget, call))
@@ -139,10 +140,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         return self.plan is None or self.plan.rebuild[i]
 
     def _replan(self, packing: Packing) -> None:
+        """Make a plan from this pass's measurements, unless one was followed to its end."""
         if self.plan is not None and len(self.plan.calls) == len(packing.calls):
             return
         assert self._budget is not None
-        if len(_PLANS) >= _MOST_PLANS:
+        if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         measured = packing.plan(self._budget)
         if measured.stock_bytes:
@@ -167,11 +169,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ]
         self.reasons += [reason for reason in (*whole, *held) if reason not in self.reasons]
         for reason in (*whole, *held):
-            reasons.say(reason)
+            reasons.warn_once(reason)
 
 
 def _refusal() -> str | None:
-    """Why hooks may not be set; others' that are there first (offloading, checkpointing) come first."""
+    """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
