@@ -1,10 +1,10 @@
-"""The ranks that share statistics, in a communicator of their own.
+"""A communicator for the ranks that share statistics, beside their process group.
 
-Of their own, because a rank that leaves out a layer would otherwise meet the others in whatever it does
-next: with gloo a sum of 133 values that meets one of 261 aborts the process, with NCCL it hangs. In here
-every message has one size, agreed upon, so that ranks which disagree still complete the collective, and
-read in its header that they do. A layer that needs more room first asks for it, in a message of the
-present size. The same makes a rank without batches harmless: it adds zeros, whatever the others add.
+In the process group itself, a rank that skips a layer would join the others' collective with its next one:
+with gloo a sum of 133 values matched with one of 261 aborts the process, with NCCL it hangs. Here all
+messages have one agreed size, so that ranks in different calls still complete the collective, and read in its
+header that they differ. A layer that needs longer messages first asks for them, in a message of the present
+size. A rank without batches joins any collective with zeros.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Key = tuple[Call, int, int, torch.device]  # the call, its count, the size aske
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
-_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at which this rank last said so
+_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at this rank's last note
 
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
@@ -42,7 +42,7 @@ def statistics_group(name: str, call: Call) -> StatisticsGroup:
 
 
 def note_evaluation(name: str, layer: str) -> None:
-    """Tell the other ranks, once after each sum, that this one evaluates: they may wait for it."""
+    """Note in the store, once after each sum, that this rank evaluates: the others may be waiting for it."""
     parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
     group = _groups.get(name)
     if group is not None and group.parent is not parent:
@@ -81,7 +81,7 @@ class StatisticsGroup:
         )
 
     def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
-        """The count and behind it the sums, added up over the ranks; raises where ranks disagree."""
+        """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
         device = sums[0].device
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
@@ -103,7 +103,7 @@ class StatisticsGroup:
         return self._exchange(sums, room, count, call, device)[HEADER - 1 : room]
 
     def shadow(self, device: torch.device) -> None:
-        """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
+        """Join every sum with zeros until all ranks do so: for a rank without batches."""
         call = Call("none", "out of batches", 0, 0.0, True)
         while True:
             total = torch.zeros(self.size, dtype=torch.float64, device=device)
@@ -117,7 +117,7 @@ class StatisticsGroup:
 
     @torch.no_grad()
     def follow_longest(self, buffers: list[Tensor]) -> None:
-        """Set the buffers to those of the rank that made the most calls of its own since the last time."""
+        """Set the buffers to those of the rank with the most `all_reduce` calls since the last time."""
         score = torch.tensor([self.own_calls * self.world + self.rank], device=self.device())
         dist.all_reduce(score, dist.ReduceOp.MAX, group=self.communicator)
         self.own_calls = 0
@@ -126,7 +126,7 @@ class StatisticsGroup:
             dist.broadcast(buffer, source, group=self.communicator)
 
     def device(self) -> torch.device:
-        """Where this group's backend works, for what no input tells."""
+        """A device that this group's backend serves, where there is no input whose device to take."""
         here = torch.device("cpu")
         if here in self.parent._device_types or (there := torch.accelerator.current_accelerator()) is None:
             return here
@@ -138,7 +138,7 @@ class StatisticsGroup:
         call, header = self._header(call, count, size, device)
         total = torch.cat((header, *sums, self._zeros_on(device)[room:]))
         self._sum(total, call)
-        if capturing(total):  # the host does not see the steps that will be replayed, nor their headers
+        if capturing(total):  # the host sees no header of a replayed step
             return total
         if total.device.type == "cpu":
             self._inspect(total[:HEADER].tolist(), call, self.number)
@@ -152,7 +152,7 @@ class StatisticsGroup:
         return total
 
     def _check_capture(self, key: _Key, room: int) -> None:
-        """Nothing may be waited for, sent from the host or made anew while a CUDA graph is captured."""
+        """Raise where this call would wait for the device or copy to it during a CUDA graph's capture."""
         call, count, *_ = key
         call = self._identified(call)
         if call.debug:
@@ -171,41 +171,43 @@ class StatisticsGroup:
         try:
             work = dist.all_reduce(total, group=self.communicator, async_op=True)
         except RuntimeError as error:
-            raise self._broken(call, str(error), ask=0) from error
+            raise self._break(call, str(error), ask=0) from error
         if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
-            work.wait()  # orders the streams; the host goes on
+            work.wait()  # orders the streams without blocking the host
             return
         self._wait(work, call)
 
     def _wait(self, work: Any, call: Call) -> None:
-        """Until the sum is there; where it is not soon, tell the other ranks, and hear what they found."""
+        """Wait for the sum; post where this rank waits, and stop if another rank found an error."""
         timeout = self._seconds(call)
         step = diagnostics.poll_seconds(timeout)
         deadline = time.monotonic() + timeout
-        while not self._completes(work, call, step):
-            # ranks that wait have said so by now, but for those that came in the last moment
+        while not self._wait_once(work, call, step):
+            # every waiting rank has posted by now, but for one that came in the last moment
             if diagnostics.post_and_check(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
-                raise self._broken(call, f"waited {timeout:g} s", ask=step / 2)
+                raise self._break(call, f"waited {timeout:g} s", ask=step / 2)
 
-    def _completes(self, work: Any, call: Call, seconds: float) -> bool:
+    def _wait_once(self, work: Any, call: Call, seconds: float) -> bool:
+        """Wait for at most `seconds`; is the sum complete?"""
         try:
             work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            if work.is_completed():  # the first sentence says what happened, the others whom to ask
-                raise self._broken(call, str(error).split(". ")[0], ask=2 * seconds) from error
+            if work.is_completed():  # only the first sentence says what happened
+                raise self._break(call, str(error).split(". ")[0], ask=2 * seconds) from error
             return False
         return True
 
     def _seconds(self, call: Call) -> float:
         return min(call.timeout or self.timeout, self.timeout)
 
-    def _broken(self, call: Call, why: str, ask: float) -> SyncError:
+    def _break(self, call: Call, why: str, ask: float) -> SyncError:
+        """Refuse all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
         self.broken = diagnostics.who_is_missing(self, call, why, ask)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
-        """Look at the headers that have arrived from the device; the last ones may be on the way."""
+        """Check the headers that have arrived from the device; with `wait` all of them."""
         while self.unread and (wait or self.unread[0][3].query()):
             number, call, header, event = self.unread.pop(0)
             event.synchronize()
@@ -221,7 +223,7 @@ class StatisticsGroup:
             )
 
     def _identified(self, call: Call) -> Call:
-        """Layers without a path are told apart by their order of construction, from the first one used."""
+        """The call; a layer without a path is numbered by construction, from the first one used."""
         if not call.layer.startswith("#"):
             return call
         number = int(call.layer[1:])
@@ -229,9 +231,9 @@ class StatisticsGroup:
         return call._replace(layer=f"#{number - self._first + 1}")
 
     def _header(self, call: Call, count: int, size: int, device: torch.device) -> tuple[Call, Tensor]:
-        """The call as the ranks know it, and what it says in front of its sums.
+        """The identified call and its header on the device.
 
-        Kept on the device: sending it there anew would make the host wait for the device.
+        Cached, since copying it to the device would make the host wait.
         """
         key = call, count, size, device
         if key not in self._headers:
@@ -243,7 +245,7 @@ class StatisticsGroup:
         return self._headers[key]
 
     def _zeros_on(self, device: torch.device) -> Tensor:
-        """What fills a message up, behind its sums."""
+        """Zeros that fill a message up to its size."""
         zeros = self._zeros.get(device)
         if zeros is None or zeros.numel() != self.size:
             zeros = self._zeros[device] = torch.zeros(self.size, dtype=torch.float64, device=device)

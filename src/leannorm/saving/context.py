@@ -11,9 +11,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving import reasons
+from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
 from leannorm.saving.moved import hooks_of
-from leannorm.saving.one_pass import OnePass, Settings
 from leannorm.saving.plan import Goal, RebuildPlan
 from leannorm.saving.policy import CONV, LEANEST, NORM, check
 from leannorm.saving.small import place_of
@@ -24,41 +24,49 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
     looked at with the node that made it: the output of a norm follows from the norm's input, that of an
-    activation from its input, a cast, view or copy from what it was made of. The backward pass rebuilds
-    them with the same kernels from the same tensors. Gradients are those of stock autograd bit for bit:
-    each kind of step is tried once on the spot, and what does not come out equal is held.
+    activation from its input, a cast, view or copy from what it was made of. The backward pass rebuilds them
+    with the same kernels from the same tensors. Gradients are those of stock autograd bit for bit: each kind
+    of step is tried once on the spot, and what does not come out equal is held.
 
-    recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
-    outputs of convolutions, linear layers and attention's scores that take few operations per byte.
-    budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
-    keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly all there
-    is if that is not enough. Costs are prices by shapes, from a table, so equal passes have equal plans.
-    overhead: the other way round, the share of stock's step time that rebuilding may cost by those prices:
-    as few bytes are kept as it buys.
-    held: other saved-tensor hooks for what must be held, such as `torch.autograd.graph.save_on_cpu()`, or a
-    pair of functions (pack, unpack); `kept_bytes` counts that too, wherever the hooks put it.
-    verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit in
-    the backward pass. The first difference raises RebuildError, which names node, shape, layer and values.
+    Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
+    unless `budget`, `overhead`, `held` or `verify` is given.
 
-    kept_bytes, rebuilt_bytes: held for the backward pass (storages, each once, without parameters), and
-    left out. records: every saved tensor; they add up to those. plan: what `budget` chose, once there is a
-    plan. reasons: why nothing, or less than asked, was saved; empty where all is well. What concerns the
-    whole pass (compiled code, others' hooks, a budget out of reach) is also warned of, once per cause.
+    Args:
+        recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
+            outputs of convolutions, linear layers and attention's scores that take few operations per byte.
+        budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
+            keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
+            all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
+            equal plans.
+        overhead: in place of `budget`, the share of stock's step time that rebuilding may cost by those
+            prices, 0 or more. As few bytes are kept as that time allows.
+        held: other saved-tensor hooks for the tensors that must be held, such as
+            `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
+            these tensors too, wherever the hooks put them.
+        verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit
+            in the backward pass. The first difference raises, and names node, shape, layer and values.
+
+    `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
+    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget` or `overhead` chose,
+    once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all is well.
+    What concerns the whole pass (compiled code, others' hooks, a budget out of reach) is also warned of, once
+    per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
-    `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also
-    if it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
-    that no node saves, such as between a batch norm and a ReLU, are not noticed; `verify` finds them.
-    Nothing happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor
-    hooks that were there first (offloading, checkpointing): those go on as without `lean`.
-    One object may serve several passes.
+    `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
+    it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
+    that no node saves, such as between a batch norm and a ReLU, are not noticed; `verify` finds them. Nothing
+    happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor hooks that
+    were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
+    passes.
 
-    Raises InputError for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, both of
-    them, or a `held` that is no hooks.
+    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, both of
+    them, or a `held` that is no hooks; with `verify`, `RebuildError` in the backward pass.
 
+    >>> import torch, leannorm
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
-    >>> with lean() as saved:
+    >>> with leannorm.lean() as saved:
     ...     loss = model(torch.randn(2, 3, 20, 20)).square().mean()
     >>> loss.backward()
     >>> saved.kept_bytes < saved.rebuilt_bytes
@@ -78,7 +86,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         goal = None if budget is None and overhead is None else Goal(budget, overhead)
         policy = {"norm": NORM, "conv": CONV}[recompute] if goal is None else LEANEST
         self._settings = Settings(policy, goal, None if held is None else hooks_of(held), verify)
-        self._open: list[OnePass] = []
+        self._open: list[ForwardPass] = []
         self._ledger = Ledger()
         self.place: Hashable = None
         self.plan: RebuildPlan | None = None
@@ -91,7 +99,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if not self._open:
             self._ledger, self.reasons = Ledger(), []
         place = place_of(sys._getframe(1)) if self.place is None else self.place
-        self._open.append(OnePass(self._settings, self._ledger, place))
+        self._open.append(ForwardPass(self._settings, self._ledger, place))
         self._open[-1].open()
         return self
 
@@ -108,7 +116,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         found = passed.reasons(self.plan)
         self.reasons += [reason for reason in found if reason not in self.reasons]
         for reason in found:
-            reasons.say(reason)
+            reasons.warn_once(reason)
 
     @property
     def kept_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Masks, of dropout most often, held as one bit for each value."""
+"""Masks, mostly of dropout, held as one bit a value."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from leannorm.saving.evidence import bits
 from leannorm.saving.values import Step, Value
 
-_LOOKED_AT = 64  # values, before all are
+_FIRST = 64  # values that are checked before all others
 
 
 def mask_as_bits(tensor: Tensor) -> Step | None:
-    """Of a contiguous tensor whose values are two: zero, or False, and one other. None for any other.
+    """A step for a contiguous tensor of at most two values, of which one is 0 or False; None for all others.
 
-    Dropout on a CPU multiplies by 0 and 1 / (1 - p) in the input's dtype, which it has written in place. A
-    tensor that nobody has written yet may be one that the operation will fill, as rrelu does its noise.
+    Dropout on a CPU saves a mask of 0 and 1 / (1 - p) in the input's dtype, which it has written in place. A
+    tensor of version 0 was not written yet: its operation may fill it later, as rrelu does with its noise.
     """
     if tensor.dtype is torch.bool:
         return _step(pack_bits(tensor), tensor, 1)
     if tensor._version == 0 or not _on_host(tensor):
         return None
     values = bits(tensor.detach()).reshape(-1).numpy()
-    if len(np.unique(values[:_LOOKED_AT])) > 2:
+    if len(np.unique(values[:_FIRST])) > 2:
         return None
     other = values.max()
     kept = values != 0

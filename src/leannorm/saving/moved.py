@@ -1,4 +1,4 @@
-"""What must be held goes through somebody else's saved-tensor hooks: to the host, to a file, compressed."""
+"""`held=`: held tensors go through other saved-tensor hooks: to the host, to a file, compressed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from leannorm.saving.values import Step, Value
 
 
 class Hooks(NamedTuple):
-    """`pack` makes anything of a tensor, `unpack` makes the tensor of it again."""
+    """`pack` turns a tensor into any object, and `unpack` turns that object back into the tensor."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
 
 
 def hooks_of(held: saved_tensors_hooks | tuple[Any, Any]) -> Hooks:
-    """Of a context such as `save_on_cpu()`, or of a pair (pack, unpack)."""
+    """The hooks of a context such as `save_on_cpu()`, or of a pair (pack, unpack)."""
     if isinstance(held, saved_tensors_hooks):
         return Hooks(held.pack_hook, held.unpack_hook)
     if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
@@ -34,7 +34,7 @@ def hooks_of(held: saved_tensors_hooks | tuple[Any, Any]) -> Hooks:
 
 
 class _Packed:
-    """What `pack` made; compared by identity, as it may be anything."""
+    """The object that `pack` returned; compared by identity, since it may be of any type."""
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
         self.packed, self.unpack = packed, unpack
@@ -47,7 +47,7 @@ def _unpacked(packed: _Packed) -> Tensor:
 
 @torch.no_grad()
 def move(value: Value, tensor: Tensor, hooks: Hooks) -> None:
-    """Hold the tensor by the hooks alone: reading the value unpacks it, once for all of its readers."""
+    """Hold the tensor by the hooks alone: reading the value unpacks it, once for all readers."""
     packed = _Packed(hooks.pack(tensor.detach()), hooks.unpack)
     value.watch, value.sample = version_of(tensor), Sample.of(tensor)
     value.shape, value.dtype, value.tensor = tensor.shape, tensor.dtype, None

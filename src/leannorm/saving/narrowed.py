@@ -1,4 +1,5 @@
-"""Tensors whose numbers fit in fewer bytes are held in those: positions, widened casts, masks of dropout."""
+"""Tensors held in fewer bytes: integers in a narrower dtype, widening casts in their source's dtype, masks
+as bits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torc
 
 
 class _Probe:
-    """Counts as `Packing.pack` would, and in the same depth of calls."""
+    """Counts references as `Packing.pack` does, at the same call depth."""
 
     references = 0
 
@@ -33,13 +34,13 @@ class _Probe:
 
 
 def references(tensor: Tensor) -> int:
-    """How many hold the tensor, where a pack hook hands on what it was given."""
+    """The tensor's reference count, to be called with a pack hook's own argument."""
     return sys.getrefcount(tensor)
 
 
 @lru_cache
 def references_when_alone() -> int:
-    """The same for a tensor that no variable of the caller's holds."""
+    """What `references` gives for a tensor that only autograd holds."""
     probe = _Probe()
     with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
         torch.relu(torch.zeros(1, requires_grad=True))
@@ -47,25 +48,25 @@ def references_when_alone() -> int:
 
 
 def narrowed(tensor: Tensor) -> Step | None:
-    """By the numbers themselves: whole ones that fit in fewer bytes, masks as bits."""
+    """A step from a smaller copy, chosen by the values: integers in a narrower dtype, masks as bits."""
     if not tensor.is_contiguous():
         return None
     if tensor.dtype is torch.bool or tensor.is_floating_point():
         return mask_as_bits(tensor)
     if tensor.dtype is not torch.int64 or asynchronous(tensor):
         return None
-    fake = isinstance(tensor, FakeTensor)  # of a window's positions, by far the most fit in two bytes
+    fake = isinstance(tensor, FakeTensor)  # has no values; nearly all pooling indices fit in int16
     low, high = (0, 0) if fake else (int(v) for v in tensor.aminmax())
     return _in_fewer_bytes(tensor, low, high)
 
 
-POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their windows' axes
+POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their spatial dims
 
 
 def narrowed_positions(tensor: Tensor, node: Any, axes: int) -> Step | None:
-    """The same of a pooling node's own positions, which say by the input's size what they need.
+    """The same for a max pooling node's indices, which are bounded by the input's spatial size.
 
-    For devices, where a look at the numbers themselves would stall the step.
+    For devices, where reading the numbers themselves would stall the step.
     """
     producer, number = node.next_functions[0]
     if producer is None:
@@ -82,7 +83,7 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
     for dtype in (torch.int16, torch.int32):
         span = torch.iinfo(dtype)
         if span.min <= low and high <= span.max:
-            return Step(_widened, (Value(tensor.to(dtype), 0, name="whole numbers"),))
+            return Step(_widened, (Value(tensor.to(dtype), 0, name="integers in a narrower dtype"),))
     return None
 
 
@@ -90,9 +91,9 @@ _MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBa
 
 
 def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | None:
-    """A widening cast, or a softmax of one, from a copy of it in the dtype that it was cast from.
+    """A step for a widening cast, or for a softmax of one, from a copy of the cast in its source's dtype.
 
-    `logits` are what the softmax that is running was called with.
+    `logits` is the input of the softmax call that is running, if one is.
     """
     kind = kind_of(node)
     if kind == "ToCopyBackward0":
@@ -114,9 +115,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _before_the_cast(tensor: Tensor, node: Any) -> Step | None:
-    """None for what is no widening cast, nor a view or copy of one.
+    """The step from a copy in the source's dtype; None if this is no widening cast, or a view or copy of it.
 
-    On a CPU the step is compared each time, as the cast may have been edited since.
+    On a CPU the step is compared every time, since the cast may have been edited.
     """
     while node is not None and kind_of(node) in _MOVE_ONLY:
         node = node.next_functions[0][0]

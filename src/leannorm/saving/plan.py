@@ -10,37 +10,37 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from leannorm.saving.policy import of_held
+from leannorm.saving.policy import needs_no_norm
 from leannorm.saving.values import Value
 
 LONGEST_CHAIN = 3
-"""Of so many residual blocks in a row, each rebuilt from the one before, one is held."""
+"""Every third residual block is held; the others are rebuilt, each from the one before."""
 
 
 def longest_chain_of_sums(value: Value, known: dict[Value, int]) -> int:
-    """The most sums of rebuilt tensors on any path to this value; `known` are earlier answers."""
+    """The largest number of sums of rebuilt tensors on any path to this value; `known` caches results."""
     step = value.step
     if step is None:
         return 0
     if value not in known:
         before = max((longest_chain_of_sums(v, known) for v in step.inputs), default=0)
-        known[value] = before + (step.kind == "sum" and not of_held(value))
+        known[value] = before + (step.kind == "sum" and not needs_no_norm(value))
     return known[value]
 
 
 class Goal(NamedTuple):
-    """A share of stock's bytes, or of stock's time: the one that is not None."""
+    """What to reach: a share of stock's bytes or of stock's step time; the other one is None."""
 
     budget: float | None = None
     overhead: float | None = None
 
 
 class Part(NamedTuple):
-    """Tensors of one memory (a tensor and its views), by their place in the forward pass.
+    """The rebuilt tensors of one storage (a tensor and its views), by their index in the forward pass.
 
-    `seconds`: the price of a rebuild. `sums`: so many sums of rebuilt tensors in a row does it rest on. A
-    chain of residual blocks, each rebuilt from the one before, is alive as a whole when the backward pass
-    reaches its end: it costs peak memory.
+    `seconds`: the price of a rebuild. `sums`: how many sums of rebuilt tensors in a row it depends on. In a
+    chain of residual blocks, each rebuilt from the one before, all blocks are in memory at once when the
+    backward pass reaches the last: this raises peak memory.
     """
 
     places: tuple[int, ...]
@@ -50,7 +50,7 @@ class Part(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """What a forward pass saved: the node and layout of every tensor, and the parts that can be rebuilt.
+    """What a forward pass saved: node and layout of every tensor, and the parts that can be rebuilt.
 
     `kept`: bytes that stay if every part is rebuilt. `seconds`: the price of stock's whole step.
     """
@@ -66,7 +66,7 @@ class Pass(NamedTuple):
         return self.kept + sum(part.nbytes for part in self.parts)
 
     def resized(self, calls: Sequence[tuple[Any, ...]]) -> Pass:
-        """The same for other sizes, such as another length of the sequences: in proportion."""
+        """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
         ratios = [size(new) / max(size(old), 1) for new, old in zip(calls, self.calls, strict=True)]
         parts = [
             part._replace(nbytes=round(part.nbytes * ratio), seconds=part.seconds * ratio)
@@ -83,7 +83,7 @@ def size(call: tuple[Any, ...]) -> int:
 
 
 def structure(call: tuple[Any, ...]) -> Hashable:
-    """All of a call but the sizes: node, number of dims, dtype."""
+    """A call without its sizes: node, number of dims, dtype."""
     kind, shape, _, dtype = call
     return kind, len(shape), dtype
 
@@ -116,15 +116,16 @@ def _cost(part: Part) -> tuple[bool, float, tuple[int, ...]]:
 
 
 def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
-    """The cheapest set, in seconds per byte, that meets the goal.
+    """The cheapest set of parts, in seconds per byte, that meets the goal.
 
-    What needs sums comes last, whatever its cost, and of a chain of sums every third is held unless only
-    without it a budget can be met. Costs add up, since a tensor that several steps need is rebuilt once.
-    Holding a tensor never makes another one harder to rebuild, so every subset of what can be rebuilt is a
-    plan. What the last, large parts brought too much of is given back: the dearest that there is room for.
+    Parts that depend on sums come last, whatever their cost. In a chain of sums every third one is held,
+    unless a budget can only be met by rebuilding it too. Costs add up, since a tensor that several steps need
+    is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of the parts
+    is a valid plan. If the last, large parts free more than a budget asks, the slowest chosen parts that fit
+    in the difference are held.
     """
     parts, starts = made_for.parts, dict[int, Part]()
-    for part in sorted(parts):  # the first that rests on so many sums is the last of those sums
+    for part in sorted(parts):  # the first part that depends on n sums is the n-th sum itself
         starts.setdefault(part.sums, part)
     links = [part for sums, part in starts.items() if sums and sums % LONGEST_CHAIN == 0]
     candidates = sorted((part for part in parts if part not in links), key=_cost)

@@ -1,4 +1,4 @@
-"""The plans that there are, and which of them a forward pass follows, by what it has saved so far."""
+"""All plans of this process, and which of them a forward pass follows, by what it has saved so far."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from leannorm.saving.plan import Goal, Pass, RebuildPlan, plan, structure
 
 _Key = tuple[Goal, Hashable]  # and the structure of the first tensor
 _PLANS: dict[_Key, list[RebuildPlan]] = {}
-_STRAYED: set[_Key] = set()  # passes that left every plan: the next one is measured from its beginning
-_MOST = 256
+_STRAYED: set[_Key] = set()  # passes that fitted no plan to their end: the next one is made into a plan
+_MAX_PLANS = 256
 
 
 class Following:
-    """One pass: it follows a plan while its tensors are those of the plan's pass, whatever their sizes.
+    """One pass, which follows a plan as long as its tensors match those of the plan's pass in all but size.
 
-    A plan for the same sizes comes before one for others. Where no plan fits any more, all is rebuilt that
-    can be.
+    A plan for the same sizes is preferred. If no plan fits any more, everything is rebuilt that can be.
     """
 
     def __init__(self, goal: Goal) -> None:
@@ -26,7 +25,7 @@ class Following:
         self.whole = True  # was the pass without a plan from the beginning?
 
     def rebuilds(self, calls: Sequence[tuple[Any, ...]]) -> bool:
-        """May the tensor be rebuilt that was packed last? `calls` are all until now."""
+        """May the tensor that was packed last be rebuilt? `calls` are all calls so far."""
         last = len(calls) - 1
         if last == 0:
             key = self._key(calls)
@@ -39,7 +38,7 @@ class Following:
         return self.plan is None or self.plan.rebuild[last]
 
     def end(self, passed: Pass) -> None:
-        """Make a plan of a pass that had none, or one for the sizes of a pass that followed another's."""
+        """Make a plan from a pass that followed none, or resize the plan that it followed to its sizes."""
         if not passed.calls:
             return
         key, followed = self._key(passed.calls), self.plan
@@ -53,7 +52,7 @@ class Following:
         elif not self.whole or not passed.stock:
             return
         made = plan(self.goal, passed)
-        if sum(map(len, _PLANS.values())) >= _MOST:  # shapes that never repeat: forget rather than grow
+        if sum(map(len, _PLANS.values())) >= _MAX_PLANS:  # shapes that never repeat must not fill memory
             _PLANS.clear()
         _PLANS.setdefault(key, []).append(made)
         _STRAYED.discard(key)
@@ -64,7 +63,7 @@ class Following:
 
 
 def _best(plans: Sequence[RebuildPlan], calls: Sequence[tuple[Any, ...]]) -> RebuildPlan | None:
-    """The first plan that fits so far: in its sizes too, or else in its structure alone."""
+    """The first plan that fits so far, if possible in its sizes too."""
     fitting = [p for p in plans if _fits(p.made_for.calls[: len(calls)], calls)]
     equal = (p for p in fitting if p.made_for.calls[: len(calls)] == tuple(calls))
     return next(equal, fitting[0] if fitting else None)

@@ -1,7 +1,8 @@
-"""What a rebuild and a training step cost, in seconds, by shapes alone.
+"""Prices: the estimated seconds of a rebuild and of a training step, by shapes alone.
 
-A price is operations over the device's rate, or bytes moved over its memory's, from a table. It is no
-measurement: the same shapes have the same price in every run and on every rank, so they plan alike.
+A price is the number of operations over the device's rate, or the bytes moved over its memory bandwidth, from
+a table. Nothing is measured, so the same shapes have the same price, and the same plan, in every run and on
+every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from leannorm.saving.values import Step, Value
 
 
 class Rates(NamedTuple):
-    """Bytes moved a second, operations of a product a second by the bytes of an element, seconds a call."""
+    """Bytes moved per second; operations of a product per second, by element size; seconds per call."""
 
     memory: float
     products: dict[int, float]
@@ -28,7 +29,7 @@ class Rates(NamedTuple):
 
 
 _GB, _T = 1e9, 1e12
-# What torch reaches on large tensors, not what data sheets say: half to two thirds of that.
+# What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
 _CPU_TILES = _CPU._replace(products={**_CPU.products, 2: 0.29 * _T})
@@ -54,7 +55,7 @@ def rates(device: torch.device) -> Rates:
 
 
 def of_rebuild(step: Step, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> float:
-    """Of one rebuild, with what nobody packed on the way."""
+    """The price of one rebuild, with all tensors on the way to it that were not packed."""
     total, rate = 0.0, rates(device)
     if step.kind == "product":
         total += step.flops / rate.products.get(dtype.itemsize, rate.products[2])
@@ -73,12 +74,12 @@ def _nbytes(value: Value) -> int:
     return prod(value.shape) * value.dtype.itemsize
 
 
-_PASSES = 2.5  # of a step over what an operation reads and writes: one forward, the others backward
+_PASSES = 2.5  # over an operation's inputs and outputs in a step: one forward, the others backward
 _NO_WORK = ALIASES | {"AccumulateGrad", "ReshapeAliasBackward0", "UnsafeViewBackward0", "TBackward0"}
 
 
 def of_step(nodes: Iterable[Any], device: torch.device) -> float:
-    """Of a whole training step in stock autograd: of every node behind these, forward and backward."""
+    """The price of stock autograd's training step: all nodes that these depend on, forward and backward."""
     total, rate = 0.0, rates(device)
     seen, left = set(), list(nodes)
     while left:
@@ -101,7 +102,7 @@ def of_step(nodes: Iterable[Any], device: torch.device) -> float:
 
 
 def _flops(kind: str, inputs: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
-    """Of a product's forward pass, by the shapes that its node knows; () for an input without gradient."""
+    """Operations of a product's forward pass, by the shapes at its node; () for an input without gradient."""
     if kind.startswith("ScaledDotProduct"):
         return 4 * prod(inputs[0]) * inputs[1][-2] if inputs[0] and inputs[1] else 0
     if kind in ("ConvolutionBackward0", "leannorm.ConvNorm"):

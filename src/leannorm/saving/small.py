@@ -1,7 +1,7 @@
-"""Passes that save little: what they save is held as it is, since rebuilding costs more than it brings.
+"""Small passes: everything that they save is held, since rebuilding would take more time than it is worth.
 
-A pass is small until it has saved more than `SMALL` bytes. Only where the pass before, at the same place of
-the program, stayed small does one begin so; every other looks at all that it saves from its beginning.
+A pass starts as a small pass only if the one before, at the same place of the program, was small. It stops
+being one when it has saved more than `SMALL` bytes; steps are searched from there on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from leannorm.saving.evidence import sequence_number
 
 SMALL = 4 << 20
-"""Bytes of a whole pass. Below, a look at each tensor takes a tenth of the step and more."""
+"""Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""
 
 Kept = tuple[Tensor, int]  # a tensor and its version
 
 _STAYED_SMALL: dict[Hashable, None] = {}
-_MOST = 4096
+_MAX_PLACES = 4096
 
 
 def place_of(frame: FrameType) -> Hashable:
@@ -29,31 +29,32 @@ def place_of(frame: FrameType) -> Hashable:
 
 
 def was_small(place: Hashable) -> bool:
+    """Was the last pass at this place small?"""
     return place in _STAYED_SMALL
 
 
 def note(place: Hashable, nbytes: int) -> None:
-    """What the pass that has ended saved in all."""
+    """Record that a pass at this place has saved so many bytes in all."""
     if nbytes > SMALL:
         _STAYED_SMALL.pop(place, None)
     else:
-        if len(_STAYED_SMALL) >= _MOST:
+        if len(_STAYED_SMALL) >= _MAX_PLACES:
             _STAYED_SMALL.clear()
         _STAYED_SMALL[place] = None
 
 
 class SmallPass:
-    """The pack hook of a pass that begins small, and what it has held."""
+    """The pack hook of a small pass, and the tensors that it has held."""
 
     def __init__(self, pack_from: Callable[[int], Callable[[Tensor], Any]]) -> None:
-        """`pack_from(number)` is the hook for when the pass is small no more, from that node on."""
+        """`pack_from(number)` makes the hook for the rest of a pass that turns out not to be small."""
         self._pack_from = pack_from
         self._pack: Callable[[Tensor], Any] | None = None
         self.kept: list[Kept] = []
         self.nbytes = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        """The tensor without its graph, or what the other hook makes of it."""
+        """The tensor, detached, and its version; after `SMALL` bytes, the result of the other hook."""
         if self._pack is not None:
             return self._pack(tensor)
         base = tensor if tensor._base is None else tensor._base

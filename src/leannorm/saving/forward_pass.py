@@ -1,4 +1,4 @@
-"""One forward pass under `lean()`: its hooks from when it opens to when it closes."""
+"""One forward pass in `lean()`: sets its hooks, removes them, and stores what later passes need."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from leannorm.saving.verify import Layers
 
 
 class Settings(NamedTuple):
-    """Of `lean()`, checked."""
+    """The arguments of `lean()`, checked."""
 
     policy: Policy
     goal: Goal | None
@@ -32,12 +32,12 @@ class Settings(NamedTuple):
 
     @property
     def may_be_small(self) -> bool:
-        """May a pass that saves little be left as it is? Not where somebody asks for more."""
+        """May a small pass be left as it is? Not if a setting asks for something else."""
         return self.goal is None and self.hooks is None and not self.verify
 
 
-class OnePass:
-    """From `open` to `close`; `place` tells the passes of one line of a program from others'."""
+class ForwardPass:
+    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it."""
 
     def __init__(self, settings: Settings, ledger: Ledger, place: Hashable) -> None:
         self._settings, self._ledger = settings, ledger
@@ -49,7 +49,7 @@ class OnePass:
         self._refused: str | None = None
 
     def open(self) -> None:
-        """Set the hooks, unless there are reasons against."""
+        """Set the hooks, unless `_refusal` has a reason against it."""
         self._refused = _refusal()
         if self._refused is not None:
             return
@@ -60,7 +60,7 @@ class OnePass:
             self._stack.enter_context(saved_tensors_hooks(self._begin(0), unpack))
 
     def _begin(self, since: int) -> Callable[[Tensor], Any]:
-        """The pack hook that looks at every tensor, of nodes from number `since` on."""
+        """The pack hook that searches steps, which read outputs only of nodes from number `since` on."""
         layers = None
         if self._settings.verify:
             layers = Layers()
@@ -73,14 +73,14 @@ class OnePass:
         return self._packing.pack
 
     def close(self) -> None:
-        """Take the hooks away; the ledger is closed, too."""
+        """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._packing is not None:
             self._packing.search.leaves.forget()
         self._ledger.close(() if self._small is None else self._small.kept)
 
     def learn(self) -> RebuildPlan | None:
-        """Remember what the next passes can use; returns the plan, where there is one."""
+        """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         packing, following = self._packing, self._following
         if self._place is not None and (packing is None or packing.seen) and self._refused is None:
             note(self._place, self._ledger.kept() + self._ledger.rebuilt())
@@ -93,7 +93,7 @@ class OnePass:
         return following.plan
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
-        """Why nothing or less than asked was saved: first what concerns the whole pass."""
+        """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
         found: Counter[str] = Counter() if self._packing is None else self._packing.reasons
         whole = [reason for reason in found if reason in reasons.OF_THE_PASS]
         if self._refused is not None:
@@ -118,7 +118,7 @@ class OnePass:
 
 
 def _refusal() -> str | None:
-    """Why hooks may not be set; others' that are there first (offloading, checkpointing) come first."""
+    """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
