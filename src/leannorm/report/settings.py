@@ -35,18 +35,25 @@ def settings_for(
     model: nn.Module, recompute: Sequence[str], budgets: Sequence[float], against: Sequence[str]
 ) -> list[Setting]:
     """Stock first, then lean by kind and by budget, then the others. Raises InputError for unknown names."""
-    made = [Setting("stock", model)]
+    made, place = [Setting("stock", model)], object()
     for kind in recompute:
         check(kind, None)
-        made.append(Setting(kind, model, partial(lean, kind)))  # type: ignore[arg-type]  # checked above
+        made.append(Setting(kind, model, partial(_lean, place, recompute=kind)))
     for budget in budgets:
         check("norm", budget)
-        made.append(Setting(f"budget {budget:g}", model, partial(lean, budget=budget)))
+        made.append(Setting(f"budget {budget:g}", model, partial(_lean, place, budget=budget)))
     for other in against:
         if other not in AGAINST:
             raise InputError(f"against is one of {', '.join(AGAINST)}; got {other!r}")
         made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
     return made
+
+
+def _lean(place: object, **settings: Any) -> lean:
+    """`lean()`, whose passes all count as at one place of a program: small ones of other models do not."""
+    context = lean(**settings)
+    context.place = place
+    return context
 
 
 def _checkpointed(model: nn.Module) -> Callable[..., Any]:

@@ -118,7 +118,8 @@ class Ledger:
                 root = _root(value)
                 nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
                 seen.update((value, (root, "memory")))
-                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, value.seconds or None
+                seconds = None if value.is_held else value.seconds
+                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds
 
 
 def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
