@@ -77,12 +77,6 @@ class Packed(weakref.ref[Value]):
     __slots__ = ("sample",)
     sample: Sample | None
 
-    @classmethod
-    def of(cls, value: Value) -> Packed:
-        reference = cls(value)
-        reference.sample = value.sample
-        return reference
-
 
 def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
     """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node.
@@ -100,7 +94,8 @@ def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
 
 
 def find(node: Any, output: int) -> Value | None:
-    lookup = registered(node, output)
+    known = node.metadata.get(_KEY)
+    lookup = known.get(output) if known else None
     return lookup() if lookup else None
 
 

@@ -111,7 +111,9 @@ class Packing:
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
-        register(node, output, Packed.of(value))
+        packed = Packed(value)
+        packed.sample = value.sample
+        register(node, output, packed)
         if value.step is None and unedited and size >= SMALLEST:
             missing = found.outputs if isinstance(found, Missing) else ()
             self._offer(value, tensor, node, kind, missing if may else ())
