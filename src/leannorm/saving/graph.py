@@ -77,12 +77,6 @@ class Packed(weakref.ref[Value]):
     __slots__ = ("sample",)
     sample: Sample | None
 
-    @classmethod
-    def of(cls, value: Value) -> Packed:
-        reference = cls(value)
-        reference.sample = value.sample
-        return reference
-
 
 def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
     """Make `find` return `lookup()`, a weak reference: the value may hold the node.
@@ -102,7 +96,8 @@ def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
 
 def find(node: Any, output: int) -> Value | None:
     """The value registered for this output of the node, if it is still alive."""
-    lookup = registered(node, output)
+    known = node.metadata.get(_KEY)
+    lookup = known.get(output) if known else None
     return lookup() if lookup else None
 
 

@@ -139,7 +139,9 @@ class Packing:
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
-        register(node, output, Packed.of(value))
+        packed = Packed(value)
+        packed.sample = value.sample
+        register(node, output, packed)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):

@@ -22,12 +22,14 @@ class Following:
     def __init__(self, goal: Goal) -> None:
         self.goal = goal
         self.plan: RebuildPlan | None = None
+        self._begun = False
         self.whole = True  # was the pass without a plan from the beginning?
 
     def rebuilds(self, calls: Sequence[tuple[Any, ...]]) -> bool:
         """May the tensor that was packed last be rebuilt? `calls` are all calls so far."""
         last = len(calls) - 1
-        if last == 0:
+        if not self._begun:
+            self._begun = True
             key = self._key(calls)
             self.plan = None if key in _STRAYED else _best(_PLANS.get(key, ()), calls)
             self.whole = self.plan is None
