@@ -25,7 +25,7 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
         ) from error
     lean(recompute, **settings)  # raises where there are no such settings
 
-    class LeanCallback(TrainerCallback):  # type: ignore[misc]
+    class LeanCallback(TrainerCallback):
         """Makes the model lean when training begins, and takes that back when it ends."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
