@@ -82,7 +82,7 @@ def test_a_trainer_is_lean(tmp_path, bf16):
     stock, trainer = trained(tmp_path / "stock", [], bf16)
     assert seen  # it was at work
     assert_same(model, stock)
-    assert "forward" not in vars(model)
+    assert ("forward" in vars(model)) == ("forward" in vars(stock))  # accelerate's own, for bfloat16
     last = sorted((tmp_path / "lean").glob("checkpoint-*"))[-1]
     assert_same(type(model).from_pretrained(last), trainer.model)
 

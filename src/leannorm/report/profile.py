@@ -109,15 +109,15 @@ def profile(
     every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of the
     output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
     memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
-    before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB in all are
-    measured as `lean` runs them in training: without a budget they are left as they are.
+    before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB are
+    measured with rebuilds, too, although `lean` leaves them as they are in training.
 
     Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 
     >>> import torch, leannorm
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
-    >>> report = leannorm.profile(model, torch.randn(8, 3, 64, 64), steps=1)
+    >>> report = leannorm.profile(model, torch.randn(2, 3, 20, 20), steps=1)
     >>> [setting.name for setting in report.settings]
     ['stock', 'norm', 'conv']
     >>> report.settings[1].kept < report.settings[0].kept

@@ -13,6 +13,7 @@ from torch import nn
 from leannorm._errors import InputError
 from leannorm.saving import lean
 from leannorm.saving.policy import check
+from leannorm.saving.small import NEVER_SMALL
 
 AGAINST = ("checkpoint", "compile")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -35,13 +36,13 @@ def settings_for(
     model: nn.Module, recompute: Sequence[str], budgets: Sequence[float], against: Sequence[str]
 ) -> list[Setting]:
     """Stock first, then lean by kind and by budget, then the others. Raises InputError for unknown names."""
-    made, place = [Setting("stock", model)], object()
+    made = [Setting("stock", model)]
     for kind in recompute:
         check(kind, None)
-        made.append(Setting(kind, model, partial(_lean, place, recompute=kind)))
+        made.append(Setting(kind, model, partial(_lean, recompute=kind)))
     for budget in budgets:
         check("norm", budget)
-        made.append(Setting(f"budget {budget:g}", model, partial(_lean, place, budget=budget)))
+        made.append(Setting(f"budget {budget:g}", model, partial(_lean, budget=budget)))
     for other in against:
         if other not in AGAINST:
             raise InputError(f"against is one of {', '.join(AGAINST)}; got {other!r}")
@@ -49,10 +50,10 @@ def settings_for(
     return made
 
 
-def _lean(place: object, **settings: Any) -> lean:
-    """`lean()`, whose passes all count as at one place of a program: small ones of other models do not."""
+def _lean(**settings: Any) -> lean:
+    """`lean()` that also rebuilds in small passes: a small model or batch mostly stands for a larger one."""
     context = lean(**settings)
-    context.place = place
+    context.place = NEVER_SMALL
     return context
 
 

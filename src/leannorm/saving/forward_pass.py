@@ -18,7 +18,7 @@ from leannorm.saving.packing import Packing, unpack
 from leannorm.saving.plan import Goal, RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.small import SmallPass, note, was_small
+from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
 from leannorm.saving.verify import Layers
 
 
@@ -41,7 +41,8 @@ class ForwardPass:
 
     def __init__(self, settings: Settings, ledger: Ledger, place: Hashable) -> None:
         self._settings, self._ledger = settings, ledger
-        self._place = (place, settings.policy) if settings.may_be_small else None
+        may_be_small = settings.may_be_small and place is not NEVER_SMALL
+        self._place = (place, settings.policy) if may_be_small else None
         self._stack = ExitStack()
         self._following = None if settings.goal is None else Following(settings.goal)
         self._packing: Packing | None = None

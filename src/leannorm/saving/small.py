@@ -17,6 +17,9 @@ from leannorm.saving.evidence import sequence_number
 SMALL = 4 << 20
 """Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""
 
+NEVER_SMALL = object()
+"""The place of passes that are searched at any size, such as those that a report measures."""
+
 Kept = tuple[Tensor, int]  # a tensor and its version
 
 _STAYED_SMALL: dict[Hashable, None] = {}
