@@ -43,6 +43,16 @@ SAME = {
             with suppressed():
                 loss.backward(retain_graph=True)
     """,
+    "memory that torch's recomputation of a checkpoint does not fill": """
+        n=4 s=7
+        forward:
+            x = leaf(n, 8, s, s)
+            y = checkpoint(lambda a: F.rrelu(a, training=True), x, use_reentrant=False)
+            loss = y.mean()
+        backward:
+            with deterministic(False):
+                loss.backward()
+    """,
 }
 UNSEEN = {
     "between a norm and an activation that saves its output": """
