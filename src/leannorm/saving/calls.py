@@ -25,11 +25,14 @@ class Call(NamedTuple):
     reads_buffers: bool  # of running statistics, as in evaluation
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# `Function.apply` is written in Python; from torch 2.15 on in C, and then the frame is its caller's
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def is_compiled(frame: FrameType) -> bool:
     """Does `frame`, which is saving tensors now, run what torch.compile has made of a model?"""
+    if _APPLY is None:
+        return str(frame.f_globals.get("__name__")).startswith("torch._functorch.")
     if frame.f_code is not _APPLY:
         return False
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
