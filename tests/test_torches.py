@@ -6,12 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matrix
 import pytest
 import torch
 
 import leannorm
 from leannorm._torch import TESTED, is_tested, why_refused
 from leannorm.cli import main
+
+ROOT = Path(__file__).parents[1]
+REPORT = '<testsuites><testsuite errors="1" failures="2" skipped="3" tests="10"/></testsuites>'
 
 
 def test_a_torch_that_is_too_old_is_refused_in_one_line(tmp_path):
@@ -46,3 +50,19 @@ def test_info_says_whether_this_release_was_tested(monkeypatch, tmp_path, found,
     assert facts["this torch is"].split(":")[0] == said
     assert facts["torch tested"] == ", ".join(TESTED)
     assert is_tested(found) is (said == "tested")
+
+
+def test_the_matrix_counts_what_pytest_reports(tmp_path):
+    report = tmp_path / "report.xml"
+    assert matrix.row_of("2.10.0", report, 1.0).failed == 1  # it never came to a report
+    report.write_text(REPORT)
+    assert matrix.row_of("2.10.0", report, 61.4) == ("2.10.0", 4, 3, 3, 61)
+    report.write_text(REPORT.replace('tests="10"', 'tests="0"'))
+    assert matrix.row_of("2.10.0", report, 1.0).failed > 0  # nothing was run
+
+
+def test_the_page_has_a_row_for_every_release():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| 2.")]
+    assert rows == list(TESTED)
+    assert matrix.HEADER.splitlines()[0] in page
