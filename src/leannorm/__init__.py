@@ -1,5 +1,8 @@
 """Normalization layers for PyTorch that train in about half the memory."""
 
+from leannorm import _torch as _torch  # first: says in one line which torch is too old
+
+# isort: split
 from leannorm import distributed as distributed
 from leannorm import functional as functional
 from leannorm import interop as interop

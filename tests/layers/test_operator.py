@@ -108,6 +108,8 @@ def test_estimates_keep_their_precision_under_half_input(dtype):
     torch.testing.assert_close(mean, statistics(x.to(dtype).double())[0].float())
 
 
+# torch's own: from 2.15 on opcheck copies the arguments of operators that write, and looks at a copy's .grad
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("flags", [(False, False), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("batch_id", [None, torch.tensor(0)], ids=repr)
 def test_opcheck(flags, batch_id):

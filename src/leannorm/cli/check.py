@@ -25,6 +25,7 @@ def check(
 ) -> None:
     """Check on this machine every equality that the layers promise, each against its error budget.
 
+    And tell which recipes of lean() are alive beside this torch; one that does not fit it rests.
     With --model and --input: train a model stock and under lean(), and compare every bit.
     """
     from rich.console import Console
@@ -32,8 +33,9 @@ def check(
     from leannorm._errors import InputError
     from leannorm._files import check_writable, write_json
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.report.numerics import run_checks
-    from leannorm.report.render import checks_table
+    from leannorm.report.numerics import Check, run_checks
+    from leannorm.report.recipes import WRONG, recipe_states
+    from leannorm.report.render import checks_table, recipes_table
 
     check_writable(json)
     if bool(model) != bool(input):
@@ -44,13 +46,20 @@ def check(
         for one in _of_model(model, input, steps) if model else run_checks():
             checks.append(one)
             status.update(f"checking: {one.name}")
+        recipes = [] if model else list(recipe_states())
+    if recipes:
+        wrong = [one.kind for one in recipes if one.state == WRONG]
+        checks.append(Check("lean(), gradients by recipe", len(wrong), 0.0, "stock", ", ".join(wrong)))
     failed = [one.name for one in checks if not one.passed]
     console.print(checks_table(checks).rich())
+    if recipes:
+        console.print(recipes_table(recipes).rich())
     for one in checks:
         if one.detail:
             console.print(f"{one.name}: {one.detail}", highlight=False, markup=False)
     if json:
-        write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks]})
+        told = {"recipes": [one._asdict() for one in recipes]} if recipes else {}
+        write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks], **told})
         console.print(f"numbers: {json}", highlight=False)
     if failed:
         console.print(

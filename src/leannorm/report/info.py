@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from leannorm._torch import TESTED, is_tested
 from leannorm.ops.select import backends
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
@@ -31,6 +32,8 @@ def installation() -> Installation:
     facts = {
         "leannorm": __version__,
         "torch": torch.__version__,
+        "this torch is": "tested" if is_tested(torch.__version__) else "untested: leannorm check tries it",
+        "torch tested": ", ".join(TESTED),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),

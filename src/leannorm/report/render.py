@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from leannorm._errors import MissingDependencyError
 from leannorm.report.numerics import Check
+from leannorm.report.recipes import ALIVE, RecipeState
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -54,6 +55,15 @@ def checks_table(checks: Sequence[Check]) -> Table:
         for one in checks
     ]
     return Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
+
+
+def recipes_table(recipes: Sequence[RecipeState]) -> Table:
+    """One row for all that are alive, one for each that is not, with the reason."""
+    named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
+    alive = [name for name, one in named if one.state == ALIVE]
+    rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]
+    rows += [[one.state, name, one.why] for name, one in named if one.state != ALIVE]
+    return Table(["", "recipe of lean()", "on this torch"], rows, numbers_from=3)
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,14 @@ def logits_of(frame: FrameType) -> Tensor | None:
     return frame.f_locals["input"] if frame.f_code in _SOFTMAXES else None
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# `Function.apply` is written in Python; from torch 2.15 on in C, and then the frame is its caller's
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def is_compiled(frame: FrameType) -> bool:
     """Is `frame`, the caller of the pack hook, code that torch.compile generated?"""
+    if _APPLY is None:
+        return str(frame.f_globals.get("__name__")).startswith("torch._functorch.")
     if frame.f_code is not _APPLY:
         return False
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")

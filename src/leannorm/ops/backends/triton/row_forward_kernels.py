@@ -94,14 +94,13 @@ def forward_tile(
         scale = _scale(tl.max(tl.abs(centred), 1))
         square = tl.sum((centred * scale[:, None]) * (centred * scale[:, None]), 1)
         factor = _rstd(square, scale, kept, EPS)
-        tl.store(rstd + row, factor, exists)
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
     else:
         factor = tl.rsqrt(square / kept + EPS)
-        tl.store(rstd + row, factor, exists)
         if not RMS:
             centred -= rest[:, None]
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
+    # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
+    tl.store(rstd + row, factor, exists)
+    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
