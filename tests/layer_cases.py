@@ -91,17 +91,34 @@ def pair(conv: type[stock.Module], norm: type[stock.Module]) -> Callable[..., st
     norms = {"eps", "momentum", "affine", "track_running_stats"}
 
     class ConvBatchNorm(stock.Sequential):
+        eps_mode = "inside"
+
+        def forward(self, input: Tensor) -> Tensor:
+            if self.eps_mode == "inside":
+                return super().forward(input)
+            z, bn = self.conv(input), self.bn
+            axes, along = (0, *range(2, z.dim())), (-1, *(1,) * (z.dim() - 2))
+            mean, var = (z.mean(axes), z.var(axes)) if self.training else (bn.running_mean, bn.running_var)
+            if self.training:
+                bn(z.detach())  # moves the statistics
+            rstd = 1 / (var.sqrt() + bn.eps)
+            return (z - mean.view(along)) * (rstd * bn.weight).view(along) + bn.bias.view(along)
+
         def extra_repr(self) -> str:
-            return "eps_mode=inside"
+            return f"eps_mode={self.eps_mode}"
 
     ConvBatchNorm.__name__ = conv.__name__.replace("Conv", "ConvBatchNorm")
 
-    def make(*given: int, device: Any = None, dtype: Any = None, **options: Any) -> stock.Module:
+    def make(
+        *given: int, device: Any = None, dtype: Any = None, eps_mode: str = "inside", **options: Any
+    ) -> stock.Module:
         place = {"device": device, "dtype": dtype}
         of_norm = {k: v for k, v in options.items() if k in norms}
         of_conv = {"bias": False} | {k: v for k, v in options.items() if k not in norms}
         parts = conv(*given, **of_conv, **place), norm(given[1], **of_norm, **place)
-        return ConvBatchNorm(OrderedDict(zip(("conv", "bn"), parts, strict=True)))
+        made = ConvBatchNorm(OrderedDict(zip(("conv", "bn"), parts, strict=True)))
+        made.eps_mode = eps_mode
+        return made
 
     return make
 
@@ -174,7 +191,13 @@ BATCH = (
     {"affine": False, "track_running_stats": False},
     *([{"bias": False}] if _has_bias(stock.BatchNorm2d) else []),
 )
-ACT = ({}, {"act": "gelu", "momentum": None}, {"act": "silu", "affine": False})
+ACT = (
+    {},
+    {"act": "gelu", "momentum": None},
+    {"act": "silu", "affine": False},
+    *([{"act": "identity", "bias": False}] if _has_bias(stock.BatchNorm2d) else []),
+)
+ADD_ACT = ({}, {"act": "silu"})
 INSTANCE = (
     {"affine": True, "track_running_stats": True},
     {},
@@ -187,6 +210,7 @@ CONV = (
     {"padding": 1, "padding_mode": "circular", "bias": True},
     {"groups": 2, "momentum": None},
     {"affine": False, "track_running_stats": False},
+    {"eps_mode": "outside", "eps": 1e-2},
 )
 GROUP = ({}, {"affine": False}, {"eps": 1e-3}, *([{"bias": False}] if _has_bias(stock.GroupNorm) else []))
 LAYER = ({}, {"eps": 1e-3, "bias": False}, {"elementwise_affine": False})
@@ -212,7 +236,7 @@ def _of_rank(rank: int) -> list[Layer]:
     return [
         Layer(f"BatchNorm{rank}d", (4,), shape, batch, batch, BATCH),
         Layer(f"BatchNormAct{rank}d", (4,), shape, act, batch, ACT),
-        Layer(f"BatchNormAct{rank}d", (4,), shape, act, batch, ACT[:1], residual=True),
+        Layer(f"BatchNormAct{rank}d", (4,), shape, act, batch, ADD_ACT, residual=True),
         Layer(f"InstanceNorm{rank}d", (4,), shape, instance, instance, INSTANCE),
         Layer(f"ConvBatchNorm{rank}d", (4, 6, 2), shape, pairs, none, CONV, empty=(0,), without=ONE_DTYPE),
     ]
@@ -231,19 +255,20 @@ def _rows(name: str, options: tuple[dict[str, Any], ...]) -> list[Layer]:
     norm, empty = getattr(stock, name), (0,)
     return [
         Layer(name, (6,), (4, 3, 6), norm, norm, options, empty=empty),
-        Layer(name, ((4, 6),), (3, 4, 6), norm, norm, empty=empty),
+        Layer(name, ([4, 6],), (3, 4, 6), norm, norm, empty=empty),
         Layer(name, (6,), (2, 6, 3, 4), along(norm), norm, ({"dim": 1},)),
     ]
 
 
-_1D, _2D = stock.BatchNorm1d, stock.InstanceNorm2d
+_1D = stock.BatchNorm1d
+UNBATCHED = [(n, getattr(stock, f"InstanceNorm{n}d")) for n in SHAPES]
 LAYERS = [
     *_of_rank(1),
     *_of_rank(2),
     *_of_rank(3),
     Layer("BatchNorm1d", (4,), (6, 4), _1D, _1D, BATCH, empty=(0,)),
     Layer("BatchNormAct1d", (4,), (6, 4), then_act(_1D), _1D, ACT[:1], empty=(0,)),
-    Layer("InstanceNorm2d", (4,), (4, 3, 5), _2D, _2D, INSTANCE, empty=(-1,)),
+    *(Layer(f"InstanceNorm{n}d", (4,), SHAPES[n][1:], i, i, INSTANCE[:2], empty=(-1,)) for n, i in UNBATCHED),
     _sync(SHAPES[2], BATCH, (0, -1)),
     _sync((6, 4), BATCH[:1], (0,)),
     _op(SHAPES[2], OPERATOR),

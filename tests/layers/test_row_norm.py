@@ -151,6 +151,25 @@ def test_only_the_input_and_two_statistics_a_row_are_kept():
     assert any(t.data_ptr() == x.data_ptr() for t in kept)
 
 
+def test_a_stock_layer_may_become_ours_by_its_class():
+    layer = torch.nn.LayerNorm(6)
+    layer.__class__ = nn.LayerNorm
+    assert layer(torch.randn(2, 6)).shape == (2, 6)
+
+
+def test_add_layer_norm_compiles():
+    def block(x, residual, weight):
+        y, r = functional.add_layer_norm(x, residual, (6,), weight)
+        return y + r
+
+    x, residual, weight = (torch.randn(s, requires_grad=True) for s in ((4, 6), (4, 6), (6,)))
+    results = []
+    for function in (block, torch.compile(block, fullgraph=True, backend="aot_eager")):
+        y = function(x, residual, weight)
+        results.append([y, *torch.autograd.grad(y.pow(3).sum(), (x, residual, weight))])
+    torch.testing.assert_close(results[1], results[0])
+
+
 BAD = [
     (DtypeError, lambda x: functional.layer_norm(x.long(), (6,))),
     (DtypeError, lambda x: functional.rms_norm(x.to(torch.complex64), (6,))),
