@@ -121,7 +121,11 @@ def test_parameters_of_float32_take_any_dtype(case, dtype):
 
 
 LAYOUTS = ("channels_last", "sliced", "transposed", "offset", "expanded")
-LAID_OUT = [(case, layout) for case in FIRST for layout in LAYOUTS[len(case.layer.shape) < 4 or 0 not in case.layer.empty :]]
+LAID_OUT = [
+    (case, layout)
+    for case in FIRST
+    for layout in LAYOUTS[len(case.layer.shape) < 4 or 0 not in case.layer.empty :]
+]
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

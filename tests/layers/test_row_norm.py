@@ -6,7 +6,6 @@ from row_cases import (
     CASES,
     DTYPES,
     RowCase,
-    assert_within_budget,
     budget,
     error,
     exact,
@@ -21,34 +20,11 @@ from leannorm import functional, nn
 from leannorm._errors import DtypeError, InputError
 
 RMS = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-GAPS = [(0.0, 1.0), (1.0, 0.0), (10.0, 1.0), (100.0, 1.0), (1e3, 1.0), (1e4, 1.0), (0.0, 1e-6)]
 
 
 def parameters(case, rms, dtype=torch.float32):
     weight = torch.randn(case.normalized_shape).to(dtype)
     return weight, None if rms else torch.randn(case.normalized_shape).to(dtype)
-
-
-@RMS
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_values_and_gradients_within_the_budget(case, dtype, rms):
-    x, (weight, bias), dy = make(case, dtype), parameters(case, rms, dtype), torch.randn(case.shape).to(dtype)
-    assert_within_budget(case, x, weight, bias, dy, 1e-5, rms)
-
-
-@RMS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("mean", "std"), GAPS)
-def test_large_means_and_small_spreads(mean, std, dtype, rms):
-    case = RowCase((16, 300), (300,))
-    x, (weight, bias), dy = (
-        make(case, dtype, mean, std),
-        parameters(case, rms, dtype),
-        torch.randn(case.shape),
-    )
-    dy = dy.to(dtype)
-    assert_within_budget(case, x, weight, bias, dy, 1e-5, rms)
 
 
 @RMS
