@@ -55,8 +55,8 @@ sanitize: $(VENV)/.ready
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib \
 	    $(BIN)/python -m pytest -p no:cacheprovider --timeout=900 \
-	    tests/kernels/test_kernels.py tests/kernels/test_row_kernels.py \
-	    tests/kernels/test_statistics.py tests/kernels/test_fuzz.py
+	    -k "not triton" tests/kernels/test_cpp_kernels.py tests/kernels/test_channel_kernels.py \
+	    tests/kernels/test_row_kernels.py tests/kernels/test_statistics.py tests/kernels/test_fuzz.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

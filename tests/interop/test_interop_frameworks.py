@@ -12,6 +12,7 @@ from interop_cases import FILES, FIXTURES, Net, defaults, recorded, said
 
 from leannorm import interop, nn
 from leannorm.interop import CONVENTIONS
+from leannorm.report.answers import allowed_error, largest_error
 
 FRAMEWORKS = sorted(FILES)
 DTYPES = [torch.float64, torch.float32]
@@ -27,16 +28,13 @@ def loaded(framework, kinds, dtype, count):
     return model
 
 
-def rounding(wanted, dtype):
-    return wanted.abs().max().item() * torch.finfo(dtype).eps
-
-
 def assert_within_budget(framework, run, wanted, dtype):
     """`wanted`, the framework's own result, is the oracle; `run(kinds)` computes it with our norms and with
     torch's, whose error is the budget, with one rounding more for each of the network's layers."""
     ours, stock = (run(kinds).detach().double() for kinds in (nn, torch.nn))
-    budget = 2 * (stock - wanted).abs().max().item() + LAYERS * rounding(wanted, dtype)
-    assert (ours - wanted).abs().max().item() <= budget
+    largest = wanted.abs().max().item()
+    budget = allowed_error(largest_error(stock, wanted), dtype, largest, 2 * LAYERS)
+    assert largest_error(ours, wanted) <= budget
     if dtype == torch.float64:
         assert budget < ORACLE_ERROR[framework]
 
@@ -72,7 +70,8 @@ def test_onnxruntime_infers_the_same():
     told = recorded("onnx")
     ours = loaded("onnx", nn, torch.float32, math.inf).eval()(told["x"].float()).detach().double()
     runtime = told["inferred_onnxruntime"].double()
-    budget = 2 * (runtime - told["inferred"]).abs().max() + rounding(told["inferred"], torch.float32)
+    want = told["inferred"]
+    budget = allowed_error(largest_error(runtime, want), torch.float32, want.abs().max().item(), 2)
     assert (ours - told["inferred"]).abs().max() <= budget
 
 

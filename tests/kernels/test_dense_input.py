@@ -1,13 +1,13 @@
 """Sparse and mkldnn tensors are refused by our error, wherever they are handed in, and nothing is changed."""
 
 import inspect
-import re
 import warnings
 
 import pytest
 import torch
+from layer_cases import LAYERS, Case
 
-from leannorm import functional, nn
+from leannorm import functional
 from leannorm._errors import InputError
 
 SHAPE = (4, 6, 5, 7)
@@ -91,33 +91,16 @@ def test_functions(name, kind):
         assert all(torch.equal(given[k], v) for k, v in before.items())
 
 
-LAYERS = {
-    "BatchNorm1d": (6,), "BatchNorm2d": (6,), "BatchNorm3d": (6,),
-    "BatchNormAct1d": (6,), "BatchNormAct2d": (6,), "BatchNormAct3d": (6,),
-    "BatchNormOp": (6,), "SyncBatchNorm": (6,), "GroupNorm": (3, 6), "LayerNorm": (7,), "RMSNorm": (7,),
-    "ConvBatchNorm1d": (6, 3, 3), "ConvBatchNorm2d": (6, 3, 3), "ConvBatchNorm3d": (6, 3, 3),
-    "InstanceNorm1d": (6,), "InstanceNorm2d": (6,), "InstanceNorm3d": (6,),
-}  # fmt: skip
-
-
-def test_every_layer_is_tried():
-    assert set(LAYERS) == set(nn.__all__)
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name, kind, training):
-    layer = getattr(nn, name)(*LAYERS[name]).train(training)
-    axes = int(re.sub(r"\D", "", name) or 2)
-    x = image(4, 6, *(5, 7, 7)[:axes] if axes < 3 else (3, 5, 7))
+@pytest.mark.parametrize("case", [Case(layer, layer.options[0]) for layer in LAYERS], ids=str)
+def test_layers(case, kind, training):
+    layer = case.make().train(training)
+    (x,) = case.inputs()[:1]
     layer(x)
     before = {k: v.clone() for k, v in layer.state_dict().items()}
-    for argument in inspect.signature(layer.forward).parameters:
-        given = {"x" if name == "BatchNormOp" else "input": x, argument: kind(x)}
+    names = list(inspect.signature(layer.forward).parameters)
+    for argument in names:
         with pytest.raises(InputError, match=f"{argument} must be a dense tensor.*got layout"):
-            layer(**given)
-    if name.startswith("InstanceNorm"):  # of one sample
-        with pytest.raises(InputError, match="input must be a dense tensor"):
-            layer(kind(x[0]))
+            layer(**{names[0]: x, argument: kind(x)})
     assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kernel_cases import needs_kernels
 
 from leannorm import functional
+from leannorm.report.answers import allowed_error
 
 pytestmark = needs_kernels
 LAYOUTS = ("contiguous", "channels_last")
@@ -60,11 +61,10 @@ def test_error_is_at_most_twice_torchs_best(layer, gap, std, dtype):
         return values.contiguous(memory_format=format_), dy.contiguous(memory_format=format_)
 
     theirs = [errors(torchs, *laid_out(layout), want, want_dx) for layout in LAYOUTS]
-    eps = torch.finfo(dtype).eps
     for layout in LAYOUTS:
         mine = errors(ours, *laid_out(layout), want, want_dx)
         for which, got, best, largest in zip(
             ("y", "dx"), mine, map(min, zip(*theirs, strict=True)), (want.abs().max(), 1.0), strict=True
         ):
-            allowed = (2 * best if best == best else 0) + eps * float(largest)
+            allowed = allowed_error(best if best == best else 0.0, dtype, float(largest), 2)
             assert got <= allowed, f"{layout} {which}: {got:.2e}, torch's best {best:.2e}"

@@ -1,205 +1,174 @@
-"""The per-row C++ kernels against the reference: odd sizes, layouts, dtypes, threads, instruction sets."""
+"""The per-row kernels of every backend: torch's numbers within the budget, and the reference's.
 
-import os
-import subprocess
-import sys
+Triton's are interpreted where there is no GPU. What is served as a function goes by the backend's name.
+"""
+
+from __future__ import annotations
 
 import pytest
 import torch
-from row_cases import DTYPES, RowCase, lay_out, ours
+from kernel_cases import alike, tried
+from row_cases import CASES, DTYPES, RowCase, assert_within_budget, make, ours, theirs
+from row_kernel_cases import ALL, BF16, F32, ROWS, assert_agree, both_ways, operands
 
-from leannorm import functional
 from leannorm.ops import select
-from leannorm.ops.backends import BACKENDS, CPU, REFERENCE
+from leannorm.ops.backends import REFERENCE
 
-pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
+BOTH = ("cpu", "triton")
+KINDS = (False, True)  # layer norm, RMS norm
 
-SIZES = (1, 7, 8, 15, 16, 17, 4095, 4097)
-SHAPES = [
-    *[((3, n), 1, 2) for n in SIZES],
-    *[((n, 3), 1, 2) for n in SIZES],
-    *[((2, 5, n), 1, 2) for n in SIZES],
-    *[((2, n, 5), 1, 2) for n in SIZES],
-    ((2, 3, 5, 7), 1, 3),
-    ((2, 3, 5, 7), 0, 4),
-    ((2, 96, 14, 14), 1, 2),
-    ((300, 24), 1, 2),
+
+@tried("given", ROWS)
+def test_agrees_with_the_reference(kernels, given):
+    shape, start, stop, dtype, rms, residual = given
+    assert_agree(kernels, operands(shape, start, stop, dtype, rms, residual), start, stop, rms)
+
+
+FULL = [(case, dtype, rms) for case in CASES for dtype in ALL for rms in KINDS]
+SOME = [(c, d, rms) for i, c in enumerate(CASES) for d in (DTYPES[:2] if i % 5 else ALL) for rms in KINDS]
+
+
+@tried("case, dtype, rms", {"reference": FULL, "cpu": FULL, "triton": SOME})
+def test_values_and_gradients_within_the_budget(kernels, case, dtype, rms):
+    weight, bias = (torch.randn(case.normalized_shape).to(dtype) for _ in range(2))
+    x, dy = make(case, dtype), torch.randn(case.shape).to(dtype)
+    assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
+
+
+GAPS = [(1.0, 0.0), (1e3, 1.0), (1e4, 1.0), (0.0, 1e-6)]
+FAR = [(4, gap, dtype, rms) for gap in GAPS for dtype in DTYPES for rms in KINDS]
+FARTHER = [
+    (16, gap, d, rms)
+    for gap in [(0.0, 1.0), (10.0, 1.0), (100.0, 1.0), *GAPS]
+    for d in DTYPES
+    for rms in KINDS
 ]
-ALL = (*DTYPES, torch.float64)
 
 
-def operands(shape, start, stop, dtype, rms, residual, layout="contiguous"):
-    x, dy, dtotal, r = (lay_out(torch.randn(shape).to(dtype), layout) for _ in range(4))
-    weight, bias = torch.randn(shape[start:stop]), None if rms else torch.randn(shape[start:stop])
-    return x + 2, r if residual else None, weight, bias, dy, dtotal if residual else None
+@tried("rows, gap, dtype, rms", {"reference": FARTHER, "cpu": FARTHER, "triton": FAR})
+def test_large_means_and_small_spreads(kernels, rows, gap, dtype, rms):
+    case = RowCase((rows, 300), (300,))
+    weight, bias = (torch.randn(300).to(dtype) for _ in range(2))
+    x, dy = make(case, dtype, *gap), torch.randn(case.shape).to(dtype)
+    assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
 
 
-def both_ways(backend, given, start, stop, rms):
-    x, residual, weight, bias, dy, dtotal = given
-    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, start, stop, 1e-5, rms)
-    grads = backend.row_backward(dy, dtotal, total, mean, rstd, weight, start, stop, rms)
-    return y, total, mean, rstd, *grads
+@tried("rms", alike(BOTH, KINDS))
+def test_long_rows_keep_their_digits_at_a_large_mean(kernels, rms):
+    case = RowCase((1, 33000), (33000,))
+    x, dy = make(case, F32, 1e4, 1.0), torch.randn(case.shape)
+    weight, bias = torch.randn(33000), None if rms else torch.randn(33000)
+    assert_within_budget(case, x, weight, bias, dy, 1e-5, rms)
 
 
-def assert_agree(got, want, x, kept):
-    """Both round the same number; their order of addition differs by a few roundings of the arithmetic."""
-    arithmetic = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    for g, w in zip(got, want, strict=True):
-        assert (g is None) == (w is None)
-        if g is None:
-            continue
-        assert (g.shape, g.dtype) == (w.shape, w.dtype)
-        if g.numel():
-            # kept = 1 leaves of a row's gradient only the rounding of rstd (up to 316) times dy
-            scale = max(w.abs().max().item(), 316.0 if kept == 1 else 0.0)
-            rounding = torch.finfo(g.dtype).eps + 32 * arithmetic
-            assert (g.double() - w.double()).abs().max().item() <= rounding * scale
+def test_many_rows_pass_through_few_programs(kernels):
+    """And their shares are added up in the same order every time."""
+    given = operands((3000, 8), 1, 2, F32, False, True)
+    got, again = (assert_agree(kernels, given, 1, 2, False) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
+    x, dy = given[0], given[4]
+    _, _, mean, rstd = kernels.row_forward(x, None, None, None, 1, 2, 1e-5)
+    dx, dweight, dbias = kernels.row_backward(dy, None, x, mean, rstd, None, 1, 2, False, False)
+    assert (dweight, dbias) == (None, None)
+    assert dx.isfinite().all()
 
 
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("dtype", ALL, ids=str)
-@pytest.mark.parametrize(("shape", "start", "stop"), SHAPES, ids=str)
-def test_agrees_with_the_reference(shape, start, stop, dtype, rms):
-    for residual in (False, True):
-        given = operands(shape, start, stop, dtype, rms, residual)
-        got, want = (both_ways(b, given, start, stop, rms) for b in (CPU, REFERENCE))
-        kept = torch.Size(shape[start:stop]).numel()
-        assert_agree(got, want, given[0], kept)
+LAYOUTS = ("channels_last", "sliced", "transposed", "expanded", "offset")
+LAID_OUT = {
+    "cpu": [(layout, start, rms) for layout in LAYOUTS for start in (1, 2, 3) for rms in KINDS],
+    "triton": [(layout, start, rms) for layout in LAYOUTS[:4] for start in (1, 3) for rms in KINDS],
+}
 
 
-@pytest.mark.parametrize("layout", ["channels_last", "sliced", "offset", "transposed", "expanded"])
-@pytest.mark.parametrize("start", [1, 2, 3])
-def test_layouts(layout, start):
-    given = operands((3, 6, 4, 5), start, start + 1, torch.float32, False, True, layout)
-    other = operands((3, 6, 4, 5), start, start + 1, torch.float32, False, True)
-    mixed = (*given[:4], *other[4:])  # gradients that lie in another layout than the input
-    for operand in (given, mixed):
-        got, want = (both_ways(b, operand, start, start + 1, False) for b in (CPU, REFERENCE))
-        assert_agree(got, want, operand[0], 2)
-        assert got[0].stride() == torch.empty_like(operand[0]).stride()
+@tried("layout, start, rms", LAID_OUT)
+def test_layout_in_is_layout_out(kernels, layout, start, rms):
+    given = operands((3, 6, 4, 5), start, start + 1, F32, rms, True, layout)
+    other = operands((3, 6, 4, 5), start, start + 1, F32, rms, True)
+    for operand in (given, (*given[:4], *other[4:])):  # gradients in the input's layout, and in another
+        got = assert_agree(kernels, operand, start, start + 1, rms)
+        assert got[0].stride() == got[4].stride() == torch.empty_like(operand[0]).stride()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1000, 33), (7, 4097), (4, 96, 40, 20), (2, 20, 1100)], ids=str)
-def test_bits_do_not_depend_on_the_number_of_threads(shape, dtype, layout):
-    if len(shape) != 4 and layout == "channels_last":
-        pytest.skip("four axes")
-    given, before = operands(shape, 1, 2, dtype, False, True, layout), torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(both_ways(CPU, given, 1, 2, False))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+MIXED = [(p, d, rms) for p in (F32, torch.float16) for d in (BF16, torch.float64) for rms in KINDS]
 
 
-@pytest.mark.parametrize("inner", [(), (6, 6)], ids=["lines", "panels"])
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@pytest.mark.parametrize("scale", [1e30, 1e-30, 1.0])
-def test_hard_rows_stand_beside_easy_ones(scale, rms, inner):
+@tried("parameters, dtype, rms", alike(BOTH, MIXED))
+def test_parameters_of_another_dtype(kernels, parameters, dtype, rms):
+    x, residual, weight, bias, *rest = operands((3, 40), 1, 2, dtype, rms, False)
+    bias = bias if bias is None else bias.to(parameters)
+    assert_agree(kernels, (x, residual, weight.to(parameters), bias, *rest), 1, 2, rms)
+
+
+HARD = {
+    "cpu": [
+        (s, n, inner, r)
+        for s in (1e30, 1e-30, 1.0)
+        for n, inner in ((40, ()), (40, (6, 6)), (40, (6,)), (33000, ()))
+        for r in KINDS
+    ],
+    "triton": [
+        (s, n, inner, r)
+        for s in (1e30, 1e-30)
+        for n, inner in ((40, ()), (40, (6,)), (33000, ()))
+        for r in KINDS
+    ],
+}
+
+
+@tried("scale, n, inner, rms", HARD)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, which a device has not
+def test_hard_rows_stand_beside_easy_ones(kernels, scale, n, inner, rms):
     """Each of: values without a float32 square, a constant, zeros, a far first value, plain noise."""
-    rows = torch.randn(5, 40, *inner)
+    rows = torch.randn(5, n, *inner)
     rows[0] *= scale
     rows[1], rows[2] = 3.0, 0.0
-    rows[3, :20] += 1e4
-    case = RowCase(tuple(rows.shape), (40,), 1)
+    rows[3, : n // 2] += 1e4
+    case = RowCase(tuple(rows.shape), (n,), 1)
     with select.use_backend("reference"):
         want = ours(rows.double(), case, None, None, 1e-12, rms)
     got = ours(rows, case, None, None, 1e-12, rms)
-    limit = 8 * torch.finfo(torch.float32).eps * want.abs().amax(1, keepdim=True).clamp_min(1e-3)
+    limit = 8 * torch.finfo(F32).eps * want.abs().amax(1, keepdim=True).clamp_min(1e-3)
     assert ((got.double() - want).abs() <= limit).all()
 
 
-def test_not_a_number_stays_in_its_row():
+def test_not_a_number_stays_in_its_row(kernels):
     for shape in ((4, 40), (4, 40, 6)):
         x = torch.randn(shape)
         x[1, 3] = float("nan")
-        y = functional.layer_norm(x, (40,), dim=1)
-        bad = y.isnan().flatten(1).any(1)
-        assert bad.tolist() == [False, True, False, False]
+        y = ours(x, RowCase(shape, (40,), 1), None, None, 1e-5, False)
+        assert y.isnan().flatten(1).any(1).tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (2, 0, 3), (0, 4, 2)], ids=str)
-def test_nothing_in_nothing_out(shape):
-    given = operands(shape, 1, 2, torch.float32, False, True)
-    for g, w in zip(*(both_ways(b, given, 1, 2, False) for b in (CPU, REFERENCE)), strict=True):
+@tried("shape", alike(BOTH, [(0, 8), (4, 0), (2, 0, 3), (0, 4, 2)]))
+def test_nothing_in_nothing_out(kernels, shape):
+    given = operands(shape, 1, 2, F32, False, True)
+    for g, w in zip(*(both_ways(b, given, 1, 2, False) for b in (kernels, REFERENCE)), strict=True):
         torch.testing.assert_close(g, w)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("rms", [False, True])
-def test_opcheck(rms):
-    x, residual, weight, bias, dy, _ = operands((2, 6, 3, 3), 1, 2, torch.float32, rms, True)
-    ops = torch.ops.leannorm
-    for x_, r in (
-        (x, None),
-        (x, residual),
-        (x.to(memory_format=torch.channels_last), None),
-        (x[..., ::2], None),
-    ):
-        torch.library.opcheck(ops.row_forward, (x_, r, weight, bias, 1, 2, 1e-5, rms))
-        _, _, mean, rstd = ops.row_forward(x_, r, weight, bias, 1, 2, 1e-5, rms)
-        for wanted in (True, False):
-            gradient = dy[..., : x_.shape[3]]
-            torch.library.opcheck(
-                ops.row_backward, (gradient, None, x_, mean, rstd, weight, 1, 2, rms, wanted)
-            )
-
-
-@pytest.mark.parametrize("isa", ["base", "v3"])
-def test_every_instruction_set(isa):
-    """The kernels for older machines, in a process of their own: the choice is made once."""
-    if os.environ.get("LEANNORM_ISA"):
-        pytest.skip("this is that process")
-    here = os.path.abspath(__file__)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", here]
-    chosen = ["-k", "(agrees and (3-17 or 17 or 14)) or hard or layouts"]
-    done = subprocess.run(
-        [*command, *chosen], env={**os.environ, "LEANNORM_ISA": isa}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-
-
-@pytest.mark.parametrize("cache", [0, 1 << 40], ids=["past", "into"])
-def test_the_way_to_memory_changes_no_bit(cache):
-    """Large outputs past the caches or into them, in processes of their own: the bits of small ones."""
-    done = subprocess.run(
-        [sys.executable, "-c", LARGE], env={**os.environ, "LEANNORM_CACHE": str(cache)}, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-
-
-LARGE = """
-import torch
-from leannorm.ops.backends import CPU
-
-weight, bias = torch.randn(64), torch.randn(64)
-for dtype in (torch.float32, torch.float64, torch.bfloat16):
-    for shape in ((40000, 64), (10, 64, 4096)):  # lines, panels
-        x, dy, more = (torch.randn(shape).to(dtype) for _ in range(3))
-        for residual in (None, more):
-            args = 1, 2, 1e-5, False
-            y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, *args)
-            kept = x if residual is None else total
-            dx, *_ = CPU.row_backward(dy, residual, kept, mean, rstd, weight, 1, 2, False)
-            for part in torch.arange(len(x)).chunk(10):
-                add = None if residual is None else residual[part]
-                y_, _, *statistics = CPU.row_forward(x[part], add, weight, bias, *args)
-                dx_, *_ = CPU.row_backward(dy[part], add, kept[part], *statistics, weight, 1, 2, False)
-                assert torch.equal(y[part], y_) and torch.equal(dx[part], dx_)
-"""
-
-
-def test_auto_takes_the_kernels_and_a_named_backend_is_obeyed():
+def test_the_layer_takes_the_kernels_where_they_are_named(kernels):
     x = torch.randn(4, 8)
-    assert next(name for name, why in select.backends(x).items() if not why) == "cpu"
-    assert set(BACKENDS) >= {"cpu", "reference"}
-    with select.use_backend("cpu"):
-        kernels = functional.layer_norm(x, (8,))
-    with select.use_backend("reference"):
-        plain = functional.layer_norm(x, (8,))
-    torch.testing.assert_close(kernels, plain)
+    case = RowCase((4, 8), (8,))
+    assert select.pick(x) is kernels
+    torch.testing.assert_close(ours(x, case, None, None, 1e-5, True), theirs(x, case, None, None, 1e-5, True))
+
+
+# an interpreter takes its time: one row is enough for it
+CHECKED = {
+    "cpu": [(way, rms) for way in ("plain", "residual", "channels_last", "strided") for rms in KINDS],
+    "triton": [("residual", False)],
+}
+
+
+@tried("way, rms", CHECKED)
+def test_the_dispatcher_finds_nothing_wrong(kernels, operators, way, rms):
+    x, residual, weight, bias, dy, _ = operands((2, 6, 3, 3), 1, 2, F32, rms, True)
+    x = x.to(memory_format=torch.channels_last) if way == "channels_last" else x
+    x, dy = (x[..., ::2], dy[..., :2]) if way == "strided" else (x, dy)
+    residual = residual if way == "residual" else None
+    forward, backward = operators.row_forward.default, operators.row_backward.default
+    torch.library.opcheck(forward, (x, residual, weight, bias, 1, 2, 1e-5, rms))
+    _, _, mean, rstd = forward(x, residual, weight, bias, 1, 2, 1e-5, rms)
+    for wanted in (True, False):
+        torch.library.opcheck(backward, (dy, residual, x, mean, rstd, weight, 1, 2, rms, wanted))

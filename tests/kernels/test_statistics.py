@@ -5,20 +5,7 @@ import torch
 from statistics_cases import total_of
 
 from leannorm._types import Moments
-from leannorm.ops.backends import CPU, REFERENCE, TRITON
-
-
-@pytest.fixture(params=[CPU, TRITON], ids=["cpu", "triton"])
-def kernels(request):
-    """A backend whose kernels these are, and its device's tensors."""
-    backend = request.param
-    device = "cuda" if backend is TRITON and torch.cuda.is_available() else "cpu"
-    reasons = backend.why_not(torch.empty(1, device=device), named=True)
-    if reasons:
-        pytest.skip(" ".join(reasons))
-    with torch.device(device):
-        yield backend
-
+from leannorm.ops.backends import REFERENCE
 
 CHANNELS = (0, 1, 7, 33)
 F64 = torch.float64

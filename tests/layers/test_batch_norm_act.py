@@ -1,13 +1,9 @@
 """`nn.BatchNormAct*`: the layer is batch norm, a residual, an activation, one after the other."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from cases import ACTS, ChannelCase, budget, error, make
 from torch import nn as stock
-from torch.autograd import gradcheck, gradgradcheck
 
 from leannorm import InputError, nn
 from leannorm.ops.activation import ACTIVATIONS
@@ -70,32 +66,9 @@ def test_within_the_budget_of_torchs_steps(act, layout, dtype, with_residual):
     assert error(got, want) <= budget(torchs, want)
 
 
-@kinds
-def test_the_checkpoint_is_batch_norms(kind):
-    layer, norm, shape = pair(kind)
-    assert list(layer.state_dict()) == list(norm.state_dict())
-    assert isinstance(layer, type(norm))
-    norm.load_state_dict(layer.state_dict())
-    assert repr(layer) == repr(norm).replace("BatchNorm", "BatchNormAct")[:-1] + ", act=relu)"
-    x = torch.randn(shape)
-    for copied in (copy.deepcopy(layer).eval(), pickle.loads(pickle.dumps(layer)).eval()):
-        assert torch.equal(copied(x), layer.eval()(x))
-
-
-@residuals
-def test_first_and_second_derivatives(with_residual):
-    layer = nn.BatchNormAct1d(3, act="silu", track_running_stats=False).double()
-    inputs = [torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(1 + with_residual)]
-    assert gradcheck(layer, inputs)
-    assert gradgradcheck(layer, inputs)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiles_and_traces():
-    layer, x, residual = nn.BatchNormAct2d(4), torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
-    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, residual), layer(x, residual))
-    traced = torch.fx.symbolic_trace(layer.eval())
+def test_traced_it_runs_with_a_residual_and_without():
+    layer, x, residual = nn.BatchNormAct2d(4).eval(), torch.randn(2, 4, 3, 3), torch.randn(2, 4, 3, 3)
+    traced = torch.fx.symbolic_trace(layer)
     assert torch.equal(traced(x, residual), layer(x, residual))
     assert torch.equal(traced(x), layer(x))
 

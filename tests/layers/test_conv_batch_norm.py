@@ -205,23 +205,6 @@ def test_a_checkpointed_forward_updates_the_statistics_once(reentrant):
     assert torch.equal(layer.bn.running_mean, once.bn.running_mean)
 
 
-def test_meta_tensors_give_shapes():
-    layer = nn.ConvBatchNorm2d(3, 4, 3, device="meta")
-    assert layer(torch.randn(2, 3, 8, 8, device="meta")).shape == (2, 4, 6, 6)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("option", [{}, {"padding": 1, "padding_mode": "circular"}, {"eps_mode": "outside"}])
-def test_compiles_without_a_graph_break(option):
-    layer = build(option)
-    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
-    x = torch.randn(2, 4, 8, 8)
-    dy = torch.randn(layer(x).shape)
-    compiled(x)
-    for a, b in zip(step(layer, x, dy), step(compiled, x, dy), strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_autocast_is_the_pairs():
     layer = nn.ConvBatchNorm2d(3, 4, 3)
     conv, bn = layer.to_pair()

@@ -1,12 +1,10 @@
-"""The batch-norm layers as torch.nn's stand-ins: checkpoints, modes, transforms, whole models, bad input."""
+"""The batch-norm layers as torch.nn's stand-ins: old checkpoints, flags, whole models, bad input."""
 
 import copy
-import pickle
 
 import pytest
 import torch
 from torch import nn as stock
-from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 
 from leannorm import nn
 from leannorm._errors import DtypeError, InputError
@@ -18,38 +16,7 @@ PAIRS = {
     "2d": (nn.BatchNorm2d, stock.BatchNorm2d),
     "3d": (nn.BatchNorm3d, stock.BatchNorm3d),
 }
-ARGUMENTS = [
-    {},
-    {"affine": False},
-    {"track_running_stats": False},
-    {"momentum": None},
-    {"momentum": 0.7, "eps": 1e-2},
-    {"affine": False, "track_running_stats": False},
-]
 kinds = pytest.mark.parametrize("kind", list(PAIRS))
-arguments = pytest.mark.parametrize("argument", ARGUMENTS, ids=str)
-# torch's tracer instantiates every autograd.Function that it meets, and warns itself against it
-compiles = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
-
-@kinds
-@arguments
-def test_stands_in_for_torchs(kind, argument):
-    ours, theirs = (layer(4, **argument) for layer in PAIRS[kind])
-    assert isinstance(ours, type(theirs))
-    assert repr(ours) == repr(theirs)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    for training in (True, True, True, False):
-        ours.train(training)
-        theirs.train(training)
-        x = torch.randn(SHAPES[kind]) * 2 + 1
-        torch.testing.assert_close(ours(x), theirs(x))
-    for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b)
-    theirs.load_state_dict(ours.state_dict())
-    back = PAIRS[kind][0](4, **argument)
-    back.load_state_dict(theirs.state_dict())
-    assert torch.equal(back.eval()(x), ours(x))
 
 
 def test_flag_turned_off_later_behaves_as_torchs():
@@ -79,26 +46,6 @@ def test_a_version_1_checkpoint_loads():
     assert layer.num_batches_tracked == reference.num_batches_tracked
 
 
-@kinds
-def test_resets_copies_and_moves(kind):
-    layer, x = PAIRS[kind][0](4), torch.randn(SHAPES[kind]) + 3
-    layer(x)
-    want = layer.eval()(x)
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert torch.equal(copied(x), want)
-    assert copy.deepcopy(layer).double()(x.double()).dtype == torch.float64
-    assert copy.deepcopy(layer).bfloat16()(x.bfloat16()).dtype == torch.bfloat16
-    assert layer(x.bfloat16()).dtype == torch.bfloat16
-    on_meta = PAIRS[kind][0](4, device="meta")
-    assert on_meta(x.to("meta")).shape == x.shape
-    emptied = on_meta.to_empty(device="cpu")
-    emptied.reset_parameters()
-    assert torch.equal(emptied(x), PAIRS[kind][0](4)(x))
-    layer.reset_running_stats()
-    assert (layer.running_mean.sum(), layer.running_var.sum(), layer.num_batches_tracked) == (0, 4, 0)
-    assert layer.to(memory_format=torch.channels_last) is layer
-
-
 def test_cumulative_average_is_over_all_batches():
     layer = nn.BatchNorm1d(3, momentum=None)
     batches = [torch.randn(8, 3) * 2 + i for i in range(10)]
@@ -106,107 +53,6 @@ def test_cumulative_average_is_over_all_batches():
         layer(batch)
     torch.testing.assert_close(layer.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0))
     torch.testing.assert_close(layer.running_var, torch.stack([b.var(0) for b in batches]).mean(0))
-
-
-@compiles
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_compiles_without_a_graph_break(training, momentum, channels_last):
-    x = torch.randn(6, 4, 3, 5)
-    x = x.to(memory_format=torch.channels_last) if channels_last else x
-    eager = nn.BatchNorm2d(4, momentum=momentum).train(training)
-    traced = copy.deepcopy(eager)
-    results = []
-    for layer, function in (
-        (eager, eager),
-        (traced, torch.compile(traced, fullgraph=True, backend="aot_eager")),
-    ):
-        for _ in range(2):
-            leaf = x.clone().requires_grad_()
-            y = function(leaf)
-            grads = torch.autograd.grad(y.pow(3).sum(), [leaf, layer.weight, layer.bias])
-        results.append([y, *grads, *layer.buffers()])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
-        assert a.stride() == b.stride()
-
-
-def test_traces_to_one_node():
-    model = stock.Sequential(stock.Conv2d(3, 4, 3), nn.BatchNorm2d(4), stock.ReLU())
-    traced = torch.fx.symbolic_trace(model)
-    norms = [n for n in traced.graph.nodes if getattr(n.target, "__module__", "").startswith("leannorm")]
-    assert [n.op for n in norms] == ["call_function"]
-    x = torch.randn(2, 3, 6, 6)
-    assert torch.equal(traced(x), model(x))
-
-
-def test_an_ensemble_runs_under_vmap():
-    models, x = [nn.BatchNorm2d(4) for _ in range(3)], torch.randn(6, 4, 3, 5)
-    for model in models:
-        stock.init.normal_(model.weight)
-    parameters, buffers = stack_module_state(models)
-
-    def loss(p, b, x):
-        y = functional_call(models[0], (p, b), (x,))
-        return y.pow(3).sum(), y
-
-    grads, ys = vmap(grad(loss, has_aux=True), in_dims=(0, 0, None))(parameters, buffers, x)
-    for i, model in enumerate(models):
-        y = model(x)
-        torch.testing.assert_close(ys[i], y)
-        torch.testing.assert_close(buffers["running_mean"][i], model.running_mean)
-        assert buffers["num_batches_tracked"][i] == 1
-        alone = torch.autograd.grad(y.pow(3).sum(), model.parameters())
-        torch.testing.assert_close([g[i] for g in grads.values()], list(alone), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, on first jvp
-@pytest.mark.parametrize("training", [True, False])
-def test_functional_derivatives_with_the_layers_own_buffers(training):
-    """torch's layer refuses jvp and jacrev in training: it writes into captured buffers."""
-    layer, x = nn.BatchNorm2d(2).double().train(training), torch.randn(3, 2, 1, 2, dtype=torch.float64)
-    tangent, c = torch.randn_like(x), torch.randn_like(x)
-
-    def loss(x):
-        return (layer(x) * c).pow(3).sum()
-
-    leaf = x.clone().requires_grad_()
-    (g,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-    torch.testing.assert_close(grad(loss)(x), g.detach())
-    torch.testing.assert_close(jacrev(loss)(x), g.detach())
-    torch.testing.assert_close(jvp(loss, (x,), (tangent,))[1], (g.detach() * tangent).sum())
-    (gg,) = torch.autograd.grad((g * tangent).sum(), leaf)
-    if not training:
-        h = hessian(loss)(x).reshape(x.numel(), x.numel())
-        torch.testing.assert_close(h @ tangent.flatten(), gg.flatten())
-    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
-    assert layer.num_batches_tracked == (4 if training else 0)
-
-
-CONSTANTS = [
-    (lambda: nn.BatchNorm2d(4), (2, 4, 3, 3)),
-    (lambda: nn.BatchNorm2d(4).eval(), (2, 4, 3, 3)),
-    (lambda: nn.GroupNorm(2, 4), (2, 4, 3, 3)),
-    (lambda: nn.InstanceNorm2d(4, track_running_stats=True), (2, 4, 3, 3)),
-    (lambda: nn.LayerNorm(6), (2, 6)),
-    (lambda: nn.RMSNorm(6), (2, 6)),
-    (lambda: nn.ConvBatchNorm2d(4, 4, 1), (2, 4, 3, 3)),
-]
-
-
-@pytest.mark.parametrize(("make", "shape"), CONSTANTS)
-def test_an_input_that_a_transform_does_not_see(make, shape):
-    """A layer may be called inside a transform on what is a constant there."""
-    layer, x = make(), torch.randn(shape)
-    with torch.no_grad():
-        total = copy.deepcopy(layer)(x).square().sum()
-    assert grad(lambda t: (layer(x) * t).square().sum())(torch.tensor(3.0)).item() == pytest.approx(
-        6 * total.item(), rel=1e-4
-    )
-    ones = vmap(lambda t: (layer(x) * t).square().sum())(torch.ones(3))
-    torch.testing.assert_close(ones, total.expand(3))
-    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
 
 
 def wrong(kind):

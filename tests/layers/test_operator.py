@@ -141,18 +141,6 @@ def test_export_and_compile_run_it_as_it_is():
             assert torch.equal(eager.batch_id, module.batch_id)
 
 
-def test_layer_forks_by_its_mode():
-    layer = nn.BatchNormOp(3)
-    x = torch.randn(8, 3, 4, 4) * 2 + 1
-    layer(x)
-    torch.testing.assert_close(layer.estimated_mean, statistics(x)[0])
-    layer.eval()
-    state = {k: v.clone() for k, v in layer.state_dict().items()}
-    torch.testing.assert_close(layer(x), TF.batch_norm(x, None, None, training=True, eps=1e-6))
-    assert all(torch.equal(v, state[k]) for k, v in layer.state_dict().items())
-    assert "momentum=0.99" in repr(layer)
-
-
 BAD = [
     ({"momentum": 1.5}, "momentum must be in"),
     ({"epsilon": 0.0}, "eps must be positive"),

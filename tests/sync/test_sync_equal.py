@@ -17,6 +17,7 @@ from torch import nn as torch_nn
 
 from leannorm import functional, nn
 from leannorm._types import Moments
+from leannorm.report.answers import allowed_error
 
 CASES = 60  # for each of 4 world sizes
 
@@ -96,10 +97,11 @@ def over_budget(case, mine):
             largest = torch.stack(shares).abs().double().sum(0).max().item()
         elif name == "running_mean":  # a sum that may cancel is rounded at the size of what is added
             largest = case.flat(case.inputs()).abs().double().mean().item()
-        rounding = torch.finfo(shares[0].dtype).eps * float(largest)
+        roundings = 2.0
         if case.dtype == torch.float64:  # no wider statistics: the mean's own rounding shows, mean/std times
-            rounding *= 1 + case.offset
-        budget = 2 * max(error(yardstick[name], want) for yardstick in yardsticks) + rounding
+            roundings *= 1 + case.offset
+        theirs = max(error(yardstick[name], want) for yardstick in yardsticks)
+        budget = allowed_error(theirs, shares[0].dtype, float(largest), roundings)
         if error(found, want) > budget:
             over.append((name, error(found, want), budget))
     return over

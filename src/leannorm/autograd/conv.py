@@ -161,14 +161,14 @@ class KeptByConvNorm(NamedTuple):
 
 
 class ConvNorm(torch.autograd.Function):
-    """norm(conv(x)) * weight + bias by the batch's statistics, or by the given ones; also mean and M2."""
+    """norm(conv(x)) * weight + bias: by the batch's statistics, with these, or by the given ones, alone."""
 
     Kept = KeptByConvNorm
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         conv_bias, weight, bias, mean, rstd, convolution, eps, outside = given
         z = convolution(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
@@ -185,9 +185,10 @@ class ConvNorm(torch.autograd.Function):
         ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd))
         ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
-        if m2 is not None:
-            ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
+        if m2 is None:
+            return y  # alone: torch.compile traces no backward of an output that is None
+        ctx.mark_non_differentiable(mean, m2)
         return y, mean, m2
 
     @staticmethod
@@ -243,5 +244,8 @@ def conv_norm(
             moments, rstd = _statistics(REFERENCE, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
         return REFERENCE.channel_normalize(z, mean, rstd, weight, bias), mean, m2
-    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
-    return result
+    result = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
+    if mean is not None:
+        return result, mean, None
+    y, mean, m2 = result
+    return y, mean, m2

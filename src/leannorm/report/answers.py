@@ -45,6 +45,15 @@ def largest_error(answer: Tensor, exact: Tensor) -> float:
     return float((answer.detach().double() - exact.detach()).abs().max()) if exact.numel() else 0.0
 
 
+def allowed_error(torchs_error: float, dtype: torch.dtype, largest: float, roundings: float = 1) -> float:
+    """The budget: twice torch's own error in the same dtype, plus roundings of a number of this size.
+
+    >>> allowed_error(0.25, torch.float32, 0.0)
+    0.5
+    """
+    return 2 * torchs_error + roundings * torch.finfo(dtype).eps / 2 * largest
+
+
 def error_of(ours: Tensor, exact: Tensor, torchs_error: float, summands: int = 0) -> Error:
     """The error of `ours` and its budget: twice torch's error in the same dtype, plus one output rounding.
 
@@ -57,7 +66,7 @@ def error_of(ours: Tensor, exact: Tensor, torchs_error: float, summands: int = 0
     False
     """
     largest = float(exact.abs().max()) if exact.numel() else 0.0
-    allowed = 2 * torchs_error + torch.finfo(ours.dtype).eps / 2 * largest
+    allowed = allowed_error(torchs_error, ours.dtype, largest)
     if summands > 1:
         allowed += torch.finfo(torch.float32).eps / 2 * log2(summands) * sqrt(summands)
     return Error(largest_error(ours, exact), allowed)

@@ -15,6 +15,7 @@ from leannorm import functional
 from leannorm.saving import lean
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes import RECIPES
+from leannorm.saving.small import NEVER_SMALL
 
 ATEN = torch.ops.aten
 ALIVE, RESTING, WRONG, NOT_TRIED = "alive", "resting", "WRONG", "not tried"
@@ -172,7 +173,7 @@ def _tried(kind: str, program: _Program) -> RecipeState:
     try:
         stock, made = _gradient(program, leaf, nullcontext())
         saved = lean("conv")
-        saved.place = object()  # a pass as small as this one would be left as it is the second time
+        saved.place = NEVER_SMALL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is held, which is told here
             ours, _ = _gradient(program, leaf, saved)

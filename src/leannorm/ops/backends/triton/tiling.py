@@ -209,6 +209,8 @@ def planned(
     shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int
 ) -> Launches:
     """The launches for an input of this shape, which is not empty."""
+    if groups and shape[1] % groups:
+        raise RuntimeError(f"{shape[1]} channels cannot be divided into {groups} groups")
     seen = geometry(shape, groups, contiguous)
     tiles = tiling(seen, itemsize)
     moments, sums, mapping = (
