@@ -108,7 +108,7 @@ def between_call(channels: int, dtype: torch.dtype = F32) -> Call:
     """What happens to the statistics of a layer, of one rank or several."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import between
+        from leannorm.ops.backends.triton import statistics as between
 
         mean, m2, total = meta((channels,), F64), meta((channels,), F64), meta((1 + 4 * channels,), F64)
         running, batches, count = meta((channels,), dtype), meta((), torch.int64), meta((), F64)
@@ -116,6 +116,8 @@ def between_call(channels: int, dtype: torch.dtype = F32) -> Call:
         between.move_running_(running, running, batches, None, mean, m2, 0, count)
         between.constants_of(running, running, 1e-5)
         between.sums_of(mean, m2, 100)
+        between.message_of([total], (1, 2), 0, 100, 1024)
+        between.message_of([mean, m2], (1, 2), 0, 0, 1024)
         between.moments_of(total, 1e-5)
         between.means_of(total[: 1 + 2 * channels], running, count)
 
@@ -220,7 +222,8 @@ def _specialized(
 
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
-    from leannorm.ops.backends.triton import between, channel, channel_gradients, launch, rows
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows
+    from leannorm.ops.backends.triton import statistics as between
 
     found: dict[str, Variant] = {}
     name = ""

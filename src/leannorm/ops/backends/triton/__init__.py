@@ -10,7 +10,7 @@ interpreted: then they serve tensors of the CPU as well, called directly, but on
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -45,7 +45,7 @@ _UNAVAILABLE = _find()
 
 
 def _room(operator: str) -> str:
-    if operator in schema.BETWEEN:
+    if operator in schema.BETWEEN or operator in _FUNCTIONS:
         return "statistics"
     if operator.startswith("row"):
         return "rows"
@@ -53,13 +53,14 @@ def _room(operator: str) -> str:
 
 
 _OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
+_FUNCTIONS = ("message_of",)  # kernels that no operator stands before
 
 
 class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
-        if operator not in _OPERATORS:  # asked by whoever looks for what all objects may have
+        if operator not in _OPERATORS + _FUNCTIONS:  # asked by whoever looks for what all objects may have
             raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED:
             import_module(f"{__name__}.interpreted").mend()
@@ -110,6 +111,21 @@ class Triton(Compiled):
                     has = f"the device has {found.major}.{found.minor}"
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
+
+    def message_of(
+        self,
+        sums: Sequence[Tensor],
+        token: tuple[int, int],
+        asked: int,
+        count: int,
+        size: int,
+        device: torch.device,
+    ) -> Tensor:
+        """One launch for up to two tensors; no operator, as no compiler looks at what goes over the ranks."""
+        if not 0 < len(sums) <= 2:
+            return super().message_of(sums, token, asked, count, size, device)
+        message: Tensor = _kernels.message_of(sums, token, asked, count, size)
+        return message
 
 
 TRITON = Triton()
