@@ -8,6 +8,7 @@ float64 adds without rounding up to 2**29 values a channel, and everything else 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -62,7 +63,8 @@ class SumVerbs:
         room = HEADER + sum(s.numel() for s in sums)
         if device.type == "cpu":
             rest = torch.zeros(size - room, dtype=torch.float64)
-            return torch.cat((torch.tensor(header, dtype=torch.float64), *sums, rest))
+            front = torch.frombuffer(array("d", header), dtype=torch.float64)
+            return torch.cat((front, *sums, rest))
         message = torch.zeros(size, dtype=torch.float64, device=device)
         for place, value in enumerate(header):
             message.narrow(0, place, 1).fill_(value)
