@@ -116,8 +116,8 @@ def between_call(channels: int, dtype: torch.dtype = F32) -> Call:
         between.move_running_(running, running, batches, None, mean, m2, 0, count)
         between.constants_of(running, running, 1e-5)
         between.sums_of(mean, m2, 100)
-        between.message_of([total], (1, 2), 0, 100, 1024)
-        between.message_of([mean, m2], (1, 2), 0, 0, 1024)
+        between.message_of([total], (1, 2), 0, 100, 4096)
+        between.message_of([mean, m2], (1, 2), 0, 0, 4096)
         between.moments_of(total, 1e-5)
         between.means_of(total[: 1 + 2 * channels], running, count)
 
