@@ -12,7 +12,12 @@ _OTHER_ALLOCATORS = {"mallctl": "jemalloc", "tc_malloc": "tcmalloc", "mi_malloc"
 
 @dataclass(frozen=True)
 class FreedMemory:
-    """Whether freed memory is kept (also the truth value), and what was done or why it was not."""
+    """Whether freed memory is kept (also the truth value), and what was done or why it was not.
+
+    >>> import leannorm
+    >>> print(leannorm.FreedMemory(False, "the C library is not glibc"))
+    the C library is not glibc
+    """
 
     kept: bool
     detail: str
@@ -28,14 +33,17 @@ def keep_freed_memory() -> FreedMemory:
     """Stop the C allocator from returning large freed blocks to the system, in this process, for good.
 
     glibc gives every block above 32 MiB (and often smaller ones) back to the system when it is freed; the
-    next training step faults its pages in again, one by one, which can cost half of the step on the CPU.
-    This sets `mallopt(M_MMAP_MAX, 0)` and `mallopt(M_TRIM_THRESHOLD, -1)`: freed blocks are reused.
-    The price: the process keeps its high-water mark until it ends. GPU memory is not concerned.
+    next training step faults its pages in again, one by one, which can cost half of the step on the CPU. This
+    sets `mallopt(M_MMAP_MAX, 0)` and `mallopt(M_TRIM_THRESHOLD, -1)`: freed blocks are reused. The process
+    then keeps its high-water mark until it ends. GPU memory is not concerned.
 
-    Returns what was done, or the reason why it could not be (another system, C library or allocator);
-    it never raises, and a second call changes nothing. Follows mallopt(3).
+    Returns: what was done, or the reason why it could not be (another system, C library or allocator). A
+    second call changes nothing.
+    Raises: nothing.
+    Source: mallopt(3).
 
-    >>> result = keep_freed_memory()
+    >>> import leannorm
+    >>> result = leannorm.keep_freed_memory()
     >>> bool(result) == result.kept
     True
     """

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from leannorm import _errors
-from leannorm.report import freed_memory
+from leannorm import _freed_memory as freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
 

@@ -86,5 +86,5 @@ def test_what_is_written_names_all_of_them():
         doc = documented.__doc__
         assert listed(re.search(r"one\s+of (.*?)\. (?:Every|All)", doc, re.S).group(1)) == list(ACTIVATIONS)
         assert "gelu_tanh (approximate tanh)" in re.sub(r"\s+", " ", doc)
-        assert not re.search("<(activations|told|untold)>", doc)
+        assert not re.search(r"<\w+>", doc)
         assert max(map(len, doc.splitlines())) <= 110

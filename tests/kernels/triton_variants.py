@@ -104,22 +104,22 @@ def channel_call(
     return Call(" ".join(words), run, sample)
 
 
-def between_call(channels: int, dtype: torch.dtype = F32) -> Call:
+def statistics_call(channels: int, dtype: torch.dtype = F32) -> Call:
     """What happens to the statistics of a layer, of one rank or several."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import statistics as between
+        from leannorm.ops.backends.triton import statistics
 
         mean, m2, total = meta((channels,), F64), meta((channels,), F64), meta((1 + 4 * channels,), F64)
         running, batches, count = meta((channels,), dtype), meta((), torch.int64), meta((), F64)
-        between.move_running_(running, running, batches, 0.1, mean, m2, 100, None)
-        between.move_running_(running, running, batches, None, mean, m2, 0, count)
-        between.constants_of(running, running, 1e-5)
-        between.sums_of(mean, m2, 100)
-        between.message_of([total], (1, 2), 0, 100, 4096)
-        between.message_of([mean, m2], (1, 2), 0, 0, 4096)
-        between.moments_of(total, 1e-5)
-        between.means_of(total[: 1 + 2 * channels], running, count)
+        statistics.move_running_(running, running, batches, 0.1, mean, m2, 100, None)
+        statistics.move_running_(running, running, batches, None, mean, m2, 0, count)
+        statistics.constants_of(running, running, 1e-5)
+        statistics.sums_of(mean, m2, 100)
+        statistics.message_of([total], (1, 2), 0, 100, 4096)
+        statistics.message_of([mean, m2], (1, 2), 0, 0, 4096)
+        statistics.moments_of(total, 1e-5)
+        statistics.means_of(total[: 1 + 2 * channels], running, count)
 
     return Call(f"statistics {channels} {dtype}".replace("torch.", ""), run, dtype == F32)
 
@@ -190,7 +190,7 @@ CALLS = [
     row_call((128, 512, 7, 7), rms=True, axis=1),
     row_call((128, 3, 224, 224), axis=1),
     row_call((128, 2048, 7, 7), axis=1),
-    *(between_call(512, dtype) for dtype in (F32, F64, BF16)),
+    *(statistics_call(512, dtype) for dtype in (F32, F64, BF16)),
     *FAR,
 ]
 
@@ -222,8 +222,7 @@ def _specialized(
 
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
-    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows
-    from leannorm.ops.backends.triton import statistics as between
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, statistics
 
     found: dict[str, Variant] = {}
     name = ""
@@ -251,7 +250,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
         plain(Recorded(kernel), *arguments, **constants)
 
-    for module in (between, channel, channel_gradients, rows):
+    for module in (channel, channel_gradients, rows, statistics):
         module.launch = record
     for module in (channel, rows):
         module.processors = lambda device: PROCESSORS

@@ -17,7 +17,7 @@ from leannorm.saving.verify import RebuildError
 
 @pytest.fixture(autouse=True)
 def causes_not_yet_said(monkeypatch):
-    monkeypatch.setattr(reasons, "_SAID", set())
+    monkeypatch.setattr(reasons, "_WARNED", set())
 
 
 def hooks_are_open():

@@ -17,7 +17,7 @@ IMAGE = torch.randn(4, 8, 16, 16, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def causes_not_yet_said(monkeypatch):
-    monkeypatch.setattr(reasons, "_SAID", set())
+    monkeypatch.setattr(reasons, "_WARNED", set())
 
 
 def assert_as_stock(program, **settings):

@@ -359,6 +359,6 @@ def test_the_report_reads():
     net = trained(seq(tnn.Conv2d(3, 4, 3), tnn.BatchNorm2d(4), tnn.ReLU(), tnn.BatchNorm2d(4)))
     text = leannorm.fold(net, (torch.randn(IMAGE),)).describe()
     assert text.startswith(
-        "folded   1 into 0\nskipped  3: before it stands aten.relu.default; after it comes an output"
+        "folded   1 into 0\nskipped  3: before it comes aten.relu.default; after it comes an output"
     )
     assert "1 folded, 1 skipped; largest output difference" in text

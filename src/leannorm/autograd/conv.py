@@ -1,7 +1,7 @@
 """Convolution and batch norm as one autograd function that keeps only the convolution's input.
 
-Kept, in bytes per element of the convolution's input: its own size; of its output: nothing. The backward
-pass runs the convolution again, turns the rebuilt output into its own gradient in place, and hands it to
+Saved, in bytes per element of the convolution's input: 4 in float32; of its output: 0. The backward pass runs
+the convolution again, overwrites its output with the gradient of that output, and hands this to
 `convolution_backward` (the input gradient of a large batch in slices): beside the incoming gradient one
 tensor of the output's size exists.
 """
@@ -25,11 +25,11 @@ aten = torch.ops.aten
 
 
 def _slices(dz: Tensor, x: Tensor) -> list[slice]:
-    """Quarters of a large batch, one slice of a small one or where somebody differentiates.
+    """Quarters of a large batch; one slice of a small one, or where autograd records.
 
-    The CPU's convolutions copy their operands into layouts of their own. A sample's input gradient does
-    not depend on the others, so these copies need not be of the whole batch; with 16 samples or more the
-    same algorithm serves a slice as the whole, and the gradient is the same to the bit.
+    Convolutions on the CPU copy their operands into internal layouts. A sample's input gradient does not
+    depend on other samples, so slices keep these copies small. With 16 samples or more a slice runs the
+    algorithm of the whole batch, and the gradient is equal bit for bit.
     """
     samples = -(-x.shape[0] // 4)
     large = samples >= 16 and x.shape[0] % samples in (0, *range(16, samples)) and dz.numel() >= 1 << 20
@@ -90,7 +90,7 @@ class Convolution(NamedTuple):
         return self._unpadded(dx, x) if needed[0] else None, dweight, dbias
 
     def _unpadded(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The adjoint of `padded`: what was padded with a value goes back to where the value came from."""
+        """The adjoint of `padded`: a padded position's gradient is added where its value was copied from."""
         if not any(self.pad):
             return gradient
         if self.padding_mode == "constant":
@@ -114,7 +114,7 @@ class Convolution(NamedTuple):
         return result
 
     def output_sizes(self, x: Tensor, weight: Tensor) -> list[int]:
-        """The output's positions along each axis."""
+        """The output's size along each spatial axis."""
         sizes = []
         for axis in range(x.dim() - 2):
             before, after = self.pad[2 * (x.dim() - 3 - axis) :][:2]
@@ -198,7 +198,7 @@ class ConvNorm(torch.autograd.Function):
         needed = ctx.needs_input_grad
         into: Tensor | None = None
         if ctx.constant and not needed[3]:
-            z = dy  # of z's shape: only the gradient of the norm's weight reads from z
+            z = dy  # has z's shape; only the gradient of the norm's weight reads z's values
         else:
             z = into = ctx.convolution(x, conv_weight, conv_bias)
         backend = ctx.backend
@@ -213,7 +213,7 @@ class ConvNorm(torch.autograd.Function):
             if not ctx.constant:
                 count = values_per_channel(z.shape)
                 p, q = REFERENCE.channel_means(dbias, dweight, weight, 0, count)
-                # d rstd / d x is that of eps inside the root, but for this factor
+                # with eps outside of the root d rstd / d x has this factor more
                 q = q * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
             dz, _ = backend.channel_input_grad(dy, z, mean, rstd, weight, p=p, q=q, into=into)
         else:
@@ -235,7 +235,7 @@ def conv_norm(
     eps: float,
     outside: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`ConvNorm`, or its formula in plain torch where a transform has to look inside."""
+    """`ConvNorm`, or under a functorch transform its formula in plain torch."""
     weight, bias, mean, rstd = norm
     if transformed(*operands, weight, bias):
         z, m2 = convolution(*operands), None

@@ -1,4 +1,4 @@
-"""`leannorm bench`: how fast every backend is on this machine."""
+"""`leannorm bench`: time every backend on this machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def bench(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     turns: Annotated[int, typer.Option(help="Timed turns of each side.", min=1)] = 9,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Also what torch.compile makes of torch's norm.")
+        bool, typer.Option("--compile", help="Also time torch's norm under torch.compile.")
     ] = False,
     json: JsonFile = None,
 ) -> None:
-    """Time every backend's norms, forward and backward, beside torch's; wrong answers are not timed."""
+    """Time every backend's norms, forward and backward, against torch's; wrong results are not timed."""
     import torch
     from rich.console import Console
 

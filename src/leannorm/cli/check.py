@@ -1,4 +1,4 @@
-"""`leannorm check`: does this installation compute what it should?"""
+"""`leannorm check`: does this installation compute correct results?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check(
     steps: Annotated[int, typer.Option(help="Training steps of the model.", min=1)] = 3,
     json: JsonFile = None,
 ) -> None:
-    """Verify every equality that the layers promise, on this machine, each against its error budget.
+    """Check on this machine every equality that the layers promise, each against its error budget.
 
     With --model and --input: train a model stock and under lean(), and compare every bit.
     """

@@ -1,4 +1,4 @@
-"""`leannorm fit MODEL --memory 24GiB`: the largest batch that trains in it."""
+"""`leannorm fit MODEL --memory 24GiB`: the largest batch that trains in that memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from leannorm.cli.options import JsonFile, Model
 
 def fit(
     model: Model,
-    memory: Annotated[str, typer.Option(help="What there is, like 24GiB or 80GB.", metavar="BYTES")],
+    memory: Annotated[str, typer.Option(help="The available memory, like 24GiB or 80GB.", metavar="BYTES")],
     input: Annotated[str, typer.Option(help="Sizes of one sample.", metavar="3x224x224")] = "3x224x224",
-    optimizer: Annotated[str, typer.Option(help="Whose state to count: sgd, momentum or adam.")] = "adam",
+    optimizer: Annotated[
+        str, typer.Option(help="The optimizer whose state is counted: sgd, momentum or adam.")
+    ] = "adam",
     json: JsonFile = None,
 ) -> None:
-    """The largest batch that fits a memory: stock, and under each lean setting, without that memory."""
+    """Find the largest batch that fits in a memory, stock and under each lean setting.
+
+    Runs on fake tensors, so the machine itself does not need that memory.
+    """
     from rich.console import Console
 
     from leannorm._files import check_writable, write_text

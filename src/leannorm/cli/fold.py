@@ -1,4 +1,4 @@
-"""`leannorm fold`: batch norms folded into their neighbours, and the difference that this makes."""
+"""`leannorm fold`: fold batch norms into neighbouring layers, and measure the change of the outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fold(
     verify: Annotated[bool, typer.Option(help="Compare the outputs before and after.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Fold the batch norms of a model, or of a program's inference branch, and say which were not and why."""
+    """Fold the batch norms of a model or of a program's inference branch; says which were skipped and why."""
     import torch
     from rich.console import Console
 

@@ -15,12 +15,12 @@ _RULE = "name a model as timm:NAME, torchvision:NAME or package.module:callable"
 
 
 def model_named(spec: str) -> nn.Module:
-    """The model that `spec` names, newly made, with random weights, in training mode.
+    """A new model by its name, with random weights, in training mode.
 
-    A callable is looked for in installed packages and in the working directory, and called with nothing.
+    A callable is imported from installed packages or the working directory, and called without arguments.
 
-    Raises InputError for a name that nothing has, MissingDependencyError where timm or torchvision is asked
-    for and cannot be imported.
+    Raises InputError for an unknown name, MissingDependencyError if timm or torchvision is needed and cannot
+    be imported.
 
     >>> type(model_named("torch.nn:Identity")).__name__
     'Identity'
@@ -50,7 +50,7 @@ def _maker(source: str, name: str) -> Callable[[], object]:
     return _callable(source, name)
 
 
-def _library(name: str):  # type: ignore[no-untyped-def]  # a module whose types are not known here
+def _library(name: str):  # type: ignore[no-untyped-def]  # a module without known types
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:  # torchvision built for another torch fails on its operators

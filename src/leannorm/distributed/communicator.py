@@ -1,4 +1,4 @@
-"""A communicator of our own: how it is made, waited for and given up, whatever its backend.
+"""The communicator for statistics: how it is made, waited for and aborted, for each backend.
 
 Source: torch/distributed/distributed_c10d.py and torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp of 2.13.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_POLL = 2e-4  # seconds between two looks at work that a device does
+_POLL = 2e-4  # seconds between two polls of a device's work
 
 
 def seconds_allowed(group: dist.ProcessGroup) -> float:
@@ -58,11 +58,11 @@ def on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type == "cpu" or group._get_backend(device).name() == "gloo"
 
 
-def completes(work: Any, seconds: float, waits_on_host: bool) -> bool:
-    """Wait so long for a collective; is it there? Raises `RuntimeError` where it failed.
+def wait_once(work: Any, seconds: float, waits_on_host: bool) -> bool:
+    """Wait for a collective for at most `seconds`; is it complete? Raises `RuntimeError` where it failed.
 
-    A `wait` of NCCL's that ends before the collective does destroys the communicator: there it is asked
-    again and again, and waited for when it is there, which puts it before what the device does next.
+    With NCCL, a `wait` that times out destroys the communicator. There the work is polled, and `wait` is
+    called only when it is complete: that orders the streams.
     """
     if waits_on_host:
         try:
@@ -82,7 +82,7 @@ def completes(work: Any, seconds: float, waits_on_host: bool) -> bool:
 
 
 def give_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """End what the device waits for: nobody will come, and in the end torch would end the process."""
+    """Abort the sums that the device waits for: left alone, torch's watchdog would end the process."""
     if not on_host(group, device):
         with suppress(RuntimeError):
             group._get_backend(device).abort()

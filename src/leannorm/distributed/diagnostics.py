@@ -1,6 +1,6 @@
-"""What ranks tell one another through the group's store, when a collective could not tell it.
+"""Finds out, through the group's store, which ranks are missing or differ when a collective fails.
 
-Nothing here runs in a step in which all goes well.
+A training step without errors runs nothing of this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from leannorm.distributed.call import Call
 if TYPE_CHECKING:
     from leannorm.distributed.group import StatisticsGroup
 
-_PATIENCE = 10.0  # seconds that ranks which disagree wait for one another's words
+_PATIENCE = 10.0  # seconds that ranks in different calls wait for one another's posts
 _RULE = "Every rank must use the same layers, in the same order and mode"
 _CAUSES = (
     "it skipped the layer, runs it in evaluation mode, has no batch left "
@@ -30,19 +30,19 @@ _CAUSES = (
 
 
 def store_of(parent: dist.ProcessGroup, generation: int) -> dist.distributed_c10d.Store:
-    """A corner of the group's store; `generation` keeps a group made anew from reading an old one's keys."""
+    """The group's store under a prefix; with `generation` a new group does not read an old one's keys."""
     return dist.distributed_c10d.PrefixStore(
         f"leannorm/{generation}", dist.distributed_c10d._get_process_group_store(parent)
     )
 
 
 def poll_seconds(timeout: float) -> float:
-    """How often, in seconds, a rank that waits says so, and how long it asks who is missing at the end."""
+    """Seconds between a waiting rank's posts, and for which it looks for missing ranks at the end."""
     return min(1.0, timeout / 6)
 
 
 def gather(group: StatisticsGroup, call: Call, timeout: float) -> None:
-    """Wait until all ranks are about to make the communicator."""
+    """Wait until all ranks are ready to make the communicator."""
     post(group, call)
     if group.store.add("ready", 1) == group.world:
         group.store.set("go", "")
@@ -55,12 +55,12 @@ def gather(group: StatisticsGroup, call: Call, timeout: float) -> None:
 
 
 def post(group: StatisticsGroup, call: Call) -> None:
-    """Say where this rank is waiting."""
+    """Write to the store in which call this rank is waiting."""
     group.store.set(f"at/{group.rank}", json.dumps([group.number, str(call)]))
 
 
 def post_and_check(group: StatisticsGroup, call: Call) -> bool:
-    """Say where this rank is waiting; has another rank already found out what is wrong?"""
+    """As `post`; has another rank already found out what is wrong?"""
     try:
         post(group, call)
         return bool(group.store.check(["found"]))
@@ -69,9 +69,9 @@ def post_and_check(group: StatisticsGroup, call: Call) -> bool:
 
 
 def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float) -> str:
-    """Which ranks do not wait in this collective, though it cannot complete; asked for `seconds`.
+    """The error text for a collective that cannot complete: which ranks have not posted within `seconds`.
 
-    The rank that finds out first tells the others, so that all say the same.
+    The first rank to find out writes its text to the store, and all ranks report that text.
     """
     deadline = time.monotonic() + seconds
     try:
@@ -84,12 +84,12 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
             time.sleep(0.02)
         missing = [r for r in range(group.world) if r not in here]
         if missing:
-            evaluates = [found for r in missing if (found := _evaluates(group, r)) is not None]
+            evaluates = [found for r in missing if (found := _evaluation_of(group, r)) is not None]
             causes = "; ".join(evaluates) if len(evaluates) == len(missing) else _CAUSES
             text = f"{call}: {_ranks(group, missing)} did not come ({why}): {causes}"
         else:
             text = f"{call}: all ranks came, but the sum did not complete ({why}); look at the network"
-        return _told(group, text, len(here), seconds)
+        return _publish(group, text, len(here), seconds)
     except RuntimeError as error:
         return (
             f"{call}: the ranks did not come together ({why}), and the group's store is gone too ({error}); "
@@ -97,15 +97,15 @@ def who_is_missing(group: StatisticsGroup, call: Call, why: str, seconds: float)
         )
 
 
-def _told(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
-    """Tell the others, unless one has told already."""
+def _publish(group: StatisticsGroup, text: str, here: int, seconds: float) -> str:
+    """Write the text to the store, unless a rank has written one already; the text that is there."""
     text = group.store.compare_set("found", "", text).decode()
-    _stay(group, "told", here, seconds)
+    _wait_for_readers(group, "told", here, seconds)
     return text
 
 
-def _stay(group: StatisticsGroup, key: str, ranks: int, seconds: float) -> None:
-    """Wait until as many ranks have read what they came for, as one that leaves may be serving the store."""
+def _wait_for_readers(group: StatisticsGroup, key: str, ranks: int, seconds: float) -> None:
+    """Wait until so many ranks have read the store: this rank may be serving it, and is about to leave."""
     deadline = time.monotonic() + seconds
     with suppress(RuntimeError):  # the store is gone: they have read it
         read = group.store.add(key, 1)
@@ -121,14 +121,14 @@ def what_differs(
     timeout: float,
     answer: Callable[[], None] = lambda: None,
 ) -> str:
-    """What each rank was calling when they met and disagreed; the same text on every rank that is told.
+    """The error text for ranks in different calls: which rank is in which.
 
-    A rank that does not say so soon may wait, on its device, for sums of those that do: `answer` is called
-    now and then, and gives it one.
+    It is the same on every rank that reads it in time. A rank that has not posted its call may be waiting,
+    on its device, for sums of those that have: `answer` is called now and then, and joins one.
     """
     seconds = min(timeout, _PATIENCE)
     try:
-        return _compared(group, call, number, seconds, answer)
+        return _compare(group, call, number, seconds, answer)
     except RuntimeError as error:
         return (
             f"ranks that share statistics are in different calls (number {number} of the group), rank "
@@ -137,7 +137,7 @@ def what_differs(
         )
 
 
-def _compared(
+def _compare(
     group: StatisticsGroup, call: Call, number: int, seconds: float, answer: Callable[[], None]
 ) -> str:
     keys = [f"met/{number}/{rank}" for rank in range(group.world)]
@@ -154,34 +154,34 @@ def _compared(
         name, setting = json.loads(group.store.get(keys[rank]))
         calls[name].append(rank)
         settings[setting].append(rank)
-    _stay(group, f"met/{number}", group.world - len(silent), min(seconds, 1.0))
+    _wait_for_readers(group, f"met/{number}", group.world - len(silent), min(seconds, 1.0))
     if len(calls) == 1 and len(settings) > 1:
-        said = "; ".join(f"{_ranks(group, who)} with {what}" for what, who in settings.items())
+        text = "; ".join(f"{_ranks(group, who)} with {what}" for what, who in settings.items())
         return (
             f"ranks that share statistics must have equal eps, momentum and track_running_stats, but are in "
-            f"{call}: {said}. Construct the layer with the same arguments on every rank, and change them, if "
+            f"{call}: {text}. Construct the layer with the same arguments on every rank, and change them, if "
             "at all, on every rank in the same step"
         )
-    said = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in calls.items())
+    text = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in calls.items())
     if silent:
-        said += (
+        text += (
             f"; {_ranks(group, silent)} did not say within {seconds:g} s (busy with something else, waiting "
             "for another collective, or dead)"
         )
     text = (
-        f"ranks that share statistics are in different calls (number {number} of the group): {said}. {_RULE}"
+        f"ranks that share statistics are in different calls (number {number} of the group): {text}. {_RULE}"
     )
-    return _told(group, text, 1, 0.0) if silent else text
+    return _publish(group, text, 1, 0.0) if silent else text
 
 
 def note_evaluation(store: dist.distributed_c10d.Store, rank: int, number: int, layer: str) -> None:
-    """Say that this rank evaluates a layer, having taken part in `number` sums."""
-    with suppress(RuntimeError):  # a store that is gone is no matter of evaluation's
+    """Write to the store that this rank evaluates a layer, after `number` sums."""
+    with suppress(RuntimeError):  # evaluation does not need the store
         store.set(f"evaluates/{rank}", json.dumps([number, layer]))
 
 
-def _evaluates(group: StatisticsGroup, rank: int) -> str | None:
-    """In words, if the rank has evaluated since the last sum that it took part in."""
+def _evaluation_of(group: StatisticsGroup, rank: int) -> str | None:
+    """What the rank evaluates, for the error text; None if it has not evaluated since its last sum."""
     key = f"evaluates/{rank}"
     if not group.store.check([key]):
         return None
@@ -197,6 +197,6 @@ def _number(group: StatisticsGroup, rank: int) -> int:
 
 
 def _ranks(group: StatisticsGroup, ranks: list[int]) -> str:
-    """Global ranks, which are what launchers and logs show."""
+    """The ranks' global numbers, which launchers and logs show, for error texts."""
     names = [str(dist.get_global_rank(group.parent, r)) for r in ranks]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"

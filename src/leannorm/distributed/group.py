@@ -1,10 +1,10 @@
-"""The ranks that share statistics, in a communicator of their own.
+"""A communicator for the ranks that share statistics, beside their process group.
 
-Of their own, because a rank that leaves out a layer would otherwise meet the others in whatever it does
-next: with gloo a sum of 133 values that meets one of 261 aborts the process, with NCCL it hangs. In here
-every message has one size, agreed upon, so that ranks which disagree still complete the collective, and
-read in its header that they do. A layer that needs more room first asks for it, in a message of the
-present size. The same makes a rank without batches harmless: it adds zeros, whatever the others add.
+In the process group itself, a rank that skips a layer would join the others' collective with its next one:
+with gloo a sum of 133 values matched with one of 261 aborts the process, with NCCL it hangs. Here all
+messages have one agreed size, so that ranks in different calls still complete the collective, and read in its
+header that they differ. A layer that needs longer messages first asks for them, in a message of the present
+size. A rank without batches joins any collective with zeros.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import GroupName
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import diagnostics
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
-from leannorm.distributed.communicator import beside, completes, give_up, on_host, seconds_allowed
+from leannorm.distributed.communicator import beside, give_up, on_host, seconds_allowed, wait_once
 from leannorm.distributed.headers import Arriving
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import capturing
@@ -31,7 +31,7 @@ from leannorm.ops.select import first_of_all
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
-_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at which this rank last said so
+_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at this rank's last note
 
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
@@ -44,7 +44,7 @@ def statistics_group(name: str, call: Call) -> StatisticsGroup:
 
 
 def note_evaluation(name: str, layer: str) -> None:
-    """Tell the other ranks, once after each sum, that this one evaluates: they may wait for it."""
+    """Note in the store, once after each sum, that this rank evaluates: the others may be waiting for it."""
     parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
     group = _groups.get(name)
     if group is not None and group.parent is not parent:
@@ -82,7 +82,7 @@ class StatisticsGroup:
         self.communicator = beside(parent, ranks, name)
 
     def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
-        """The count and behind it the sums, added up over the ranks; raises where ranks disagree."""
+        """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
         device = sums[0].device
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
@@ -104,7 +104,7 @@ class StatisticsGroup:
         return self._exchange(sums, count, call, device).narrow(0, HEADER - 1, room - HEADER + 1)
 
     def shadow(self, device: torch.device) -> None:
-        """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
+        """Join every sum with zeros until all ranks do so: for a rank without batches."""
         call = Call("none", "out of batches", 0, 0.0, True)
         while True:
             total = torch.zeros(self.size, dtype=torch.float64, device=device)
@@ -118,7 +118,7 @@ class StatisticsGroup:
 
     @torch.no_grad()
     def follow_longest(self, buffers: list[Tensor]) -> None:
-        """Set the buffers to those of the rank that made the most calls of its own since the last time."""
+        """Set the buffers to those of the rank with the most `all_reduce` calls since the last time."""
         score = torch.tensor([self.own_calls * self.world + self.rank], device=self.device())
         dist.all_reduce(score, dist.ReduceOp.MAX, group=self.communicator)
         self.own_calls = 0
@@ -127,7 +127,7 @@ class StatisticsGroup:
             dist.broadcast(buffer, source, group=self.communicator)
 
     def device(self) -> torch.device:
-        """Where this group's backend works, for what no input tells."""
+        """A device that this group's backend serves, where there is no input whose device to take."""
         here = torch.device("cpu")
         if here in self.parent._device_types or (there := torch.accelerator.current_accelerator()) is None:
             return here
@@ -142,7 +142,7 @@ class StatisticsGroup:
         backend = first_of_all(*sums) if sums else REFERENCE
         total = backend.message_of(sums, token, size, count, self.size, device)
         self._sum(total, call, wait=size > 0)
-        if capturing(total):  # the host does not see the steps that will be replayed, nor their headers
+        if capturing(total):  # the host sees no header of a replayed step
             return total
         if self._in_order(device):
             self._inspect(total[:HEADER].tolist(), call, self.number, device)
@@ -152,7 +152,7 @@ class StatisticsGroup:
         return total
 
     def _check_capture(self, call: Call, room: int) -> None:
-        """Nothing may be waited for or made anew while a CUDA graph is captured."""
+        """Raise where this call would wait for the device or connect ranks during a CUDA graph's capture."""
         call = self._identified(call)
         if call.debug:
             raise InputError(
@@ -167,7 +167,7 @@ class StatisticsGroup:
             )
 
     def _in_order(self, device: torch.device) -> bool:
-        """Does the host see every sum before it goes on? A device's headers are read when they are there."""
+        """Does the host read each header before it goes on? A device's headers are read later."""
         return device.type == "cpu"
 
     def _on_host(self, device: torch.device) -> bool:
@@ -180,44 +180,46 @@ class StatisticsGroup:
         return dist.all_reduce(total, group=self.communicator, async_op=True)
 
     def _sum(self, total: Tensor, call: Call, wait: bool = False) -> None:
-        """The sum over the ranks, in place; `wait`: until it is there, on a device as well."""
+        """Sum over the ranks, in place; with `wait` the host waits for a device's sum, too."""
         self.number += 1
         try:
             work = self._start(total)
         except RuntimeError as error:
-            raise self._broken(call, str(error), 0, total.device) from error
+            raise self._break(call, str(error), 0, total.device) from error
         if wait or call.debug or self._on_host(total.device):
             self._wait(work, call, total.device)
         else:
-            work.wait()  # orders the streams; the host goes on
+            work.wait()  # orders the streams without blocking the host
 
     def _wait(self, work: Any, call: Call, device: torch.device) -> None:
-        """Until the sum is there; where it is not soon, tell the other ranks, and hear what they found."""
+        """Wait for the sum; post where this rank waits, and stop if another rank found an error."""
         timeout = self._seconds(call)
         step = diagnostics.poll_seconds(timeout)
         deadline = time.monotonic() + timeout
-        while not self._completes(work, call, step, device):
-            # ranks that wait have said so by now, but for those that came in the last moment
+        while not self._wait_once(work, call, step, device):
+            # every waiting rank has posted by now, but for one that came in the last moment
             if diagnostics.post_and_check(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
-                raise self._broken(call, f"waited {timeout:g} s", step / 2, device)
+                raise self._break(call, f"waited {timeout:g} s", step / 2, device)
 
-    def _completes(self, work: Any, call: Call, seconds: float, device: torch.device) -> bool:
+    def _wait_once(self, work: Any, call: Call, seconds: float, device: torch.device) -> bool:
+        """Wait for at most `seconds`; is the sum complete?"""
         try:
-            return completes(work, seconds, self._on_host(device))
-        except RuntimeError as error:  # the first sentence says what happened, the others whom to ask
-            raise self._broken(call, str(error).split(". ")[0], 2 * seconds, device) from error
+            return wait_once(work, seconds, self._on_host(device))
+        except RuntimeError as error:  # only the first sentence says what happened
+            raise self._break(call, str(error).split(". ")[0], 2 * seconds, device) from error
 
     def _seconds(self, call: Call) -> float:
         return min(call.timeout or self.timeout, self.timeout)
 
-    def _broken(self, call: Call, why: str, ask: float, device: torch.device) -> SyncError:
+    def _break(self, call: Call, why: str, ask: float, device: torch.device) -> SyncError:
+        """Refuse all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
         self.broken = diagnostics.who_is_missing(self, call, why, ask)
         give_up(self.communicator, device)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
-        """Look at the headers that have arrived from the device; the last ones may be on the way."""
+        """Check the headers that have arrived from the device; with `wait` all of them."""
         while self.unread and (wait or self.unread[0][2].is_there()):
             number, call, header = self.unread.pop(0)
             self._inspect(header.values(), call, number, header.device)
@@ -232,18 +234,18 @@ class StatisticsGroup:
             )
 
     def _differs(self, call: Call, number: int, device: torch.device) -> SyncError:
-        """Ranks disagree: what each was calling. Those whose devices wait for this one's sums get them."""
-        if self._in_order(device):  # all have just read the same
+        """The error for ranks in different calls; joins the sums that other ranks' devices wait for."""
+        if self._in_order(device):  # all ranks have just read the same header
             return SyncError(diagnostics.what_differs(self, call, number, self._seconds(call)))
         answers: list[Any] = []
 
         def answer() -> None:
-            """Take part in a sum that another rank's device waits for; the header agrees with none."""
+            """Join a sum that another rank's device waits for, with a header unequal to every other."""
             if answers and not answers[-1].is_completed():
                 return
             refusal = torch.zeros(self.size, dtype=torch.float64, device=device)
             refusal[0] = refusal[2] = 1  # t is 0 and its square 1
-            with suppress(RuntimeError):  # a rank that is gone waits for nothing
+            with suppress(RuntimeError):  # a dead rank waits for nothing
                 answers.append(self._start(refusal))
 
         self.broken = diagnostics.what_differs(self, call, number, self._seconds(call), answer)
@@ -252,7 +254,7 @@ class StatisticsGroup:
         return SyncError(self.broken)
 
     def _identified(self, call: Call) -> Call:
-        """Layers without a path are told apart by their order of construction, from the first one used."""
+        """The call; a layer without a path is numbered by construction, from the first one used."""
         if not call.layer.startswith("#"):
             return call
         number = int(call.layer[1:])
@@ -260,7 +262,7 @@ class StatisticsGroup:
         return call._replace(layer=f"#{number - self._first + 1}")
 
     def _known(self, call: Call) -> tuple[Call, tuple[int, int]]:
-        """The call as the ranks know it, and its token."""
+        """The identified call and its token. Cached, on the host."""
         known = self._tokens.get(call)
         if known is None:
             if len(self._tokens) > 4096:

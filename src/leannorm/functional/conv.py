@@ -42,19 +42,22 @@ def conv_batch_norm(
     eps_mode: str = "inside",
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
-    r"""Convolve (1-D to 3-D), then normalize each channel over the batch, keeping no convolution output.
+    """Convolve (1-D to 3-D), then normalize each channel over the batch, keeping no convolution output.
 
-    .. math:: z = \mathrm{conv}(x), \quad y = (z - \mathrm{E}[z]) / s \cdot \gamma + \beta
+        z = conv(x)
+        y = (z - E[z]) / sqrt(Var[z] + eps) * bn_weight + bn_bias      for eps_mode="inside"
+        y = (z - E[z]) / (sqrt(Var[z]) + eps) * bn_weight + bn_bias    for eps_mode="outside"
 
-    with :math:`s = \sqrt{\mathrm{Var}[z] + \epsilon}` (biased variance) for `eps_mode="inside"`, and
-    :math:`s = \sqrt{\mathrm{Var}[z]} + \epsilon` (unbiased variance in training) for `"outside"`.
-    The backward pass runs the convolution a second time.
+    Var is biased for "inside"; for "outside" it is unbiased in training. The backward pass runs the
+    convolution a second time. Gradients equal those of the convolution and `batch_norm` run one after the
+    other, bit for bit. `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1
+    / that count.
 
-    Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,).
-    `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1 / that count.
-    Gradients are those of the convolution and `batch_norm` run apart, bit for bit.
-    Kept for the backward pass: the input, and 2 D float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,); output (N, D,
+    *).
+    Dtypes: as `batch_norm`; conv_weight has the input's dtype, and autocast casts both.
+    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
+    Raises: as `batch_norm`.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 
     >>> import torch
@@ -113,7 +116,7 @@ def _autocast(v: Tensor, device: str) -> Tensor: ...
 @overload
 def _autocast(v: None, device: str) -> None: ...
 def _autocast(v: Tensor | None, device: str) -> Tensor | None:
-    """What autocast makes of a convolution's operand: float64 stays."""
+    """Cast a convolution's operand as autocast does; it leaves float64 alone."""
     return v if v is None or v.dtype == torch.float64 else v.to(torch.get_autocast_dtype(device))
 
 

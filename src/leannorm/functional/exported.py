@@ -1,7 +1,7 @@
 """leannorm's functions as operators, so that an exported graph holds one node for each.
 
-A node of its own keeps what a decomposition would lose: the kernel is chosen when the program runs, the
-backward pass keeps and computes what the function's own does, and a reader of the graph knows the norm.
+A decomposition into torch's operators would lose the choice of the kernel at run time, the function's own
+backward pass with what it saves, and the name of the norm.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ _CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _declare_row_norm(function: Callable[..., Any], tensors: str, rest: str) -> None:
-    """A function whose last argument, `dim`, is given by name; it returns a result for each tensor."""
+    """Declare a function whose last argument `dim` is keyword-only; two results with a residual, else one."""
     name, one = function.__name__, "residual" not in tensors
     arguments = f"{tensors}, int[] normalized_shape, Tensor? weight, {rest}, int? dim"
 
@@ -202,7 +202,7 @@ _declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", "float? eps")
 
 
 class AsOperators(TorchFunctionMode):
-    """Within it every call of a leannorm function is a call of its operator."""
+    """Within this mode every call of a leannorm function becomes a call of its operator."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

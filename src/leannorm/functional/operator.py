@@ -44,23 +44,24 @@ def batch_norm_op(
     batch_id: int | Tensor | None = None,
     data_layout: str = "NCHW",
 ) -> BatchNormOutput:
-    r"""Batch norm as one operator: the estimates come in, and go out in the same memory.
+    """Batch norm as one operator: the estimates come in, and go out in the same memory.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}
+        y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias
+        estimate = estimate * momentum + (1 - momentum) * statistic    in training
 
-    In training each estimate becomes the batch's statistic where `batch_id` is 0, and
-    `estimate * momentum + (1 - momentum) * statistic` otherwise (so too without a `batch_id`). A
-    `batch_id` that is a tensor is read on its device. With `is_infer` the estimates stand in for the
-    batch's statistics and stay as they are. With `use_global_est` training moves the estimates first and
-    then normalizes by them; gradients take them as constants.
+    In the first batch, where `batch_id` is 0, each estimate becomes the batch's statistic. Without a
+    `batch_id` every batch is a later one; a tensor is read on its device. With `is_infer` the estimates stand
+    in for the batch's statistics and do not change. With `use_global_est` training moves the estimates first
+    and then normalizes by them; gradients take them as constants. Every variance here is the biased one, the
+    estimated one too.
 
-    Every variance here is the biased variance (not a standard deviation), the estimated one too.
+    Returns `(y, batch_mean, batch_var, saved_mean, saved_var)`; the `saved_` ones are the estimates
+    themselves. `batch_mean` and `batch_var` have no gradient; in inference they are copies of the estimates.
 
     Shapes: x (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, vectors (C,); y as x.
-    Dtypes: floating; y has x's, `batch_mean` and `batch_var` have the estimates'. Both are without
-    gradient; in inference they are copies of the estimates, since no batch is looked at.
-    Kept for the backward pass: x and 2 C float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Dtypes: as `batch_norm`; `batch_mean` and `batch_var` have the estimates' dtype.
+    Kept: x (4 bytes an element in float32) and 16 bytes a channel.
+    Raises: as `batch_norm`.
     Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
 
     >>> import torch

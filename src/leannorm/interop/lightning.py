@@ -20,8 +20,8 @@ def layer_sync(process_group: Any = None) -> Any:
     Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
     """
 
-    class LeannormLayerSync(_lightnings_own()):  # type: ignore[misc]
-        """Derived from Lightning's own, beside which no other plug-in is let in."""
+    class LeannormLayerSync(_lightnings_plugin()):  # type: ignore[misc]
+        """Derived from Lightning's plug-in, since Lightning accepts only one of that type."""
 
         def apply(self, model: Any) -> Any:
             self._before = [(module, type(module), frozenset(vars(module))) for module in model.modules()]
@@ -41,7 +41,7 @@ def layer_sync(process_group: Any = None) -> Any:
     return LeannormLayerSync()
 
 
-def _lightnings_own() -> Any:
+def _lightnings_plugin() -> Any:
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(f"{package}.plugins.layer_sync").TorchSyncBatchNorm

@@ -12,7 +12,7 @@ from leannorm.functional.batch import tracked_batch_norm
 
 
 def without_bias(bias: bool) -> dict[str, bool]:
-    """torch's keyword where it is asked for; versions of torch that do not have it say so."""
+    """torch's keyword `bias`, passed only where it is False: older versions of torch do not have it."""
     return {} if bias else {"bias": False}
 
 
@@ -22,11 +22,11 @@ class BatchNormBase(_BatchNorm):
     dims: Sequence[int] = (2, 3, 4, 5)
 
     def _sharing(self) -> Sharing | None:
-        """With whom this layer shares a batch's statistics: with nobody, but for SyncBatchNorm."""
+        """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
         return None
 
     def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
-        # no look at the input here: it may be torch.fx's proxy
+        # nothing here may depend on the input: it may be a proxy of torch.fx
         updates = self.training and self.track_running_stats
         reads = updates or not self.training
         return tracked_batch_norm(

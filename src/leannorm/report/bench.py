@@ -1,4 +1,4 @@
-"""How fast every backend is here: answers first, then times beside torch's and the memory's own speed."""
+"""`bench`: checks the results of every backend, then times them against torch and against a memory copy."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ CASES = (
 
 
 class Timing(NamedTuple):
-    """One backend (or torch, eager or compiled) on one case: seconds forward and backward, of torch's.
+    """One backend (or torch, eager or compiled) on one case: seconds of forward and backward, ratio to torch.
 
-    `floor`: the share of its time that moving the bytes alone would take, at the speed of a copy here.
+    `floor`: the share of that time that moving the bytes would take, at the speed of a copy on this device.
     `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
     """
 
@@ -82,7 +82,12 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchReport:
-    """What `bench` measured; true where every answer was right."""
+    """What `bench` measured; true where every answer was right.
+
+    >>> import leannorm
+    >>> bool(leannorm.BenchReport("cpu", "float32", threads=2, timings=[]))
+    True
+    """
 
     device: str
     dtype: str
@@ -126,14 +131,16 @@ def bench(
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
     With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
-    compiling is not counted.
+    compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
+    checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
+    the device, on tensors that its cache does not hold. Freed memory is kept from then on.
 
-    A backend whose answer is wrong is not timed (its seconds are None); answers are checked on memory full
-    of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on the device, on
-    tensors that its cache does not hold. Freed memory is kept from then on.
+    Raises: torch's `RuntimeError` for a device that is not there.
 
+    >>> import leannorm
+    >>> from leannorm.report.bench import CASES
     >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
-    >>> bool(bench(turns=1, cases=[small]))
+    >>> bool(leannorm.bench(turns=1, cases=[small]))
     True
     """
     keep_freed_memory()
@@ -195,7 +202,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _near(answers: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
-    """Right, though not by the measure that we hold ourselves to: the compiler's sums have other errors."""
+    """Is it within eight times our budget? The compiler orders its sums differently, so its errors differ."""
     outputs = zip(answers, stock, exact, strict=True)
     errors = [error_of(answer, want, largest_error(torchs, want)) for answer, torchs, want in outputs]
     return all(error.found <= 8 * error.allowed for error in errors)

@@ -1,4 +1,4 @@
-"""What is installed, as data."""
+"""The installed versions, devices and backends, as data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Installation(NamedTuple):
 
 
 def installation() -> Installation:
-    """What a bug report needs to know of this machine.
+    """The facts about this machine that belong in a bug report.
 
     >>> installation().backends["reference"]
     []

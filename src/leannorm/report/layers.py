@@ -1,4 +1,4 @@
-"""What each layer of a model holds for the backward pass, and what is rebuilt, by kind of operation."""
+"""The bytes that each layer of a model holds for the backward pass, and what is rebuilt, by operation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Counts = Callable[[], tuple[int, int]]
 
 
 class LayerBytes(NamedTuple):
-    """Bytes that a module's own operations hold, and bytes of theirs that will be rebuilt."""
+    """The bytes that a module's own operations hold, and those that will be rebuilt; without its children."""
 
     name: str
     kind: str
@@ -25,7 +25,7 @@ class LayerBytes(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Tensors rebuilt from one kind of autograd node: how many, their bytes, the seconds it takes."""
+    """The rebuilt outputs of one kind of autograd node: their number, their bytes, the seconds to rebuild."""
 
     node: str
     tensors: int
@@ -34,10 +34,10 @@ class Operation(NamedTuple):
 
 
 class StockCount(saved_tensors_hooks):
-    """Counts what stock autograd holds: storages, each once, parameters not counted."""
+    """Counts the bytes that stock autograd holds: every storage once, parameters not counted."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, int]] = {}  # storages stay referenced: no address comes twice
+        self._kept: dict[int, tuple[Any, int]] = {}  # references to storages, so that no address is reused
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -53,10 +53,10 @@ class StockCount(saved_tensors_hooks):
 
 @contextmanager
 def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
-    """While open, credit every change of `counts()` (kept, rebuilt) to the innermost module at work.
+    """Within it, every change of `counts()` (kept, rebuilt) is credited to the innermost running module.
 
-    The list is filled when the context closes, in the order of `named_modules`; a module that holds
-    nothing of its own is left out, and so is what stands outside of the model (the loss).
+    The list is filled when the context closes, in the order of `named_modules`. Modules that hold nothing
+    themselves are left out, and so is what runs outside of the model (the loss).
     """
     names = {module: name for name, module in model.named_modules()}
     sums: dict[nn.Module, list[int]] = defaultdict(lambda: [0, 0])
@@ -78,7 +78,7 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
         credit()
         at_work.pop()
 
-    enter.sees_nothing = leave.sees_nothing = True  # type: ignore[attr-defined]  # pairs stay fused
+    enter.sees_nothing = leave.sees_nothing = True  # type: ignore[attr-defined]  # allows fused calls
     handles = [
         handle
         for module in names

@@ -1,4 +1,4 @@
-"""The loss that measures take where none is given."""
+"""The default loss for measuring a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to run a model's training step that `profile` compares: stock, lean, and what else there is."""
+"""The ways to run a training step that `profile` compares: stock, lean, checkpointed, compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Setting(NamedTuple):
-    """`run(*inputs)` is the model's forward pass; `around()` stands around it and the loss."""
+    """`run(*inputs)` is the model's forward pass; `around()` is a context for it and the loss."""
 
     name: str
     run: Callable[..., Any]
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
     @property
     def eager(self) -> bool:
-        """Does autograd save tensors layer by layer, so that they can be counted so?"""
+        """Does autograd save tensors layer by layer, so that they can be counted by layer?"""
         return self.name not in AGAINST
 
 
@@ -66,7 +66,7 @@ def _checkpointed(model: nn.Module) -> Callable[..., Any]:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that stand in a container and are made of others, as a user would cut a model."""
+    """The outermost modules that are in a container and have children, as a user would checkpoint a model."""
     for child in module.children():
         inside = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
         if inside and any(True for _ in child.children()):
@@ -85,11 +85,11 @@ def _wrapped(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for block in blocks:
-            del block.forward  # the class's own shows again
+            del block.forward  # back to the class's forward
 
 
 def _compiled(model: nn.Module) -> Callable[..., Any]:
-    """torch.compile, told to keep half of the activations."""
+    """The model under torch.compile with an activation memory budget of 0.5."""
     from torch._functorch import config
 
     compiled = torch.compile(model)

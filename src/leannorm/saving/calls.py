@@ -1,7 +1,7 @@
-"""What a norm of torch was called with, where its node does not keep it: eps, and the bias.
+"""The arguments of a torch norm's call that its node does not keep: eps and the bias.
 
-While a node saves its tensors, the frame of the Python function that called it is one step up. Where that is
-torch's own function (`torch.nn.functional`), its arguments are there to be read.
+The pack hook runs inside the call. The frame above it is the Python function that made the call; where that
+is a function of `torch.nn.functional`, its local variables are the arguments.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _WITHOUT = F.rms_norm.__code__
 
 
 class NormArguments(NamedTuple):
-    """The arguments; `bias` is a copy, as nobody else keeps what it holds now."""
+    """The arguments; `bias` is a copy, since the parameter may change before the backward pass."""
 
     eps: float | None
     bias: Tensor | None
-    reads_buffers: bool  # of running statistics, as in evaluation
+    reads_buffers: bool  # normalizes by the running statistics, as in evaluation
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def is_compiled(frame: FrameType) -> bool:
-    """Does `frame`, which is saving tensors now, run what torch.compile has made of a model?"""
+    """Is `frame`, the caller of the pack hook, code that torch.compile generated?"""
     if frame.f_code is not _APPLY:
         return False
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
 
 def call_of(frame: FrameType) -> NormArguments | None:
-    """The call that is saving tensors now, if `frame` belongs to one of these functions."""
+    """The arguments of the norm call in `frame`, the caller of the pack hook; None if it is no such call."""
     code = frame.f_code
     if code is _WITHOUT:
         return NormArguments(frame.f_locals["eps"], None, False)

@@ -18,7 +18,7 @@ from leannorm.saving.policy import CONV, LEANEST, NORM, check
 from leannorm.saving.verify import Layers
 
 _PLANS: dict[tuple[float, Hashable], RebuildPlan] = {}
-_MOST_PLANS = 64
+_MAX_PLANS = 64
 
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
@@ -26,36 +26,39 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
 
     Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
     looked at with the node that made it: the output of a norm follows from the norm's input, that of an
-    activation from its input, a cast, view or copy from what it was made of. The backward pass rebuilds
-    them with the same kernels from the same tensors. Gradients are those of stock autograd bit for bit:
-    each kind of step is tried once on the spot, and what does not come out equal is held.
+    activation from its input, a cast, view or copy from what it was made of. The backward pass rebuilds them
+    with the same kernels from the same tensors. Gradients are those of stock autograd bit for bit: each kind
+    of step is tried once on the spot, and what does not come out equal is held.
 
-    recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
-    outputs of convolutions, linear layers and attention's scores that take few operations per byte.
-    budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
-    keeps as little as it can and measures; later ones (of the same shapes) rebuild the cheapest set that
-    meets the budget, or nearly all there is if that is not enough.
-    verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit in
-    the backward pass. The first difference raises RebuildError, which names node, shape, layer and values.
+    Args:
+        recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
+            outputs of convolutions, linear layers and attention's scores that take few operations per byte.
+        budget: in place of `recompute`, the share of stock's bytes to keep, in (0, 1]. The first forward pass
+            keeps as little as it can and measures; later ones (of the same shapes) rebuild the cheapest set
+            that meets the budget, or nearly all there is if that is not enough.
+        verify: for debugging; holds everything as stock autograd does, rebuilds too, and compares bit for bit
+            in the backward pass. The first difference raises, and names node, shape, layer and values.
 
-    kept_bytes, rebuilt_bytes: held for the backward pass (storages, each once, without parameters), and
-    left out. records: every saved tensor; they add up to those. plan: what `budget` chose, once there is a
-    plan. reasons: why nothing, or less than asked, was saved; empty where all is well. What concerns the
+    `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
+    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget` chose, once there is
+    a plan. `reasons`: why nothing, or less than asked, was saved; empty where all is well. What concerns the
     whole pass (compiled code, others' hooks, a budget out of reach) is also warned of, once per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
-    `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also
-    if it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
-    that no node saves, such as between a batch norm and a ReLU, are not noticed; `verify` finds them.
-    Nothing happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor
-    hooks that were there first (offloading, checkpointing): those go on as without `lean`.
-    One object may serve several passes.
+    `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
+    it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
+    that no node saves, such as between a batch norm and a ReLU, are not noticed; `verify` finds them. Nothing
+    happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor hooks that
+    were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
+    passes.
 
-    Raises InputError for an unknown `recompute` or a `budget` outside (0, 1].
+    Raises: `InputError` for an unknown `recompute` or a `budget` outside (0, 1]; with `verify`,
+    `RebuildError` in the backward pass.
 
+    >>> import torch, leannorm
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
-    >>> with lean() as saved:
+    >>> with leannorm.lean() as saved:
     ...     loss = model(torch.randn(2, 3, 20, 20)).square().mean()
     >>> loss.backward()
     >>> saved.kept_bytes < saved.rebuilt_bytes
@@ -128,6 +131,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         return self._ledger.records()
 
     def _choose(self, i: int, call: Hashable) -> bool:
+        """May saved tensor i be rebuilt, by the plan of its budget? Without a plan all may."""
         if i == 0:
             assert self._budget is not None
             self.plan = _PLANS.get((self._budget, call))
@@ -136,10 +140,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         return self.plan is None or self.plan.rebuild[i]
 
     def _replan(self, packing: Packing) -> None:
+        """Make a plan from this pass's measurements, unless one was followed to its end."""
         if self.plan is not None and len(self.plan.calls) == len(packing.calls):
             return
         assert self._budget is not None
-        if len(_PLANS) >= _MOST_PLANS:
+        if len(_PLANS) >= _MAX_PLANS:
             _PLANS.clear()
         measured = packing.plan(self._budget)
         if measured.stock_bytes:
@@ -164,11 +169,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ]
         self.reasons += [reason for reason in (*whole, *held) if reason not in self.reasons]
         for reason in (*whole, *held):
-            reasons.say(reason)
+            reasons.warn_once(reason)
 
 
 def _refusal() -> str | None:
-    """Why hooks may not be set; others' that are there first (offloading, checkpointing) come first."""
+    """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return reasons.TRANSFORMED
     top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)

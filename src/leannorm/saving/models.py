@@ -16,7 +16,7 @@ from leannorm.saving.context import lean
 from leannorm.saving.policy import check
 
 _ATTRIBUTE = "_leannorm_lean"
-_OF_A_METHOD = {
+_METHOD_ATTRIBUTES = {
     "__code__",
     "__defaults__",
     "__func__",
@@ -29,21 +29,22 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _LeanForward:
-    """Stands in a model's `forward` attribute and runs the model's own in `lean()`.
+    """A model's `forward` attribute: runs the class's forward in `lean()`.
 
-    A `with` statement around the call closes on every exit, KeyboardInterrupt included, where torch's
-    forward hooks do not run. A hook says which module is called, as replicas share this object.
+    A `with` statement around the call closes on every exit, also on KeyboardInterrupt, where torch's
+    forward hooks do not run. Replicas of a model share this object, so a pre-hook records which module is
+    called.
     """
 
     def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.inner = model.__dict__.get("forward")  # somebody else's stand-in
+        self.inner = model.__dict__.get("forward")  # a `forward` that other code has set on the instance
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
         self._model, self._local = weakref.ref(model), threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _say_compiled()
+            _warn_compiled()
             return self._forward()(*args, **kwargs)
         with lean(**self.settings):
             return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
@@ -71,7 +72,7 @@ class _LeanForward:
         return inspect.signature(self._forward())
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_A_METHOD:  # exporters look at the method that they take this for
+        if name in _METHOD_ATTRIBUTES:  # exporters read these of a model's `forward`
             return getattr(self._forward(), name)
         raise AttributeError(name)
 
@@ -83,11 +84,11 @@ class _LeanForward:
         self.__dict__.update(state, _model=weakref.ref(state["_model"]), _local=threading.local())
 
 
-def _say_compiled() -> None:
-    reasons.say(reasons.COMPILED)
+def _warn_compiled() -> None:
+    reasons.warn_once(reasons.COMPILED)
 
 
-_say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run once, while it is traced
+_warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs once, during tracing
 
 
 def make_lean(
@@ -103,9 +104,10 @@ def make_lean(
     state_dict and class stay as they are. On a model that is lean already the new settings replace the old
     ones. Compiled, the model runs as without, and a warning says so once.
 
-    Raises InputError as `lean` does; the model is unchanged then.
+    Raises: `InputError` as `lean` does; the model is unchanged then.
 
-    >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    >>> import torch, leannorm
+    >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
     check(recompute, budget)
@@ -118,7 +120,10 @@ def make_lean(
 def unmake_lean(model: _Model) -> _Model:
     """Undo `make_lean` and return the model; a model that is not lean stays as it is.
 
-    >>> model = unmake_lean(make_lean(nn.Linear(2, 2)))
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> model = leannorm.unmake_lean(leannorm.make_lean(torch.nn.Linear(2, 2)))
     """
     around = model.__dict__.pop(_ATTRIBUTE, None)
     if around is not None:

@@ -1,4 +1,4 @@
-"""Whole numbers, such as a pooling window's positions, held in as few bytes as they need."""
+"""Integer tensors, such as the indices that max pooling saves, held in a narrower integer dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leannorm.saving.values import Step, Value
 
 
 class _Probe:
-    """Counts as `Packing.pack` would, and in the same depth of calls."""
+    """Counts references as `Packing.pack` does, at the same call depth."""
 
     references = 0
 
@@ -26,13 +26,13 @@ class _Probe:
 
 
 def references(tensor: Tensor) -> int:
-    """How many hold the tensor, where a pack hook hands on what it was given."""
+    """The tensor's reference count, to be called with a pack hook's own argument."""
     return sys.getrefcount(tensor)
 
 
 @lru_cache
 def references_when_alone() -> int:
-    """The same for a tensor that no variable of the caller's holds."""
+    """What `references` gives for a tensor that only autograd holds."""
     probe = _Probe()
     with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
         torch.relu(torch.zeros(1, requires_grad=True))
@@ -40,21 +40,21 @@ def references_when_alone() -> int:
 
 
 def narrowed(tensor: Tensor) -> Step | None:
-    """By the numbers themselves."""
+    """A step from a narrower copy, by the smallest and the largest number; None if no narrower dtype fits."""
     if not tensor.is_contiguous():
         return None
-    fake = isinstance(tensor, FakeTensor)  # of a window's positions, by far the most fit in two bytes
+    fake = isinstance(tensor, FakeTensor)  # has no values; nearly all pooling indices fit in int16
     low, high = (0, 0) if fake else (int(v) for v in tensor.aminmax())
     return _in_fewer_bytes(tensor, low, high)
 
 
-POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their windows' axes
+POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their spatial dims
 
 
 def narrowed_positions(tensor: Tensor, node: Any, axes: int) -> Step | None:
-    """The same of a pooling node's own positions, which say by the input's size what they need.
+    """The same for a max pooling node's indices, which are bounded by the input's spatial size.
 
-    For devices, where a look at the numbers themselves would stall the step.
+    For devices, where reading the numbers themselves would stall the step.
     """
     producer, number = node.next_functions[0]
     if producer is None:

@@ -1,4 +1,4 @@
-"""The two hooks: what becomes of each tensor that autograd saves, and what it gets back."""
+"""The two saved-tensor hooks: pack turns a saved tensor into a `Value`, unpack turns it back."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from leannorm.saving.calls import NormArguments, call_of, is_compiled
 from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
-from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
+from leannorm.saving.graph import find, kind_of, pop_waiting, register, saved, wait
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.narrowed import POOLS, narrowed, narrowed_positions, references, references_when_alone
 from leannorm.saving.plan import Part, RebuildPlan, longest_chain_of_sums, plan
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
-from leannorm.saving.search import Missing, Search, as_made, in_memory
+from leannorm.saving.search import Missing, Search, as_made, is_view_of_held
 from leannorm.saving.trial import layout, seconds, without_autocast
 from leannorm.saving.values import EditedError, Step, Value, held
 from leannorm.saving.verify import Layers, check_equal
 
-SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
+SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class Packing:
-    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding tensor i."""
+    """The packing of one forward pass, by one policy. Tensor i is held where `choose(i, call)` is False."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Packing:
         self._call: tuple[int, NormArguments | None] = -1, None
 
     def pack(self, tensor: Tensor) -> Value:
-        """The pack hook. Whatever fails in it, the tensor is held as in stock autograd."""
+        """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen += 1
         try:
             alone = tensor.dtype is torch.int64 and references(tensor) <= references_when_alone()
             return self._pack(tensor, alone, sys._getframe(1)).used()
-        except EditedError:  # what a step would read was edited since: no evidence
+        except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._hold(tensor).used()
         except Exception as error:
             self.reasons[reasons.failed(tensor, error)] += 1
@@ -68,7 +68,7 @@ class Packing:
 
     def _pack(self, tensor: Tensor, alone: bool, frame: FrameType) -> Value:
         node, number = tensor.grad_fn, sequence_number()
-        self.search.flags.look(number)
+        self.search.flags.record(number)
         if node is None:
             return self._without_node(tensor, alone, frame, number)
         kind = kind_of(node)
@@ -102,7 +102,7 @@ class Packing:
             self.ledger.rebuilds(value, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
-            value.sample = Sample.of(tensor)  # it may be edited unseen before a step rests on it
+            value.sample = Sample.of(tensor)  # it may be edited through .data before a step reads it
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
@@ -115,20 +115,22 @@ class Packing:
         return value
 
     def _again(self, known: Value, tensor: Tensor) -> Value:
-        """A tensor that was packed before; edited unseen since, it is held: all read what stock's would."""
+        """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
+        that every reader gets what stock autograd would give."""
         rebuilt = known.step is not None and known.memory is None
         if rebuilt and known.sample is not None and not known.sample.matches(tensor):
             known.memory = tensor.detach()
         return known
 
     def _mark(self, value: Value, tensor: Tensor) -> None:
+        """Under `verify`: store the running layer and the original tensor."""
         if self.layers is not None:
             value.where = self.layers.at_work()
             if value.step is not None:
                 value.original = tensor.detach()
 
     def _call_of(self, frame: FrameType, number: int) -> NormArguments | None:
-        """The same for all that one node saves: no node is made meanwhile."""
+        """The call that saves this tensor. One node saves all its tensors under one sequence number."""
         if self._call[0] != number:
             self._call = number, call_of(frame)
             if is_compiled(frame):
@@ -136,15 +138,15 @@ class Packing:
         return self._call[1]
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
-        """The seconds of a rebuild, if it is worth it and exact."""
-        if in_memory(step) or not self.policy.allows(step, tensor.nbytes):
+        """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
+        if is_view_of_held(step) or not self.policy.allows(step, tensor.nbytes):
             return None
         return seconds(step, tensor, seen_as)
 
     def plan(self, budget: float) -> RebuildPlan:
-        """What later passes like this one should rebuild."""
+        """A plan for later passes like this one."""
         known: dict[Value, int] = {}
-        # every view of a memory that nobody packed takes all of it anew
+        # if the base of several views was not packed, every view rebuilds the whole base
         parts = [
             Part(places, nbytes, spent, longest_chain_of_sums(root, known))
             for root, places, nbytes, spent in self.ledger.parts()
@@ -155,10 +157,10 @@ class Packing:
     # ------------------------------------------------ held
 
     def _without_node(self, tensor: Tensor, alone: bool, frame: FrameType, number: int) -> Value:
-        """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
-        if tensor.requires_grad:  # a parameter, most often: not counted
+        """Parameters, inputs, statistics, pooling indices: held, since no node made them."""
+        if tensor.requires_grad:  # mostly a parameter: not counted
             value = Value(tensor, tensor._version)
-            if tensor.dim() == 1 or self.policy.reads_weights:  # also a norm's, for its output
+            if tensor.dim() == 1 or self.policy.reads_weights:  # a norm's weight has one dim
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
@@ -167,7 +169,7 @@ class Packing:
             if tensor.numel() >= SMALLEST or (call is not None and call.reads_buffers):
                 value.sample = Sample.of(tensor)
             return value
-        # a narrow copy beside the caller's own tensor would be memory added
+        # if the caller holds the tensor too, a narrow copy would add memory
         if alone and not asynchronous(tensor) and tensor.numel() >= SMALLEST:
             step = narrowed(tensor)
             if step is not None:
@@ -191,7 +193,7 @@ class Packing:
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
 
     def _narrow_positions(self, node: Node) -> None:
-        """Where windows had their maxima, in as few bytes as positions in the input need."""
+        """Hold a max pooling node's indices in the narrowest dtype that can index its input."""
         value = saved(node, "result1")
         if value is None or not value.alone or value.tensor is None or value.tensor.numel() < SMALLEST:
             return
@@ -204,11 +206,11 @@ class Packing:
     def _offer(
         self, value: Value, tensor: Tensor, node: Node, kind: str, missing: tuple[tuple[Node, int], ...]
     ) -> None:
-        """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
+        """Register what a held tensor gives access to: the parts of a `cat`, the base of a view.
 
-        And the other way round: if the tensor itself could be rebuilt from something that is not held
-        now, it waits for the case that it will be (attention scales q and k before v is saved, a view of
-        the memory that q and k came from).
+        If the held tensor itself could be rebuilt from a single output that has no value yet, it is recorded
+        to be tried again when that output gets one. (Attention scales q and k before v is saved, which is a
+        view of the memory that q and k came from.)
         """
         if kind == "CatBackward0":
             find_parts_in(value, node)
@@ -226,7 +228,8 @@ class Packing:
             self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
-        for value in waiting(node, output):
+        """Try again the held values that waited for this output of the node."""
+        for value in pop_waiting(node, output):
             tensor = value.tensor
             if value.step is not None or tensor is None or value.origin is None or not value.current:
                 continue

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from leannorm.saving.policy import of_held
+from leannorm.saving.policy import needs_no_norm
 from leannorm.saving.values import Value
 
 LONGEST_CHAIN = 3
-"""`budget=`: of so many residual blocks in a row, each rebuilt from the one before, one is held."""
+"""With `budget=`, every third residual block is held; the others are rebuilt, each from the one before."""
 
 
 def longest_chain_of_sums(value: Value, known: dict[Value, int]) -> int:
-    """The most sums of rebuilt tensors on any path to this value; `known` are earlier answers."""
+    """The largest number of sums of rebuilt tensors on any path to this value; `known` caches results."""
     step = value.step
     if step is None:
         return 0
     if value not in known:
         before = max((longest_chain_of_sums(v, known) for v in step.inputs), default=0)
-        known[value] = before + (step.kind == "sum" and not of_held(value))
+        known[value] = before + (step.kind == "sum" and not needs_no_norm(value))
     return known[value]
 
 
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt.
 
-    `calls` tells one forward pass from another: the node and layout of each of its tensors.
+    `calls` identifies the forward pass: the node kind and layout of each saved tensor.
     """
 
     calls: tuple[Hashable, ...]
@@ -42,10 +42,11 @@ class RebuildPlan(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Tensors of one memory (a tensor and its views), by their place in the forward pass.
+    """The rebuilt tensors of one storage (a tensor and its views), by their index in the forward pass.
 
-    `sums`: so many sums of rebuilt tensors in a row does it rest on. A chain of residual blocks, each rebuilt
-    from the one before, is alive as a whole when the backward pass reaches its end: it costs peak memory.
+    `sums`: how many sums of rebuilt tensors in a row it depends on. In a chain of residual blocks, each
+    rebuilt from the one before, all blocks are in memory at once when the backward pass reaches the last:
+    this raises peak memory.
     """
 
     places: list[int]
@@ -63,15 +64,14 @@ def plan(
 ) -> RebuildPlan:
     """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
 
-    What needs sums comes last, whatever its cost, and of a chain of sums every third is held
-    unless only without it the budget can be met.
-    `kept` are the bytes that stay if every part is rebuilt. Costs add up, since a tensor that several steps
-    need is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of
-    what can be rebuilt is a plan. What the last, large parts brought too much of is given back: the
-    dearest that there is room for.
+    `kept` are the bytes that stay if every part is rebuilt. Parts that depend on sums come last, whatever
+    their cost. In a chain of sums every third one is held, unless the budget can only be met by rebuilding
+    it too. Costs add up, since a tensor that several steps need is rebuilt once. Holding a tensor never
+    makes another one harder to rebuild, so every subset of the parts is a valid plan. If the last, large
+    parts free more than the budget asks, the slowest chosen parts that fit in the difference are held.
     """
     most, starts = budget * stock, dict[int, Part]()
-    for part in sorted(parts):  # the first that rests on so many sums is the last of those sums
+    for part in sorted(parts):  # the first part that depends on n sums is the n-th sum itself
         starts.setdefault(part.sums, part)
     links = [part for sums, part in starts.items() if sums and sums % LONGEST_CHAIN == 0]
     candidates = sorted((part for part in parts if part not in links), key=_cost)

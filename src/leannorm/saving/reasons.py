@@ -1,4 +1,4 @@
-"""Why nothing, or less than asked, was saved: sentences for `saved.reasons`, and a warning once per cause."""
+"""Why `lean()` saved nothing, or less than asked: sentences for `saved.reasons`, one warning per cause."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHI
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """A recipe or its trial raised: the tensor is held."""
+    """A recipe raised an error, or its trial did: the tensor is held."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
     return f"an output of {made_by} is held, since rebuilding it failed with {type(error).__name__}: {text}"
@@ -56,9 +56,9 @@ def out_of_reach(budget: float, ratio: float) -> str:
 
 
 def of_hooks_within(node: Any) -> list[str]:
-    """Was what the node saved packed by others' hooks? A checkpoint's are left out: they save memory, too."""
+    """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
     kind: Any = type(node)
-    for name in _raw_names(kind):
+    for name in _saved_names(kind):
         raw = getattr(node, name)
         hook = getattr(raw, "unpack_hook", None)
         if hook is not None and type(raw.data) is not Value and hook.__module__ != "torch.utils.checkpoint":
@@ -67,16 +67,16 @@ def of_hooks_within(node: Any) -> list[str]:
 
 
 @lru_cache(maxsize=1024)
-def _raw_names(kind: Any) -> tuple[str, ...]:
+def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-_SAID: set[str] = set()
+_WARNED: set[str] = set()
 
 
-def say(reason: str) -> None:
-    """Warn once per cause in this process, with the line that opened `lean()`."""
+def warn_once(reason: str) -> None:
+    """Warn once per cause in this process, at the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _SAID:
-        _SAID.add(cause)
+    if cause not in _WARNED:
+        _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

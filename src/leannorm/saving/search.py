@@ -1,4 +1,4 @@
-"""From a node to a step that rebuilds what it put out, as far as it is proved what the node had read."""
+"""From a node to a step that rebuilds its output; is the step proved to read what the node read?"""
 
 from __future__ import annotations
 
@@ -21,20 +21,26 @@ from leannorm.saving.recipes.norms import NORMS
 from leannorm.saving.recipes.views import ALIASES, cat_of_copied_parts
 from leannorm.saving.values import Step, Value, held
 
-_DEEPEST = 12  # nodes of one chain
-_MADE_ANEW = NORMS | ACTIVATIONS  # these take a pass of arithmetic
-_IN_PLACE_TOO = ACTIVATIONS | {"AddBackward0", "SubBackward0", "MulBackward0", "MulBackward1", "DivBackward0"}
-_WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits no global flag decides
+_MAX_DEPTH = 12  # nodes of one chain
+_COSTLY_TO_ADD = NORMS | ACTIVATIONS  # nodes whose output takes a pass of arithmetic to rebuild
+_MAY_BE_IN_PLACE = ACTIVATIONS | {
+    "AddBackward0",
+    "SubBackward0",
+    "MulBackward0",
+    "MulBackward1",
+    "DivBackward0",
+}
+_WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits depend on no global flag
 
 
 class Missing(NamedTuple):
-    """No step was found: these outputs of nodes were not at hand."""
+    """No step was found; these outputs of nodes had no value."""
 
     outputs: tuple[tuple[Node, int], ...] = ()
 
 
 class Search:
-    """The steps that a policy considers, over one forward pass."""
+    """Finds steps by one policy, during one forward pass; `at_pool` is called with each max pooling node."""
 
     def __init__(self, policy: Policy, at_pool: Callable[[Node], None]) -> None:
         self._policy, self._at_pool = policy, at_pool
@@ -42,10 +48,11 @@ class Search:
         self.leaves, self.flags = Leaves(), FlagLog(sequence_number())
 
     def considers(self, kind: str) -> bool:
+        """Has this kind of node a recipe that the policy allows?"""
         return kind in self._recipes
 
     def step(self, node: Node, output: int, like: Tensor) -> Step | Missing:
-        """How to rebuild `like`, which the node put out and which is as it made it."""
+        """How to rebuild `like`, an output of the node that was not edited since."""
         missing: list[tuple[Node, int]] = []
         step = self._step(node, output, like, 0, missing)
         return Missing(tuple(missing)) if step is None else step
@@ -57,9 +64,9 @@ class Search:
         if kind in POOLS:
             self._at_pool(node)
         recipe = self._recipes.get(kind)
-        if recipe is None or depth > _DEEPEST or (kind == "AddBackward0" and not self._may_add(node)):
+        if recipe is None or depth > _MAX_DEPTH or (kind == "AddBackward0" and not self._may_add(node)):
             return None
-        edges: tuple[tuple[Node | None, int], ...] = ()  # made anew each time that the node is asked
+        edges: tuple[tuple[Node | None, int], ...] = ()  # read once: torch builds a new tuple at each access
         proved = True
 
         def given(i: int) -> Value | None:
@@ -75,7 +82,7 @@ class Search:
             edges = node.next_functions
             if self._policy.may_copy(len(edges)):
                 recipe = cat_of_copied_parts
-            elif given(len(edges) - 1) is None:  # what is new comes last, most often
+            elif given(len(edges) - 1) is None:  # the new part is mostly the last one
                 return None
         step = recipe(node, output, given, like)
         if step is None or step.flags is not None or step.kind in _WITHOUT_FLAGS:
@@ -84,10 +91,10 @@ class Search:
         return step._replace(flags=flags, proved=proved and sure)
 
     def _may_add(self, node: Node) -> bool:
-        """Looked at before steps are made for the inputs of a sum, only to be thrown away."""
+        """May this sum be rebuilt? Asked first, since the search for steps of its inputs takes time."""
         return all(
             producer is None
-            or kind_of(producer) not in _MADE_ANEW
+            or kind_of(producer) not in _COSTLY_TO_ADD
             or self._policy.may_add(find(producer, number))
             for producer, number in node.next_functions
         )
@@ -95,10 +102,10 @@ class Search:
     def _value(
         self, reader: Any, producer: Any, number: int, depth: int, missing: list[tuple[Node, int]]
     ) -> tuple[Value | None, bool]:
-        """What `reader` had read from a node's output, if it is at hand, and whether that is proved.
+        """The value that the node `reader` read from a producer's output, and whether that is proved.
 
-        Known and unedited since, a leaf, or itself rebuilt. Of a tensor that nobody saved, no edit is seen
-        that autograd does not see.
+        It is a packed value that was not edited since, a leaf, or a step. None if there is no such value. For
+        a tensor that no node saved, edits that autograd does not count are not noticed.
         """
         if producer is None:
             return None, True
@@ -120,9 +127,9 @@ class Search:
 
 
 def as_made(node: Any, output: int, version: int) -> bool:
-    """Is a tensor of this version what the node put out, or was it edited where autograd was off?
+    """Does a tensor of this version hold the node's output, without edits made while autograd was off?
 
-    Version 0 is as made. Later versions must be accounted for by nodes that work in place.
+    Version 0 does. A later version does if nodes that work in place account for every step of the counter.
     """
     if version == 0:
         return True
@@ -137,27 +144,27 @@ def as_made(node: Any, output: int, version: int) -> bool:
         result = saved(node, "result")
         if result is not None:
             return result.version == version and result.as_made
-        # in place, and saving its output now
+        # an in-place node that is saving its output now
         return is_saving(node, "result") and version - 1 in _versions_as_made(producer, number)
     if kind in ALIASES:
         return as_made(producer, number, version)
     if hasattr(type(node), "_saved_self"):
         source = saved(node, "self")
-        # working in place, it saved a copy that it had made itself
+        # an in-place node saves a copy of its input, which was made after the node
         copied = source is not None and source.made_at > node._sequence_nr()
         return copied and version - 1 in _versions_as_made(producer, number)
     return False
 
 
 def _versions_as_made(node: Any, output: int, depth: int = 0) -> set[int]:
-    """Which versions a node's output can have, if only nodes have edited it."""
+    """The versions that a node's output can have if only nodes have edited it."""
     kind = "" if node is None else kind_of(node)
-    if not kind or kind in (ACCUMULATES, "CopySlices") or depth > _DEEPEST:
+    if not kind or kind in (ACCUMULATES, "CopySlices") or depth > _MAX_DEPTH:
         return set()
     known = find(node, output)
     if known is not None and known.as_made:
         return {known.version}
-    if kind not in ALIASES and kind not in _IN_PLACE_TOO:
+    if kind not in ALIASES and kind not in _MAY_BE_IN_PLACE:
         return {0}
     producer, number = node.next_functions[0]
     before = _versions_as_made(producer, number, depth + 1)
@@ -169,8 +176,8 @@ def _nbytes(node: Any, output: int) -> int:
     return int(prod(metadata.shape) * metadata.dtype.itemsize)
 
 
-def in_memory(step: Step) -> bool:
-    """Is it a view of a tensor that is held? Then holding it costs nothing."""
+def is_view_of_held(step: Step) -> bool:
+    """Is the result a view of a held tensor? Then holding it costs no memory."""
     while step.kind == "view" and step.inputs:
         value = step.inputs[0]
         if value.step is None:

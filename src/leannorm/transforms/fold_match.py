@@ -1,8 +1,8 @@
-"""Which batch norms of an evaluation graph a neighbouring layer can take in, by the flow of data.
+"""Which batch norms of an evaluation graph can be folded into a neighbouring layer, by the flow of data.
 
-A norm by constants is y = s * x + t for each channel. The layer before it can take it in if nobody else
-reads that layer's result; the layers after it can if they alone read the norm's, and if padding with
-zeros does not stand between (a padded zero is not shifted).
+In evaluation a batch norm is y = s * x + t for each channel. It can be folded into the layer before it if
+nothing else reads that layer's output. It can be folded into the layers after it if nothing else reads the
+norm's output, and if they do not pad with zeros (a padded zero is not shifted by t).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from leannorm.functional.declare import NORMS
 from leannorm.program.memory import arguments
 
-# operator -> what it is, and the number of axes with which its features are on axis 1
+# operator -> its kind, and the number of dims of an input whose features are on dim 1
 _LAYERS = {
     **{f"aten::conv{n}d": ("conv", n + 2) for n in (1, 2, 3)},
     **{f"aten::conv_transpose{n}d": ("transposed", n + 2) for n in (1, 2, 3)},
@@ -51,7 +51,7 @@ class NormCall(NamedTuple):
 
 
 class Fold(NamedTuple):
-    """A norm's call and the calls that take it in: the one before it, or all that follow."""
+    """A norm's call and the calls into which it is folded: the one before it, or all that follow."""
 
     norm: NormCall
     layers: tuple[LinearCall, ...]
@@ -68,7 +68,7 @@ class Skip(NamedTuple):
 def find(graph: fx.Graph, only_scales: Callable[[NormCall], bool]) -> tuple[list[Fold], list[Skip]]:
     """Every batch norm of the graph, matched or skipped with the reason.
 
-    Where a norm `only_scales`, padding behind it is no hindrance.
+    A norm that `only_scales` (its shift is 0) may also be folded into layers that pad.
     """
     matches: list[Fold] = []
     skips: list[Skip] = []
@@ -92,7 +92,7 @@ def find(graph: fx.Graph, only_scales: Callable[[NormCall], bool]) -> tuple[list
 
 
 def norm_of(node: fx.Node) -> NormCall | str | None:
-    """The norm that a node is, or why it cannot be folded; None where it is no such norm."""
+    """The node as a norm's call, or the reason why it cannot be folded; None if it is no batch norm."""
     operator = NORMS.get(_name(node))
     if operator is None:
         return None
@@ -119,7 +119,7 @@ def norm_of(node: fx.Node) -> NormCall | str | None:
 def _layer_before(norm: NormCall) -> LinearCall | str:
     layer = _layer_of(norm.input)
     if isinstance(layer, str):
-        return f"before it stands {layer}"
+        return f"before it comes {layer}"
     if len(layer.node.users) > 1:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
     if norm.input.meta["val"].dim() != layer.axes:
@@ -138,7 +138,7 @@ def _layers_after(norm: NormCall, only_scales: Callable[[NormCall], bool]) -> tu
         if norm.input.meta["val"].dim() != layer.axes:
             return f"the {layer.kind} layer after it works on another axis"
         if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
-            return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
+            return f"the {layer.kind} layer after it has zeros at its border, which the norm would shift"
         layers.append(layer)
     return tuple(layers)
 

@@ -1,7 +1,6 @@
-"""Norms that run two children, `drop` and `act`, on their output: what timm's norm-and-act layers become.
+"""Norms that apply two children, `drop` and `act`, to their output: what timm's norm-and-act layers become.
 
-They hold whatever activation the original held. Where it is one that batch norm computes in the same
-pass, batch norm does.
+They keep the original's activation. Batch norm computes it in the same pass, if its kernels have it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class _ThenAct(Module):
 
 
 class BatchNorm2dThenAct(_ThenAct, nn.BatchNorm2d):
-    """`act(drop(batch_norm(x)))`, in one pass where nothing is to be dropped and nobody listens."""
+    """`act(drop(batch_norm(x)))`, in one pass if `drop` is an identity and no hooks are set."""
 
     def forward(self, input: Tensor) -> Tensor:
         return norm_drop_act(self, input, self.drop, self.act)

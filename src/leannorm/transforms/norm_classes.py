@@ -1,7 +1,7 @@
-"""The tables: which classes are known, and what they become.
+"""Tables of the known classes and of the classes that they become.
 
-A class is known by its full name, so that no package is imported to recognise its layers, and by nothing
-else: a subclass may compute anything (timm's `BatchNormAct2d` is a `BatchNorm2d` that also activates).
+A class is known by its full name, so no package is imported to recognise its layers. Subclasses of a known
+class are not known: they may compute anything (timm's `BatchNormAct2d` is a `BatchNorm2d` that activates).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from leannorm.transforms.steps import name_of
 
 
 class Entry(NamedTuple):
-    """The class that a known layer becomes, and what it is told beyond what it knows already."""
+    """The class that a known layer becomes, and the attributes that are added to it."""
 
     target: type[Module]
     attributes: Mapping[str, Any] = {}
 
 
-# by name, torch.nn's and ours are the same
+# classes of the same name in torch.nn and leannorm.nn
 SAME = (
     "BatchNorm1d",
     "BatchNorm2d",
@@ -44,7 +44,7 @@ SAME = (
     "SyncBatchNorm",
 )
 TO_TORCH: dict[type[Module], type[Module]] = {getattr(nn, n): getattr(torch.nn, n) for n in SAME}
-CHANNELS = {"dim": 1}  # over axis 1 of (N, C, H, W), where the original moves it behind and back
+CHANNELS = {"dim": 1}  # over dim 1 of NCHW; the original permutes to NHWC and back
 
 KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TORCH.items()} | {
     "timm.layers.norm.GroupNorm": Entry(nn.GroupNorm),
@@ -63,7 +63,7 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
     "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
 }
 
-# blocks in which `fuse="certain"` joins; their text is read where it lies, as that of all others
+# blocks in which `fuse="certain"` fuses calls; their source is read from the installed package
 CERTAIN_BLOCKS = frozenset(
     {
         "timm.models.resnet.BasicBlock",
@@ -92,5 +92,5 @@ def why_not(module: Module) -> str | None:
 
 
 def is_norm(module: Module) -> bool:
-    """Is it of torch's norms, or a subclass?"""
+    """Is it one of torch's norms, or of a subclass?"""
     return isinstance(module, (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm))

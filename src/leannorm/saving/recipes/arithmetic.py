@@ -14,7 +14,7 @@ from leannorm.saving.values import Step
 
 @recipe("MulBackward0")
 def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """LayerScale, squeeze-and-excite, dropout (input times mask): whichever factor is not saved is sought."""
+    """LayerScale, squeeze-and-excite, dropout (input times mask). Factors that are not saved are searched."""
     a = saved(node, "self") or given(0)
     b = saved(node, "other") or given(1)
     return None if a is None or b is None else Step(torch.mul, (a, b), kind="scale")

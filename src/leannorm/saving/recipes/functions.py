@@ -1,4 +1,4 @@
-"""leannorm's own autograd functions: rebuilt by the kernels and from the statistics that they saved."""
+"""leannorm's autograd functions: rebuilt by their own kernels, from the statistics that they saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
 from leannorm.ops.backends import Backend
-from leannorm.saving.graph import ours, saved_by_function
+from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
 
@@ -24,9 +24,9 @@ def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
 
 
 def _kept(node: Any) -> Any:
-    """The record of what the node's function keeps, made of values.
+    """The record of what the node's function keeps (its `Kept`), with a value in each field.
 
-    None while the node is still saving (its own output, for one), and where it saved outside of `lean()`.
+    None while the node is still saving (its output, for example), and if it saved outside of `lean()`.
     """
     record = type(node)._forward_cls.Kept
     values = saved_by_function(node, len(record._fields))
@@ -34,7 +34,7 @@ def _kept(node: Any) -> Any:
     return None if kept is None or None in (kept.x, kept.mean, kept.rstd) else kept
 
 
-@recipe(ours(ChannelNorm), ours(ChannelAffine), ours(SyncNorm))
+@recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
 def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None:
@@ -56,7 +56,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
 
 
 def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
-    """Is the bias known, and a copy of it: saved by the node, or its input i (an absent one is no input)."""
+    """Is the bias known, and a copy of it: saved by the node, or its input i. `there`: it has one."""
     value = saved if saved is not None or not there else given(i)
     return value is not None or not there, copy_of(value)
 
@@ -66,7 +66,7 @@ def _row_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, backend:
     return y
 
 
-@recipe(ours(RowNorm))
+@recipe(kind_of_function(RowNorm))
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None:
@@ -85,7 +85,7 @@ def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
     return normalized
 
 
-@recipe(ours(ConvNorm))
+@recipe(kind_of_function(ConvNorm))
 def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None or kept.x.products:

@@ -1,7 +1,7 @@
-"""Batch norm and its activation rebuilt in one pass by the C++ kernel, where its bits are torch's.
+"""Batch norm and its activation, rebuilt in one pass by the C++ kernel where it gives torch's bits.
 
-torch's CPU kernel computes fma(x, scale, shift) for every element; so does `channel_normalize`, given
-mean 0, rstd 1, the scale as weight and the shift as bias, and it activates the result while it has it.
+torch's CPU kernel computes fma(x, scale, shift) for every element. `channel_normalize` does the same with
+mean 0, rstd 1, the scale as weight and the shift as bias, and applies the activation in the same pass.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """As torch's kernel does: with mean 0, variance 1 and eps 0 it takes scale and shift as they are."""
+    """x * scale + shift by torch's kernel: with mean 0, variance 1 and eps 0 it uses both unchanged."""
     zero, one = _zero_and_one(scale, scale.dtype)
     return torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
 
 
 def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
-    """act(x * scale + shift), in one pass where the kernel's bits are torch's."""
+    """act(x * scale + shift), in one pass where the C++ kernel gives torch's bits."""
     dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-    if not (exact(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel()):
+    if not (matches_torch(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel()):
         return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
     zero, one = _zero_and_one(scale, torch.float64)
     y: Tensor = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
@@ -41,8 +41,8 @@ def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor
 
 
 @lru_cache
-def exact(act: str, dtype: torch.dtype) -> bool:
-    """Do the kernels give torch's bits on this machine, on ordinary numbers and on the ends of the range?"""
+def matches_torch(act: str, dtype: torch.dtype) -> bool:
+    """Does the C++ kernel give torch's bits on this machine, also for zeros, infinities and NaN?"""
     if act not in _ACTIVATIONS or CPU.why_not():
         return False
     with unset_fake_temporarily(), torch.no_grad():
@@ -52,7 +52,7 @@ def exact(act: str, dtype: torch.dtype) -> bool:
         zero, one = _zero_and_one(scale, torch.float64)
         ours = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
         stock = _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
-        numbers = ~stock.isnan()  # one NaN is as good as another
+        numbers = ~stock.isnan()  # NaN payloads may differ
         return torch.equal(numbers, ~ours.isnan()) and torch.equal(
             ours[numbers].view(torch.uint8), stock[numbers].view(torch.uint8)
         )
@@ -61,7 +61,9 @@ def exact(act: str, dtype: torch.dtype) -> bool:
 def _zero_and_one(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if type(like) is Tensor:
         return _constants(len(like), dtype)
-    return torch.zeros_like(like, dtype=dtype), torch.ones_like(like, dtype=dtype)  # fakes are of a mode
+    return torch.zeros_like(like, dtype=dtype), torch.ones_like(
+        like, dtype=dtype
+    )  # fake tensors: not cached, each belongs to a FakeTensorMode
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 `channel.py`, `channel_gradients.py`, `rows.py` and `statistics.py` implement every operator of `schema.py`,
 each under its name. They are registered for CUDA here and imported by the first call, since Triton
 takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels are
-interpreted: then they serve tensors of the CPU as well, called directly, but only by name
+interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
 (`use_backend("triton")`), as that is slow.
 """
 
@@ -26,8 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "y
 _OLDEST = 8  # compute capability; what Triton itself supports
 
 
-def _find() -> str | None:
-    """Is Triton there, and what it needs? The reason why not, where it is not; nothing is imported."""
+def _why_unavailable() -> str | None:
+    """The reason why Triton cannot be used here; None if it can. Triton is not imported."""
     try:
         found = find_spec("triton") is not None
     except ModuleNotFoundError:
@@ -41,7 +41,7 @@ def _find() -> str | None:
     return None
 
 
-_UNAVAILABLE = _find()
+_UNAVAILABLE = _why_unavailable()
 
 
 def _room(operator: str) -> str:
@@ -53,17 +53,18 @@ def _room(operator: str) -> str:
 
 
 _OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
-_FUNCTIONS = ("message_of",)  # kernels that no operator stands before
+_FUNCTIONS = ("message_of",)  # kernels without an operator
+_NAMES = _OPERATORS + _FUNCTIONS
 
 
 class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
-        if operator not in _OPERATORS + _FUNCTIONS:  # asked by whoever looks for what all objects may have
+        if operator not in _NAMES:  # such as the special methods that copy and inspect look for
             raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED:
-            import_module(f"{__name__}.interpreted").mend()
+            import_module(f"{__name__}.interpreted").patch_interpreter()
         found: Callable[..., Any] = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
         return found
 
@@ -72,13 +73,13 @@ _kernels = _Kernels()
 
 
 def _register() -> None:
-    """Hand CUDA tensors of every operator to the kernel of its name."""
+    """Register the kernel of every operator for CUDA, to be imported at the first call."""
 
-    def first_look_up(operator: str) -> Callable[..., Any]:
+    def imported_by_call(operator: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
     for operator in _OPERATORS:
-        schema.LIBRARY.impl(operator, first_look_up(operator), "CUDA")
+        schema.LIBRARY.impl(operator, imported_by_call(operator), "CUDA")
 
 
 if _UNAVAILABLE is None:
@@ -94,7 +95,7 @@ class Triton(Compiled):
         super().__init__(_kernels if INTERPRETED else schema.OPS)
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """Interpreted kernels serve tensors of the CPU where the backend was `named`."""
+        """Interpreted kernels also serve CPU tensors, if the backend is `named`."""
         if _UNAVAILABLE is not None:
             return [_UNAVAILABLE]
         if not tensors and not torch.cuda.is_available() and not (named and INTERPRETED):
@@ -121,7 +122,7 @@ class Triton(Compiled):
         size: int,
         device: torch.device,
     ) -> Tensor:
-        """One launch for up to two tensors; no operator, as no compiler looks at what goes over the ranks."""
+        """One launch for up to two tensors. Not an operator: compilers see only the sum over the ranks."""
         if not 0 < len(sums) <= 2:
             return super().message_of(sums, token, asked, count, size, device)
         message: Tensor = _kernels.message_of(sums, token, asked, count, size)

@@ -1,9 +1,8 @@
-"""What happens to per-channel statistics between two kernels, on a GPU: one launch each.
+"""The steps on per-channel statistics between two kernels, on a GPU: one launch each.
 
-Plain torch takes six for a step of the running statistics (thirteen where ranks share them), four for
-evaluation's constants, ten for the sums that ranks add up, nine for
-the message that they travel in, twenty to take the moments from them again and
-four for the means of the backward pass (`ops/running.py`, `ops/sums.py`).
+Plain torch (`ops/running.py`, `ops/sums.py`) takes six launches to update running statistics (thirteen where
+ranks share them), four for evaluation's constants, ten for the sums that ranks add up, nine for the message
+that carries them, twenty for the moments from those sums and four for the means of the backward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def move_running_(
     if not running_mean.numel() == running_var.numel() == mean.numel() == m2.numel():
         raise RuntimeError("statistics must have one value a channel")
     high = low = None
-    if momentum is not None:  # a number that is handed to a kernel is a float32: so by two of them
+    if momentum is not None:  # a kernel takes a number as float32: pass it as the sum of two
         high = c_float(momentum).value
         low = momentum - high
     buffers = (running_mean, running_var, num_batches, high, low, mean, m2, count, total_count)

@@ -16,7 +16,7 @@ def _moved(start, end, weight):
 
 @triton.jit
 def _move(running, value, weight, inside):
-    """Towards the value, in float32 (float64 where that is what runs)."""
+    """Move towards the value, in float32 (in float64 if the running statistic is float64)."""
     start = tl.load(running, mask=inside, other=0.0)
     dtype: tl.constexpr = tl.float64 if running.dtype.element_ty == tl.float64 else tl.float32
     one = tl.zeros(start.shape, dtype)
@@ -29,7 +29,7 @@ def move_running_kernel(
     running_mean, running_var, batches, momentum, momentum_rest, mean, m2, count, total_count,
     mean_stride, var_stride, C, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, as what it counts (`batches`) is also what it may weigh by. 32 bytes a channel."""
+    """One program, since it increments the counter `batches` that may give the weight. 32 bytes a channel."""
     if total_count is None:
         values = count.to(tl.float64)
     else:
@@ -40,7 +40,7 @@ def move_running_kernel(
     elif batches is not None:
         weight = 1 / (tl.load(batches) + 1).to(tl.float64)
     degrees = tl.where(values > 2, values - 1, 1.0)
-    if values > 0:  # nothing in it moves nothing
+    if values > 0:  # an empty batch moves nothing
         for c0 in range(0, C, BLOCK):
             c = (c0 + tl.arange(0, BLOCK)).to(tl.int64)
             inside = c < C
@@ -75,8 +75,8 @@ def _leading_bits(v):
 
 
 @triton.jit
-def _behind(lead, rest):
-    """What is added to the leading bits; nothing to those that are no finite number."""
+def _if_finite(lead, rest):
+    """The rest to add to the leading bits: 0 where these are infinite or NaN."""
     return tl.where(tl.abs(lead) < float("inf"), rest, 0.0)
 
 
@@ -88,7 +88,7 @@ def sums_kernel(mean, m2, sums, count, C, BLOCK: tl.constexpr):
     n = count.to(tl.float64)
     value = tl.load(mean + c, mask=inside, other=0.0)
     lead = _leading_bits(value)
-    rest = _behind(lead, value - lead)
+    rest = _if_finite(lead, value - lead)
     n_lead, n_rest = n * lead, n * rest
     square_rest = tl.load(m2 + c, mask=inside, other=0.0) + rest * (n_rest + 2 * n_lead)
     tl.store(sums + c, n_lead, mask=inside)
@@ -131,11 +131,11 @@ def moments_kernel(total, mean, m2, rstd, count, C, EPS: tl.constexpr, BLOCK: tl
     square_rest = tl.load(sums + 3 * C, mask=inside, other=0.0)
     lead = _leading_bits((n_lead + n_rest) / n)
     n_merged = n * lead
-    n_left = (n_lead - n_merged) + n_rest  # small: the difference is taken before it is rounded
+    n_left = (n_lead - n_merged) + n_rest  # small, as the leading part is subtracted first
     left = n_left / n
     square = square_rest + ((square_lead - n_merged * lead) - n_left * (left + 2 * lead))
     square = tl.where(square < 0, 0.0, square)  # NaN stays
-    tl.store(mean + c, lead + _behind(lead, left), mask=inside)
+    tl.store(mean + c, lead + _if_finite(lead, left), mask=inside)
     tl.store(m2 + c, square, mask=inside)
     tl.store(rstd + c, 1 / tl.sqrt(square / n + EPS), mask=inside)
     if tl.program_id(0) == 0:
@@ -144,7 +144,7 @@ def moments_kernel(total, mean, m2, rstd, count, C, EPS: tl.constexpr, BLOCK: tl
 
 @triton.jit(do_not_specialize=["C"])
 def means_kernel(total, weight, count, p, q, C, BLOCK: tl.constexpr):
-    """p and q of the input's gradient from the count that nobody reads and the two sums in `total`."""
+    """p and q of the input gradient from `total`: one value that is not read, and the two sums."""
     c = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = c < C
     values = tl.load(count)
