@@ -1,6 +1,7 @@
 """The cost of SyncBatchNorm: measured on gloo ranks, and modelled for up to 10,000 ranks.
 
     python -m benchmarks.sync [--ranks 1 2 4] [--rounds 3] [--repeats 15] [--as-is] [--json FILE]
+    python -m benchmarks.sync --nccl [--smoke]          # on the GPUs of one host: see sync_nccl.py
 
 Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The result is checked
 against one process before anything is timed. The sides take turns; a time is that of the slowest rank, and
@@ -20,6 +21,7 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -217,8 +219,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--as-is", action="store_true")
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.smoke and not options.nccl:
+        parser.error("--smoke is for --nccl: name both, or neither")
+    if options.nccl:
+        from benchmarks import sync_nccl
+
+        sys.exit(sync_nccl.main(options.smoke, options.rounds, options.repeats, options.json))
     rounds = [world for world in options.ranks for _ in range(options.rounds)]
     measured = [measure(world, options.repeats, options.as_is) for world in rounds]
     print(f"one layer, {'x'.join(map(str, SHAPE))} a rank, forward and backward, gloo on this machine, ms")

@@ -38,6 +38,20 @@ def test_means_are_the_plain_ones(kernels, dtype, count, channels):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("count", [0, 1, 12, 2**31, 2**40 + 1])
+@pytest.mark.parametrize("channels", CHANNELS)
+def test_messages_are_the_plain_ones(kernels, channels, count):
+    one, other = torch.randn(4 * channels, dtype=F64), torch.randn(channels, dtype=F64)
+    for sums in ([], [one], [one, other], [one, other, one]):
+        given = sums, (0xFFFF, 0xFFFE), 1024, count, 512, one.device
+        assert torch.equal(kernels.message_of(*given), REFERENCE.message_of(*given))
+    found = kernels.message_of([one], (3, 0xFFFF), 0, count, 512, one.device)
+    assert found[:7].tolist() == [1, 3, 9, 0xFFFF, 0xFFFF**2, 0, count]
+    assert torch.equal(found[7 : 7 + len(one)], one)
+    assert found.shape == (512,)
+    assert not found[7 + len(one) :].any()
+
+
 def test_nan_and_nothing(kernels):
     total = torch.zeros(9, dtype=F64)
     total[2] = torch.nan

@@ -116,6 +116,8 @@ def statistics_call(channels: int, dtype: torch.dtype = F32) -> Call:
         statistics.move_running_(running, running, batches, None, mean, m2, 0, count)
         statistics.constants_of(running, running, 1e-5)
         statistics.sums_of(mean, m2, 100)
+        statistics.message_of([total], (1, 2), 0, 100, 4096)
+        statistics.message_of([mean, m2], (1, 2), 0, 0, 4096)
         statistics.moments_of(total, 1e-5)
         statistics.means_of(total[: 1 + 2 * channels], running, count)
 

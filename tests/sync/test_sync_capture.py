@@ -1,4 +1,4 @@
-"""Ranks' statistics while a CUDA graph is captured: nothing is made, sent or waited for, else an error."""
+"""Ranks' statistics while a CUDA graph is captured: nobody connects, makes room or waits, else an error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ class Alone(module.StatisticsGroup):
     def __init__(self):
         self.size, self.number, self.own_calls, self.world = UNIT, 0, 0, 1
         self.devices, self.broken, self.unread = {"cpu"}, None, []
-        self._headers, self._zeros, self._first, self.sent = {}, {}, None, 0
+        self._tokens, self._first, self.sent = {}, None, 0
 
-    def _sum(self, total, call):
+    def _sum(self, total, call, wait=False):
         self.sent += 1
+        self.number += 1
 
 
 @pytest.fixture
@@ -35,13 +36,22 @@ def test_a_call_that_was_made_before_is_captured(capture):
     capture()
     group.unread.append("a header that may not be looked at")
     assert torch.equal(group.all_reduce(sums, 8, CALL), before)
-    assert group.sent == 2
+    before[0] = 9
+    assert torch.equal(group.all_reduce(sums, 9, CALL), before)  # another batch
+    assert group.sent == 3
+
+
+def test_the_first_call_of_all_cannot_be_captured_as_it_connects_the_ranks(capture):
+    group = Alone()
+    capture()
+    with pytest.raises(InputError, match="captur"):
+        group.all_reduce([torch.ones(16, dtype=torch.float64)], 8, CALL)
+    assert group.sent == 0
 
 
 @pytest.mark.parametrize(
     ("count", "values", "call"),
     [
-        (9, 16, CALL),  # another batch: its header is not on the device
         (8, UNIT - HEADER + 1, CALL),  # a message that is too small
         (8, 16, CALL._replace(debug=True)),  # waits
     ],

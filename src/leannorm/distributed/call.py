@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import NamedTuple
 
-HEADER = 7  # values: active, two tokens and their squares, the size asked for, the count
+from leannorm.ops.sums import HEADER as HEADER
 
 UNIT = 512  # a message's size is a multiple of this many float64 values, 4 KiB
 
@@ -36,20 +36,19 @@ class Call(NamedTuple):
         moving = f", momentum={momentum}" if self.tracks else ""
         return f"eps={float(self.eps)}{moving}, track_running_stats={self.tracks}"
 
-    def header(self, count: int, size: int = 0) -> list[float]:
-        """The header of a message; its sum over the ranks shows whether all of them are in equal calls.
-
-        The tokens are 16-bit hashes of the call: sums of them and of their squares are exact for two million
-        ranks, and by Cauchy and Schwarz ranks * sum(t*t) = sum(t)**2 only where all t are equal.
-        """
+    def token(self, size: int = 0) -> tuple[int, int]:
+        """Two 16-bit hashes of the call, sent with their squares; `size` is the one asked for, if any."""
         compared = self.layer, self.what, self.channels, size, self.settings()
         token = zlib.crc32("|".join(map(str, compared)).encode())
-        t, u = token & 0xFFFF, token >> 16
-        return [1, t, t * t, u, u * u, size, count]
+        return token & 0xFFFF, token >> 16
 
 
 def agree(header: list[float]) -> bool:
-    """Did all the ranks that took part send the same tokens?"""
+    """Did all active ranks send the same tokens? `header` is the sum of their headers.
+
+    Sums of the tokens and of their squares are exact for two million ranks, and by Cauchy and Schwarz
+    ranks * sum(t*t) = sum(t)**2 only where all t are equal.
+    """
     active, t, tt, u, uu = (int(v) for v in header[:5])
     return active * tt == t * t and active * uu == u * u
 

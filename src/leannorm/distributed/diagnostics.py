@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from leannorm.distributed.call import Call
 if TYPE_CHECKING:
     from leannorm.distributed.group import StatisticsGroup
 
+_PATIENCE = 10.0  # seconds that ranks in different calls wait for one another's posts
+_RULE = "Every rank must use the same layers, in the same order and mode"
 _CAUSES = (
     "it skipped the layer, runs it in evaluation mode, has no batch left "
     "(see leannorm.distributed.join), was too slow for the timeout, or died"
@@ -111,18 +114,47 @@ def _wait_for_readers(group: StatisticsGroup, key: str, ranks: int, seconds: flo
             read = group.store.add(key, 0)
 
 
-def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float) -> str:
-    """The error text for ranks in different calls: which rank is in which. The same on every rank."""
+def what_differs(
+    group: StatisticsGroup,
+    call: Call,
+    number: int,
+    timeout: float,
+    answer: Callable[[], None] = lambda: None,
+) -> str:
+    """The error text for ranks in different calls: which rank is in which.
+
+    It is the same on every rank that reads it in time. A rank that has not posted its call may be waiting,
+    on its device, for sums of those that have: `answer` is called now and then, and joins one.
+    """
+    seconds = min(timeout, _PATIENCE)
+    try:
+        return _compare(group, call, number, seconds, answer)
+    except RuntimeError as error:
+        return (
+            f"ranks that share statistics are in different calls (number {number} of the group), rank "
+            f"{dist.get_rank()} in {call}; what the others call is not known, as the group's store is gone "
+            f"({error}). {_RULE}"
+        )
+
+
+def _compare(
+    group: StatisticsGroup, call: Call, number: int, seconds: float, answer: Callable[[], None]
+) -> str:
     keys = [f"met/{number}/{rank}" for rank in range(group.world)]
     group.store.set(keys[group.rank], json.dumps([str(call), call.settings()]))
-    group.store.wait(keys, timedelta(seconds=seconds))
+    start = time.monotonic()
+    while not group.store.check(keys) and time.monotonic() < start + seconds:
+        if time.monotonic() > start + poll_seconds(seconds):
+            answer()
+        time.sleep(max(0.02, 1e-4 * group.world))
+    silent = [rank for rank, key in enumerate(keys) if not group.store.check([key])]
     calls: dict[str, list[int]] = defaultdict(list)
     settings: dict[str, list[int]] = defaultdict(list)
-    for rank, key in enumerate(keys):
-        name, setting = json.loads(group.store.get(key))
+    for rank in [rank for rank in range(group.world) if rank not in silent]:
+        name, setting = json.loads(group.store.get(keys[rank]))
         calls[name].append(rank)
         settings[setting].append(rank)
-    _wait_for_readers(group, f"met/{number}", group.world, min(seconds, 1.0))
+    _wait_for_readers(group, f"met/{number}", group.world - len(silent), min(seconds, 1.0))
     if len(calls) == 1 and len(settings) > 1:
         text = "; ".join(f"{_ranks(group, who)} with {what}" for what, who in settings.items())
         return (
@@ -131,10 +163,15 @@ def what_differs(group: StatisticsGroup, call: Call, number: int, seconds: float
             "at all, on every rank in the same step"
         )
     text = "; ".join(f"{_ranks(group, who)} in {what}" for what, who in calls.items())
-    return (
-        f"ranks that share statistics are in different calls (number {number} of the group): {text}. "
-        "Every rank must use the same layers, in the same order and mode"
+    if silent:
+        text += (
+            f"; {_ranks(group, silent)} did not say within {seconds:g} s (busy with something else, waiting "
+            "for another collective, or dead)"
+        )
+    text = (
+        f"ranks that share statistics are in different calls (number {number} of the group): {text}. {_RULE}"
     )
+    return _publish(group, text, 1, 0.0) if silent else text
 
 
 def note_evaluation(store: dist.distributed_c10d.Store, rank: int, number: int, layer: str) -> None:

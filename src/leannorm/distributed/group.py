@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from torch.distributed.distributed_c10d import GroupName
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import diagnostics
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
+from leannorm.distributed.communicator import beside, give_up, on_host, seconds_allowed, wait_once
+from leannorm.distributed.headers import Arriving
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import capturing
-
-_Key = tuple[Call, int, int, torch.device]  # the call, its count, the size asked for
+from leannorm.ops.select import first_of_all
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
@@ -64,21 +66,20 @@ class StatisticsGroup:
         self.rank, self.world = dist.get_rank(parent), dist.get_world_size(parent)
         self.backend = dist.get_backend(parent)
         self.devices = {device.type for device in parent._device_types}
-        device = next(iter(parent._device_types))
-        self.timeout = parent._get_backend(device).options._timeout.total_seconds()
+        self.timeout = seconds_allowed(parent)
         self.size, self.number, self.own_calls = UNIT, 0, 0
-        self.store = diagnostics.store_of(parent, _made[parent.group_name])
+        generation = _made[parent.group_name]
+        self.store = diagnostics.store_of(parent, generation)
         _made[parent.group_name] += 1
         self.broken: str | None = None
         self.unfinished: list[Any] = []  # work that may still write to its buffer
-        self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
+        self.unread: list[tuple[int, Call, Arriving]] = []  # headers on their way from the device
         self._first: int | None = None
-        self._zeros: dict[torch.device, Tensor] = {}
-        self._headers: dict[_Key, tuple[Call, Tensor]] = {}
+        # on the host: on a device it might lie in a captured graph's memory, overwritten by replays
+        self._tokens: dict[Call, tuple[Call, tuple[int, int]]] = {}
         diagnostics.gather(self, call, self._seconds(call))
-        self.communicator = dist.new_group(
-            dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
-        )
+        ranks, name = dist.get_process_group_ranks(parent), f"{generation}/{parent.group_name}"
+        self.communicator = beside(parent, ranks, name)
 
     def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
         """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
@@ -93,14 +94,14 @@ class StatisticsGroup:
         self.own_calls += 1
         room = HEADER + sum(s.numel() for s in sums)
         if capturing(sums[0]):
-            self._check_capture((call, count, 0, device), room)
+            self._check_capture(call, room)
         else:
             self._read_headers(wait=False)
         if room > self.size:
             size = message_size(call.channels)
-            self._exchange((), HEADER, 0, call, device, size)
+            self._exchange((), 0, call, device, size)
             self.size = size
-        return self._exchange(sums, room, count, call, device)[HEADER - 1 : room]
+        return self._exchange(sums, count, call, device).narrow(0, HEADER - 1, room - HEADER + 1)
 
     def shadow(self, device: torch.device) -> None:
         """Join every sum with zeros until all ranks do so: for a rank without batches."""
@@ -111,7 +112,7 @@ class StatisticsGroup:
             header = total[:HEADER].tolist()
             if header[0] == 0:
                 return
-            self._inspect(header, call, self.number)
+            self._inspect(header, call, self.number, device)
             if header[5]:
                 self.size = int(header[5] / header[0])
 
@@ -121,7 +122,7 @@ class StatisticsGroup:
         score = torch.tensor([self.own_calls * self.world + self.rank], device=self.device())
         dist.all_reduce(score, dist.ReduceOp.MAX, group=self.communicator)
         self.own_calls = 0
-        source = dist.get_global_rank(self.communicator, int(score) % self.world)
+        source = dist.get_global_rank(self.parent, int(score) % self.world)
         for buffer in buffers:
             dist.broadcast(buffer, source, group=self.communicator)
 
@@ -133,94 +134,124 @@ class StatisticsGroup:
         return torch.device(there.type, torch.accelerator.current_device_index())
 
     def _exchange(
-        self, sums: Sequence[Tensor], room: int, count: int, call: Call, device: torch.device, size: int = 0
+        self, sums: Sequence[Tensor], count: int, call: Call, device: torch.device, size: int = 0
     ) -> Tensor:
-        call, header = self._header(call, count, size, device)
-        total = torch.cat((header, *sums, self._zeros_on(device)[room:]))
-        self._sum(total, call)
+        call, token = self._known(call)
+        if size:
+            token = call.token(size)
+        backend = first_of_all(*sums) if sums else REFERENCE
+        total = backend.message_of(sums, token, size, count, self.size, device)
+        self._sum(total, call, wait=size > 0)
         if capturing(total):  # the host sees no header of a replayed step
             return total
-        if total.device.type == "cpu":
-            self._inspect(total[:HEADER].tolist(), call, self.number)
+        if self._in_order(device):
+            self._inspect(total[:HEADER].tolist(), call, self.number, device)
         else:
-            arrived = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
-            arrived.copy_(total[:HEADER], non_blocking=True)
-            event = torch.Event(device=total.device)
-            event.record()
-            self.unread.append((self.number, call, arrived, event))
+            self.unread.append((self.number, call, self._send(total)))
             self._read_headers(wait=call.debug or size > 0)
         return total
 
-    def _check_capture(self, key: _Key, room: int) -> None:
-        """Raise where this call would wait for the device or copy to it during a CUDA graph's capture."""
-        call, count, *_ = key
+    def _check_capture(self, call: Call, room: int) -> None:
+        """Raise where this call would wait for the device or connect ranks during a CUDA graph's capture."""
         call = self._identified(call)
         if call.debug:
             raise InputError(
                 f"debug_consistency waits for every sum, which cannot be captured in a CUDA graph ({call}): "
                 "turn it off for the capture"
             )
-        if room > self.size or key not in self._headers:
+        if room > self.size or self.number == 0:
             raise InputError(
-                f"{call} with {count} values a channel was not called before this CUDA graph's capture, "
-                "which cannot make room or send what is new: run a training step of these shapes before it"
+                f"{call} needs messages of {room} values, and before this CUDA graph's capture, which can "
+                f"neither connect the ranks nor make room, their group sent {self.number} of {self.size}: "
+                "run a training step of this model before it"
             )
 
-    def _sum(self, total: Tensor, call: Call) -> None:
+    def _in_order(self, device: torch.device) -> bool:
+        """Does the host read each header before it goes on? A device's headers are read later."""
+        return device.type == "cpu"
+
+    def _on_host(self, device: torch.device) -> bool:
+        return on_host(self.communicator, device)
+
+    def _send(self, total: Tensor) -> Arriving:
+        return Arriving(total)
+
+    def _start(self, total: Tensor) -> Any:
+        return dist.all_reduce(total, group=self.communicator, async_op=True)
+
+    def _sum(self, total: Tensor, call: Call, wait: bool = False) -> None:
+        """Sum over the ranks, in place; with `wait` the host waits for a device's sum, too."""
         self.number += 1
         try:
-            work = dist.all_reduce(total, group=self.communicator, async_op=True)
+            work = self._start(total)
         except RuntimeError as error:
-            raise self._break(call, str(error), ask=0) from error
-        if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
+            raise self._break(call, str(error), 0, total.device) from error
+        if wait or call.debug or self._on_host(total.device):
+            self._wait(work, call, total.device)
+        else:
             work.wait()  # orders the streams without blocking the host
-            return
-        self._wait(work, call)
 
-    def _wait(self, work: Any, call: Call) -> None:
+    def _wait(self, work: Any, call: Call, device: torch.device) -> None:
         """Wait for the sum; post where this rank waits, and stop if another rank found an error."""
         timeout = self._seconds(call)
         step = diagnostics.poll_seconds(timeout)
         deadline = time.monotonic() + timeout
-        while not self._wait_once(work, call, step):
+        while not self._wait_once(work, call, step, device):
             # every waiting rank has posted by now, but for one that came in the last moment
             if diagnostics.post_and_check(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
-                raise self._break(call, f"waited {timeout:g} s", ask=step / 2)
+                raise self._break(call, f"waited {timeout:g} s", step / 2, device)
 
-    def _wait_once(self, work: Any, call: Call, seconds: float) -> bool:
+    def _wait_once(self, work: Any, call: Call, seconds: float, device: torch.device) -> bool:
         """Wait for at most `seconds`; is the sum complete?"""
         try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if work.is_completed():  # only the first sentence says what happened
-                raise self._break(call, str(error).split(". ")[0], ask=2 * seconds) from error
-            return False
-        return True
+            return wait_once(work, seconds, self._on_host(device))
+        except RuntimeError as error:  # only the first sentence says what happened
+            raise self._break(call, str(error).split(". ")[0], 2 * seconds, device) from error
 
     def _seconds(self, call: Call) -> float:
         return min(call.timeout or self.timeout, self.timeout)
 
-    def _break(self, call: Call, why: str, ask: float) -> SyncError:
+    def _break(self, call: Call, why: str, ask: float, device: torch.device) -> SyncError:
         """Refuse all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
         self.broken = diagnostics.who_is_missing(self, call, why, ask)
+        give_up(self.communicator, device)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
         """Check the headers that have arrived from the device; with `wait` all of them."""
-        while self.unread and (wait or self.unread[0][3].query()):
-            number, call, header, event = self.unread.pop(0)
-            event.synchronize()
-            self._inspect(header.tolist(), call, number)
+        while self.unread and (wait or self.unread[0][2].is_there()):
+            number, call, header = self.unread.pop(0)
+            self._inspect(header.values(), call, number, header.device)
 
-    def _inspect(self, header: list[float], call: Call, number: int) -> None:
+    def _inspect(self, header: list[float], call: Call, number: int, device: torch.device) -> None:
         if not agree(header):
-            raise SyncError(diagnostics.what_differs(self, call, number, self._seconds(call)))
+            raise self._differs(call, number, device)
         if header[6] == 1 and call.what == "training forward":
             raise InputError(
                 f"Expected more than 1 value per channel when training, got 1 over all {self.world} ranks in "
                 f"{call}; use a larger batch, or evaluation mode"
             )
+
+    def _differs(self, call: Call, number: int, device: torch.device) -> SyncError:
+        """The error for ranks in different calls; joins the sums that other ranks' devices wait for."""
+        if self._in_order(device):  # all ranks have just read the same header
+            return SyncError(diagnostics.what_differs(self, call, number, self._seconds(call)))
+        answers: list[Any] = []
+
+        def answer() -> None:
+            """Join a sum that another rank's device waits for, with a header unequal to every other."""
+            if answers and not answers[-1].is_completed():
+                return
+            refusal = torch.zeros(self.size, dtype=torch.float64, device=device)
+            refusal[0] = refusal[2] = 1  # t is 0 and its square 1
+            with suppress(RuntimeError):  # a dead rank waits for nothing
+                answers.append(self._start(refusal))
+
+        self.broken = diagnostics.what_differs(self, call, number, self._seconds(call), answer)
+        self.unfinished += answers[-1:]
+        give_up(self.communicator, device)
+        return SyncError(self.broken)
 
     def _identified(self, call: Call) -> Call:
         """The call; a layer without a path is numbered by construction, from the first one used."""
@@ -230,23 +261,12 @@ class StatisticsGroup:
         self._first = number if self._first is None else self._first
         return call._replace(layer=f"#{number - self._first + 1}")
 
-    def _header(self, call: Call, count: int, size: int, device: torch.device) -> tuple[Call, Tensor]:
-        """The identified call and its header on the device.
-
-        Cached, since copying it to the device would make the host wait.
-        """
-        key = call, count, size, device
-        if key not in self._headers:
-            if len(self._headers) > 4096:
-                self._headers.clear()
-            call = self._identified(call)
-            header = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
-            self._headers[key] = call, header
-        return self._headers[key]
-
-    def _zeros_on(self, device: torch.device) -> Tensor:
-        """Zeros that fill a message up to its size."""
-        zeros = self._zeros.get(device)
-        if zeros is None or zeros.numel() != self.size:
-            zeros = self._zeros[device] = torch.zeros(self.size, dtype=torch.float64, device=device)
-        return zeros
+    def _known(self, call: Call) -> tuple[Call, tuple[int, int]]:
+        """The identified call and its token. Cached, on the host."""
+        known = self._tokens.get(call)
+        if known is None:
+            if len(self._tokens) > 4096:
+                self._tokens.clear()
+            identified = self._identified(call)
+            known = self._tokens[call] = identified, identified.token()
+        return known

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from leannorm._errors import InputError
+from leannorm.distributed.communicator import beside
 
 _local = False
 _nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -121,7 +122,7 @@ def _node_group() -> dist.ProcessGroup:
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
-        _nodes[world] = dist.new_group(mine, use_local_synchronization=True)
+        _nodes[world] = beside(world, mine, f"node/{mine[0]}")
     return _nodes[world]
 
 

@@ -57,6 +57,11 @@ def pick(*tensors: Tensor | None) -> Backend:
         if reasons:
             raise BackendUnavailableError(_chosen, reasons)
         return backend
+    return first_of_all(*tensors)
+
+
+def first_of_all(*tensors: Tensor | None) -> Backend:
+    """The first backend that can serve these tensors, whichever was named."""
     if torch.compiler.is_compiling():
         return _first(tensors)
     # cached: the choice depends on nothing else of the tensors

@@ -8,10 +8,15 @@ float64 adds without rounding up to 2**29 values a channel, and everything else 
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from leannorm._types import Moments
+
+HEADER = 7  # values before the sums: active, two tokens and their squares, the size asked for, the count
 
 _SPLIT = float(2**41 + 1)  # Veltkamp's constant, which keeps 53 - 41 = 12 bits
 
@@ -38,6 +43,34 @@ class SumVerbs:
         n_lead, n_rest = n * lead, n * rest
         square_rest = torch.addcmul(moments.m2, rest, torch.add(n_rest, n_lead, alpha=2))
         return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
+
+    def message_of(
+        self,
+        sums: Sequence[Tensor],
+        token: tuple[int, int],
+        asked: int,
+        count: int,
+        size: int,
+        device: torch.device,
+    ) -> Tensor:
+        """The header (1, tokens and their squares, `asked`, `count`), the sums, zeros up to `size` values.
+
+        On a device the header's numbers are arguments of kernels: copying a tensor of them there would make
+        the host wait for the device, and caching one for every count would grow without end.
+        """
+        t, u = token
+        header = 1, t, t * t, u, u * u, asked, count
+        room = HEADER + sum(s.numel() for s in sums)
+        if device.type == "cpu":
+            rest = torch.zeros(size - room, dtype=torch.float64)
+            front = torch.frombuffer(array("d", header), dtype=torch.float64)
+            return torch.cat((front, *sums, rest))
+        message = torch.zeros(size, dtype=torch.float64, device=device)
+        for place, value in enumerate(header):
+            message.narrow(0, place, 1).fill_(value)
+        if sums:
+            torch.cat(tuple(sums), out=message.narrow(0, HEADER, room - HEADER))
+        return message
 
     def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Mean, M2, rstd and count of the union of all sets; zeros if there is no value.

@@ -10,7 +10,7 @@ interpreted: then they serve CPU tensors as well, but only if the backend is cho
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -45,7 +45,7 @@ _UNAVAILABLE = _why_unavailable()
 
 
 def _room(operator: str) -> str:
-    if operator in schema.BETWEEN:
+    if operator in schema.BETWEEN or operator in _FUNCTIONS:
         return "statistics"
     if operator.startswith("row"):
         return "rows"
@@ -53,13 +53,15 @@ def _room(operator: str) -> str:
 
 
 _OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
+_FUNCTIONS = ("message_of",)  # kernels without an operator
+_NAMES = _OPERATORS + _FUNCTIONS
 
 
 class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
-        if operator not in _OPERATORS:  # such as the special methods that copy and inspect look for
+        if operator not in _NAMES:  # such as the special methods that copy and inspect look for
             raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED:
             import_module(f"{__name__}.interpreted").patch_interpreter()
@@ -110,6 +112,21 @@ class Triton(Compiled):
                     has = f"the device has {found.major}.{found.minor}"
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
+
+    def message_of(
+        self,
+        sums: Sequence[Tensor],
+        token: tuple[int, int],
+        asked: int,
+        count: int,
+        size: int,
+        device: torch.device,
+    ) -> Tensor:
+        """One launch for up to two tensors. Not an operator: compilers see only the sum over the ranks."""
+        if not 0 < len(sums) <= 2:
+            return super().message_of(sums, token, asked, count, size, device)
+        message: Tensor = _kernels.message_of(sums, token, asked, count, size)
+        return message
 
 
 TRITON = Triton()

@@ -1,12 +1,13 @@
 """The steps on per-channel statistics between two kernels, on a GPU: one launch each.
 
 Plain torch (`ops/running.py`, `ops/sums.py`) takes six launches to update running statistics (thirteen where
-ranks share them), four for evaluation's constants, ten for the sums that ranks add up, twenty for the moments
-from those sums and four for the means of the backward pass.
+ranks share them), four for evaluation's constants, ten for the sums that ranks add up, nine for the message
+that carries them, twenty for the moments from those sums and four for the means of the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_float
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from leannorm.ops.backends.triton import statistics_kernels as kernels
 from leannorm.ops.backends.triton.launch import launch
+from leannorm.ops.sums import HEADER
 
 _BLOCK = 256
 
@@ -75,6 +77,19 @@ def sums_of(mean: Tensor, m2: Tensor, count: int) -> Tensor:
     (sums,) = _new(mean, 4 * channels)
     _launch(kernels.sums_kernel, channels, mean, m2, sums, count, device=mean.device)
     return sums
+
+
+def message_of(sums: Sequence[Tensor], token: tuple[int, int], asked: int, count: int, size: int) -> Tensor:
+    _check(*sums)
+    first, second = (*sums, None)[:2]
+    lengths = sums[0].numel(), sum(s.numel() for s in sums)
+    if HEADER + lengths[1] > size:
+        raise RuntimeError("a message must have room for its header and its sums")
+    (message,) = _new(sums[0], size)
+    numbers = (*token, asked, count, *lengths)
+    arguments = (message, first, second, *numbers)
+    _launch(kernels.message_kernel, size, *arguments, device=message.device, HEADER=HEADER)
+    return message
 
 
 def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -97,6 +97,26 @@ def sums_kernel(mean, m2, sums, count, C, BLOCK: tl.constexpr):
     tl.store(sums + 3 * C + c, square_rest, mask=inside)
 
 
+@triton.jit(do_not_specialize=["t", "u", "asked", "count", "one", "both", "size"])
+def message_kernel(
+    message, first, second, t, u, asked, count, one, both, size, HEADER: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Header and sums of `message_of`; `one` and `both` are the lengths of the first sums and of all."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = i - HEADER
+    value = tl.load(first + at, mask=(at >= 0) & (at < one), other=0.0)
+    if second is not None:
+        value = tl.where(
+            at < one, value, tl.load(second + (at - one), mask=(at >= one) & (at < both), other=0.0)
+        )
+    t, u = t.to(tl.float64), u.to(tl.float64)
+    value = tl.where(i == 0, 1.0, value)
+    value = tl.where(i == 1, t, tl.where(i == 2, t * t, value))
+    value = tl.where(i == 3, u, tl.where(i == 4, u * u, value))
+    value = tl.where(i == 5, asked.to(tl.float64), tl.where(i == 6, count.to(tl.float64), value))
+    tl.store(message + i, value, mask=i < size)
+
+
 @triton.jit(do_not_specialize=["C"])
 def moments_kernel(total, mean, m2, rstd, count, C, EPS: tl.constexpr, BLOCK: tl.constexpr):
     """Mean, M2, rstd and count of the union of the sets whose count and sums add up to `total`."""
