@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
@@ -9,8 +12,10 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
-from leannorm.functional.overridden import hand_over, of_subclass, stands_in_for
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over, of_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.ops.modes import leaving
 from leannorm.ops.plan import channel_plan
 
 
@@ -45,6 +50,8 @@ def group_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
+    if leaving():
+        return stock.group_norm(input, num_groups, Epilogue(weight, bias), eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.divisible_groups(input, num_groups)
@@ -53,6 +60,11 @@ def group_norm(
     # torch's rule, its quirk included: only a batch whose groups hold one value all together is refused
     _checks.more_than_one_value(input, input.numel() // num_groups)
     return channel_norm(input, Epilogue(weight, bias), eps, num_groups)[0]
+
+
+def moves_its_statistics(given: Mapping[str, Any]) -> bool:
+    """Does an instance norm called like this write to its running statistics?"""
+    return bool(given["use_input_stats"]) and given["running_mean"] is not None
 
 
 @stands_in_for(F.instance_norm)
@@ -90,6 +102,15 @@ def instance_norm(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
+    if leaving():
+        if moves_its_statistics(locals()):
+            return as_operator(instance_norm, locals())
+        if use_input_stats:
+            return stock.instance_norm(input, weight, bias, eps)
+        _checks.running_statistics(running_mean, running_var, use_input_stats)
+        return stock.batch_norm(
+            input, Running(running_mean, running_var, None, momentum), Epilogue(weight, bias), eps
+        )
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -130,11 +151,14 @@ def layer_instance_norm(
     # a subclass is told what the function below stands in for
     if has_torch_function_variadic(*tensors) and not of_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
+    if leaving() and moves_its_statistics(locals()):
+        return as_operator(layer_instance_norm, locals())
     _checks.rank(input, (rank - 1, rank))
     alone = input.dim() < rank
     if alone:
         _checks.floating("input", input)
-    _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
+    if not leaving():
+        _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
     y = instance_norm(
         input.unsqueeze(0) if alone else input,
         running_mean,
