@@ -7,9 +7,10 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
+from leannorm.nn._leaving import Leaving
 
 
-class BatchNormOp(torch.nn.Module):
+class BatchNormOp(Leaving, torch.nn.Module):
     r"""The `batch_norm_layer` of the operator's design: it owns scale, bias, both estimates and a counter.
 
     .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from leannorm.ops.modes import leaving
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
 from leannorm.saving.policy import check
@@ -43,8 +44,11 @@ class _LeanForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _say_compiled()
+            if not leaving():
+                _say_compiled()
             return self._forward()(*args, **kwargs)
+        if leaving():
+            return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
         with lean(**self.settings):
             return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
 
