@@ -105,12 +105,9 @@ def instance_norm(
     if leaving():
         if moves_its_statistics(locals()):
             return as_operator(instance_norm, locals())
-        if use_input_stats:
-            return stock.instance_norm(input, weight, bias, eps)
         _checks.running_statistics(running_mean, running_var, use_input_stats)
-        return stock.batch_norm(
-            input, Running(running_mean, running_var, None, momentum), Epilogue(weight, bias), eps
-        )
+        running = Running(running_mean, running_var, None, momentum)
+        return stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)

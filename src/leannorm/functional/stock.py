@@ -54,10 +54,14 @@ def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor
     return _finished(F.group_norm(wide, groups, weight, bias, eps), x, residual, act)
 
 
-def instance_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """By the statistics of each channel of each sample."""
-    wide, weight, bias = _of_one_dtype(x, weight, bias)
-    return _finished(F.instance_norm(wide, None, None, weight, bias, True, 0.0, eps), x)
+def instance_norm(
+    x: Tensor, running: Running, epilogue: Epilogue, use_input_stats: bool, eps: float
+) -> Tensor:
+    """By the statistics of each channel of each sample, or by the running ones; nothing moves."""
+    weight, bias, residual, act = epilogue
+    wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
+    y = F.instance_norm(wide, mean, var, weight, bias, use_input_stats, running.momentum or 0.0, eps)
+    return _finished(y, x, residual, act)
 
 
 def row_norm(

@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from leannorm import nn
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.modes import leaving
 
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -282,11 +283,12 @@ def _layers(called: Any) -> list[Any]:
 
 
 def _alike(waiting: Waiting, other: Any) -> bool:
-    """Can the kernel add it to the norm's output?"""
+    """Can the kernel add it to the norm's output? A graph that leaves has an addition of its own."""
     input = waiting.input
     return (
         waiting.residual is None
         and _plain(other)
+        and not leaving()
         and (other.shape, other.dtype, other.device) == (input.shape, input.dtype, input.device)
     )
 
