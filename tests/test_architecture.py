@@ -143,6 +143,8 @@ EXTRAS = [
     "matplotlib",
     "msgpack",
     "onnx",
+    "onnxruntime",
+    "onnxscript",
     "plotly",
     "rich",
     "safetensors",
