@@ -144,6 +144,8 @@ EXTRAS = [
     "matplotlib",
     "msgpack",
     "onnx",
+    "onnxruntime",
+    "onnxscript",
     "plotly",
     "rich",
     "safetensors",

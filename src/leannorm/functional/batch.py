@@ -13,13 +13,15 @@ from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
-from leannorm.functional.overridden import hand_over, stands_in_for
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
 from leannorm.functional.running import (
     fused_update,
     running_mean_and_rstd,
     update_running_statistics,
 )
 from leannorm.ops.activation import lists_activations
+from leannorm.ops.modes import leaving
 from leannorm.ops.plan import values_per_channel
 
 
@@ -58,6 +60,8 @@ def batch_norm(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(batch_norm, locals())
+    if leaving() and training:
+        return as_operator(batch_norm, locals())
     running = Running(running_mean, running_var, None, momentum)
     return _by_number(input, running, Epilogue(weight, bias), training, eps)
 
@@ -100,6 +104,8 @@ def batch_norm_act(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
         return hand_over(batch_norm_act, locals())
+    if leaving() and training:
+        return as_operator(batch_norm_act, locals())
     running = Running(running_mean, running_var, None, momentum)
     return _by_number(input, running, Epilogue(weight, bias, residual, act), training, eps)
 
@@ -107,6 +113,10 @@ def batch_norm_act(
 def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> Tensor:
     """For functions that have no counter of batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
+    if leaving():
+        _checks.running_statistics(*running[:2], training)
+        _checks.activation(epilogue.act)
+        return stock.batch_norm(input, running, epilogue, eps)
     _check(input, running, epilogue, training, eps)
     if training:
         return _by_batch(input, running, epilogue, eps)
@@ -139,6 +149,12 @@ def tracked_batch_norm(
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
         return hand_over(tracked_batch_norm, locals())
+    if leaving():
+        if training:
+            return as_operator(tracked_batch_norm, locals())
+        _checks.dim(input, dims)
+        running = Running(running_mean, running_var, None, momentum)
+        return stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)

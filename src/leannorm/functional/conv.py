@@ -13,10 +13,12 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Running
+from leannorm._types import Epilogue, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
-from leannorm.functional.overridden import hand_over
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.ops.modes import leaving
 
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -69,9 +71,20 @@ def conv_batch_norm(
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     if has_torch_function_variadic(*tensors):
         return hand_over(conv_batch_norm, locals())
-    _check_convolution(input, conv_weight, conv_bias, groups)
+    if leaving() and training:
+        return as_operator(conv_batch_norm, locals())
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
+    if leaving():
+        _checks.running_statistics(running_mean, running_var, training)
+        x = input
+        if padding_mode != "zeros":
+            layout = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
+            x, padding = layout.padded(input), layout.padding
+        z = stock.convolve(x, conv_weight, conv_bias, stride, padding, dilation, groups)
+        running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(bn_weight, bn_bias)
+        return stock.batch_norm(z, running, epilogue, eps, outside=eps_mode == "outside")
+    _check_convolution(input, conv_weight, conv_bias, groups)
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
     if num_batches_tracked is None and running_mean is not None and training:

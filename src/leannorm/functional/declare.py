@@ -72,6 +72,17 @@ def declare(
     LIBRARY.impl(name, kernel, "Autograd")
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
+
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        """Torch's own functions, where `run_decompositions` asks; a batch's own statistics stay ours."""
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if by_batch is not None and by_batch(given):
+            return NotImplemented
+        return function(*(given[name] for name in names))
+
+    operator.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(decomposed)
     if by_batch is not None:
         NORMS[operator._schema.name] = Norm(written_by_schema(operator), by_batch, folds)
 

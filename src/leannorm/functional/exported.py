@@ -7,6 +7,7 @@ backward pass with what it saves, and the name of the norm.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -19,8 +20,15 @@ from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm, batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
 from leannorm.functional.declare import AffineNames, declare
-from leannorm.functional.group import group_norm, layer_instance_norm
+from leannorm.functional.group import (
+    group_norm,
+    instance_norm,
+    layer_instance_norm,
+    moves_its_statistics,
+)
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from leannorm.functional.operator import batch_norm_op, checked_batch_norm_op
+from leannorm.functional.overridden import OPERATORS
 from leannorm.functional.sync import sync_batch_norm
 
 _STATE = "Tensor(a!)? running_mean, Tensor(b!)? running_var"
@@ -164,18 +172,27 @@ declare(
     " int rank, int num_features) -> Tensor",
     layer_instance_norm,
     _like,
-    itemgetter("use_input_stats"),
+    moves_its_statistics,
 )
 
-_CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    tracked_batch_norm: _call_tracked,
-    batch_norm: _call_act,
-    batch_norm_act: _call_act,
-    sync_batch_norm: _call_sync,
-    conv_batch_norm: _call_conv,
-    group_norm: ops.group_norm,
-    layer_instance_norm: ops.layer_instance_norm,
-}
+
+def _call_instance(x: Tensor, *given: Any) -> Any:
+    return ops.layer_instance_norm(x, *given, x.dim(), x.shape[1])
+
+
+OPERATORS.update(
+    {
+        tracked_batch_norm: _call_tracked,
+        batch_norm: _call_act,
+        batch_norm_act: _call_act,
+        sync_batch_norm: _call_sync,
+        conv_batch_norm: _call_conv,
+        group_norm: ops.group_norm,
+        layer_instance_norm: ops.layer_instance_norm,
+        instance_norm: _call_instance,
+        batch_norm_op: partial(checked_batch_norm_op, ops.batch_norm_op.default),
+    }
+)
 
 
 def _declare_row_norm(function: Callable[..., Any], tensors: str, rest: str) -> None:
@@ -192,7 +209,7 @@ def _declare_row_norm(function: Callable[..., Any], tensors: str, rest: str) -> 
         _like if one else _like_twice,
     )
     operator = getattr(ops, name)
-    _CALLS[function] = lambda *given, dim: operator(*given, dim)
+    OPERATORS[function] = lambda *given, dim: operator(*given, dim)
 
 
 _declare_row_norm(layer_norm, "Tensor x", "Tensor? bias, float eps")
@@ -207,4 +224,4 @@ class AsOperators(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _CALLS.get(func, func)(*args, **(kwargs or {}))
+        return OPERATORS.get(func, func)(*args, **(kwargs or {}))

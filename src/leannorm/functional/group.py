@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
@@ -9,8 +12,10 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
-from leannorm.functional.overridden import hand_over, has_subclass, stands_in_for
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.ops.modes import leaving
 from leannorm.ops.plan import channel_plan
 
 
@@ -44,6 +49,8 @@ def group_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
+    if leaving():
+        return stock.group_norm(input, num_groups, Epilogue(weight, bias), eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.divisible_groups(input, num_groups)
@@ -52,6 +59,11 @@ def group_norm(
     # torch's rule: groups of one value are refused only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
     return channel_norm(input, Epilogue(weight, bias), eps, num_groups)[0]
+
+
+def moves_its_statistics(given: Mapping[str, Any]) -> bool:
+    """Does an instance norm called like this write to its running statistics?"""
+    return bool(given["use_input_stats"]) and given["running_mean"] is not None
 
 
 @stands_in_for(F.instance_norm)
@@ -89,6 +101,12 @@ def instance_norm(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
+    if leaving():
+        if moves_its_statistics(locals()):
+            return as_operator(instance_norm, locals())
+        _checks.running_statistics(running_mean, running_var, use_input_stats)
+        running = Running(running_mean, running_var, None, momentum)
+        return stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -129,11 +147,14 @@ def layer_instance_norm(
     # a tensor subclass is handed torch's function by `instance_norm`, below
     if has_torch_function_variadic(*tensors) and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
+    if leaving() and moves_its_statistics(locals()):
+        return as_operator(layer_instance_norm, locals())
     _checks.dim(input, (rank - 1, rank))
     one_sample = input.dim() < rank
     if one_sample:
         _checks.floating("input", input)
-    _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
+    if not leaving():
+        _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
     y = instance_norm(
         input.unsqueeze(0) if one_sample else input,
         running_mean,

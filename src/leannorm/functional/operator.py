@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.functional import stock
 from leannorm.functional.declare import AffineNames, declare
+from leannorm.functional.overridden import hand_over
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import transformed
+from leannorm.ops.modes import leaving, transformed
 from leannorm.ops.plan import values_per_channel
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
@@ -71,6 +75,39 @@ def batch_norm_op(
     >>> torch.equal(mean, out.batch_mean), out.saved_mean.data_ptr() == mean.data_ptr()
     (True, True)
     """
+    tensors = (x, estimated_mean, estimated_var, scale, bias)
+    if has_torch_function_variadic(*tensors):
+        return hand_over(batch_norm_op, locals())
+    inside = transformed(x, scale, bias) or (is_infer and leaving())
+    run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
+    return checked_batch_norm_op(
+        run,
+        *tensors,
+        is_infer=is_infer,
+        use_global_est=use_global_est,
+        epsilon=epsilon,
+        momentum=momentum,
+        batch_id=batch_id,
+        data_layout=data_layout,
+    )
+
+
+def checked_batch_norm_op(
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    x: Tensor,
+    estimated_mean: Tensor,
+    estimated_var: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    is_infer: bool,
+    use_global_est: bool,
+    epsilon: float,
+    momentum: float,
+    batch_id: int | Tensor | None,
+    data_layout: str,
+) -> BatchNormOutput:
+    """`batch_norm_op` by `run`: the operator, or the function behind it."""
     _checks.floating("x", x)
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
@@ -91,7 +128,6 @@ def batch_norm_op(
         _checks.more_than_one_value(moved, values_per_channel(moved.shape))
     if isinstance(batch_id, int):
         momentum, batch_id = momentum if batch_id else 0.0, None
-    run = _batch_norm_op if transformed(x, scale, bias) else torch.ops.leannorm.batch_norm_op.default
     y, batch_mean, batch_var = run(
         moved,
         estimated_mean,
@@ -115,7 +151,10 @@ def _batch_norm_op(
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
+        if leaving():
+            y = stock.batch_norm(x, estimates, epilogue, epsilon)
+        else:
+            y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
         moments = REFERENCE.channel_moments(x.detach())

@@ -19,6 +19,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
 _STANDS_IN_FOR: dict[Callable[..., Any], Callable[..., Any]] = {}
+# the call of each function's operator, which exported.py puts here
+OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def stands_in_for(torchs: Callable[..., Any]) -> Callable[[Function], Function]:
@@ -48,13 +50,25 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
     others get `function`, with its arguments in the order of its signature.
     """
     positional, named = _parameters(function)
-    args, kwargs = [given[name] for name in positional], {name: given[name] for name in named}
+    args, kwargs = _arguments(function, given)
     torchs = _STANDS_IN_FOR.get(function)
     if torchs is not None and has_subclass(*args) and all(kwargs[name] is named[name] for name in named):
         result: Result = torchs(**dict(zip(positional, args, strict=True)))
     else:
         result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
     return result
+
+
+def as_operator(function: Callable[..., Result], given: dict[str, Any]) -> Result:
+    """A call as that of the function's operator: one node of a graph, with its gradient and its writes."""
+    args, kwargs = _arguments(function, given)
+    result: Result = OPERATORS[function](*args, **kwargs)
+    return result
+
+
+def _arguments(function: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    positional, named = _parameters(function)
+    return [given[name] for name in positional], {name: given[name] for name in named}
 
 
 @cache

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
 def without_bias(bias: bool) -> dict[str, bool]:
@@ -16,7 +17,7 @@ def without_bias(bias: bool) -> dict[str, bool]:
     return {} if bias else {"bias": False}
 
 
-class BatchNormBase(_BatchNorm):
+class BatchNormBase(Leaving, _BatchNorm):
     """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
@@ -51,4 +52,6 @@ class BatchNormBase(_BatchNorm):
         In training with the batch's own statistics, which move the running ones; in evaluation with the
         running ones, or with the batch's own where `track_running_stats` is False.
         """
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return self._normalize(input)

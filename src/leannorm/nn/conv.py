@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.functional.conv import EPS_MODES, conv_batch_norm
+from leannorm.nn._leaving import Leaving, quantizing
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _check_hooks(*modules: torch.nn.Module) -> None:
             )
 
 
-class _ConvBatchNorm(torch.nn.Module):
+class _ConvBatchNorm(Leaving, torch.nn.Module):
     conv_type: type[_ConvNd]
     bn_type: type[_BatchNorm]
     conv: _ConvNd
@@ -125,6 +126,8 @@ class _ConvBatchNorm(torch.nn.Module):
         conv, bn = self.conv, self.bn
         _check_norm(bn, self.bn_type)
         _check_hooks(conv, bn)
+        if quantizing(input) and self.eps_mode == "inside":
+            return bn(conv(input))  # type: ignore[no-any-return]
         updates = bn.training and bn.track_running_stats
         reads = updates or not bn.training
         return conv_batch_norm(

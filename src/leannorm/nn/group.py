@@ -6,9 +6,10 @@ import torch.nn
 from torch import Tensor
 
 from leannorm.functional.group import group_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
-class GroupNorm(torch.nn.GroupNorm):
+class GroupNorm(Leaving, torch.nn.GroupNorm):
     """Normalize each group of channels of each sample; replaces `torch.nn.GroupNorm`, same state_dict.
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
@@ -30,4 +31,6 @@ class GroupNorm(torch.nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, ...), normalized for each sample and group of channels."""
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)

@@ -7,15 +7,18 @@ from torch import Tensor
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from leannorm.functional.group import layer_instance_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
-class _InstanceNormBase(_InstanceNorm):
+class _InstanceNormBase(Leaving, _InstanceNorm):
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, ...) or (C, ...), normalized for each sample and channel.
 
         With `track_running_stats` evaluation uses the running statistics, which training moves.
         """
         # nothing here may depend on the input: it may be a proxy of torch.fx
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return layer_instance_norm(
             input,
             self.running_mean,

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(Leaving, torch.nn.LayerNorm):
     """Normalize every row to mean 0 and variance 1, then scale and shift it; replaces `torch.nn.LayerNorm`.
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
@@ -52,13 +53,15 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input`, normalized for each row over `normalized_shape`."""
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, dim=self.dim)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _dim_repr(self.dim)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(Leaving, torch.nn.RMSNorm):
     """Divide every row by its root mean square, then scale it; replaces `torch.nn.RMSNorm`.
 
         y = x / sqrt(E[x^2] + eps) * weight
@@ -98,6 +101,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input`, divided for each row by its root mean square over `normalized_shape`."""
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return rms_norm(input, self.normalized_shape, self.weight, self.eps, dim=self.dim)
 
     def extra_repr(self) -> str:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
+from leannorm.nn._leaving import Leaving
 
 
-class BatchNormOp(torch.nn.Module):
+class BatchNormOp(Leaving, torch.nn.Module):
     """Batch norm as an operator with explicit state: owns scale, bias, both estimates and a counter.
 
         y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias

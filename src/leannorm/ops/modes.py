@@ -24,6 +24,16 @@ def transformed(*tensors: Tensor | None) -> bool:
     return False
 
 
+def leaving() -> bool:
+    """Is this call written into a graph that leaves: by `torch.export`, or by TorchScript's tracer?
+
+    ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._is_tracing()  # torch.jit.is_tracing, at a third of its time
+
+
 def recorded(*tensors: Tensor | None) -> bool:
     """Does autograd record this call? Without it a Function only costs time."""
     if torch.is_grad_enabled():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from leannorm.ops.modes import leaving
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
 
@@ -44,8 +45,11 @@ class _LeanForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _warn_compiled()
+            if not leaving():
+                _warn_compiled()
             return self._forward()(*args, **kwargs)
+        if leaving():
+            return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)
         with context:

@@ -19,6 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
 from leannorm._errors import InputError
+from leannorm.nn._leaving import takes_back
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.fuse import find_fusions
 from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
@@ -223,6 +224,7 @@ def _to_torch(model: Module, left: dict[str, list[str]]) -> None:
             left[f"{type(module).__name__}, torch has no such layer"].append(name or "the model itself")
 
 
+@takes_back
 def _undo_swap(module: Module) -> bool:
     """Undo the layer's last swap; False if there is none."""
     swapped: Swapped | None = vars(module).pop(_SWAPPED, None)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from leannorm import nn
+from leannorm.nn._leaving import quantized, quantizing
 from leannorm.transforms.steps import norm_drop_act
 
 
@@ -17,6 +18,8 @@ class _ThenAct(Module):
     act: Module
 
     def forward(self, input: Tensor) -> Tensor:
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         y: Tensor = self.act(self.drop(super().forward(input)))
         return y
 
@@ -25,6 +28,8 @@ class BatchNorm2dThenAct(_ThenAct, nn.BatchNorm2d):
     """`act(drop(batch_norm(x)))`, in one pass if `drop` is an identity and no hooks are set."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return norm_drop_act(self, input, self.drop, self.act)
 
 

@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from leannorm import nn
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.modes import leaving
 
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -284,11 +285,12 @@ def _modules_of(called: Any) -> list[Any]:
 
 
 def _can_add(deferred: Deferred, other: Any) -> bool:
-    """Can the kernel add `other` to the norm's output?"""
+    """Can the kernel add `other` to the norm's output? An exported graph has an addition of its own."""
     input = deferred.input
     return (
         deferred.residual is None
         and _is_plain_tensor(other)
+        and not leaving()
         and (other.shape, other.dtype, other.device) == (input.shape, input.dtype, input.device)
     )
 
