@@ -42,7 +42,7 @@ class Error(NamedTuple):
 
 def largest_error(answer: Tensor, exact: Tensor) -> float:
     """The largest difference from the float64 answer; NaN where the answer has one."""
-    return float((answer.double() - exact).abs().max()) if exact.numel() else 0.0
+    return (answer.double() - exact).abs().max().item() if exact.numel() else 0.0
 
 
 def allowed_error(torchs_error: float, dtype: torch.dtype, largest: float, roundings: float = 1) -> float:
