@@ -41,13 +41,8 @@ class Error(NamedTuple):
 
 
 def largest_error(answer: Tensor, exact: Tensor) -> float:
-<<<<<<< HEAD
     """The largest difference from the float64 result; NaN if there is one anywhere."""
     return float((answer.detach().double() - exact.detach()).abs().max()) if exact.numel() else 0.0
-=======
-    """The largest difference from the float64 answer; NaN where the answer has one."""
-    return (answer.double() - exact).abs().max().item() if exact.numel() else 0.0
->>>>>>> tests
 
 
 def allowed_error(torchs_error: float, dtype: torch.dtype, largest: float, roundings: float = 1) -> float:
