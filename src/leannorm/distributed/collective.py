@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from leannorm._torch import RELEASE
 from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
 
@@ -61,8 +62,8 @@ def _(
 
 
 # Without data between them (an empty batch) the compiler may put the layers' sums in another order than on
-# the other ranks. torch has no such order to ask for in its earlier versions; there the header tells.
-if hasattr(_add_up_over_ranks, "register_effect"):
+# the other ranks. torch 2.10 fails on an ordered operator, which it tries to repeat; there the header tells.
+if RELEASE > (2, 10):
     from torch._library.effects import EffectType
 
     _add_up_over_ranks.register_effect(EffectType.ORDERED)
