@@ -55,8 +55,9 @@ HEADER = f"| {' | '.join(Row._fields).replace('release', 'torch')} |\n|---|--:|-
 class Environment:
     """A venv with one release of torch and the wheel; its folder is removed on the way out."""
 
-    def __init__(self, release: str) -> None:
-        self.release, self.folder = release, WORK / release
+    def __init__(self, release: str, keep: bool = False) -> None:
+        self.release, self.keep, self.folder = release, keep, WORK / release
+        self.log = WORK / f"{release}.log"
         self.python, self.tree = self.folder / "venv" / "bin" / "python", self.folder / "tree"
         # of the commands on the PATH this has pip and python, and no compiler
         self.bare = os.environ | {"PATH": str(self.python.parent), "PYTHONPATH": ""}
@@ -67,7 +68,8 @@ class Environment:
         return self
 
     def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if not self.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def install(self, wheel: Path) -> None:
         pins = self.folder / "constraints.txt"
@@ -100,14 +102,22 @@ class Environment:
 
     def check(self) -> None:
         """The wheel has brought its kernels, and they compute what they should."""
-        for command in (["-c", HAS_KERNELS], ["-m", "leannorm", "check"]):
-            subprocess.run([self.python, *command], cwd=self.tree, env=self.bare, check=True)
+        with self.log.open("w") as out:
+            for command in (["-c", HAS_KERNELS], ["-m", "leannorm", "check"]):
+                subprocess.run(
+                    [self.python, *command],
+                    cwd=self.tree,
+                    env=self.bare,
+                    check=True,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
 
     def suite(self, *options: str) -> Row:
-        report, log = self.folder / "report.xml", WORK / f"{self.release}.log"
+        report = self.folder / "report.xml"
         command = [self.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
         start = time.monotonic()
-        with log.open("w") as out:
+        with self.log.open("a") as out:
             environment = os.environ | {"PYTHONPATH": ""}
             subprocess.run(command, cwd=self.tree, env=environment, stdout=out, stderr=subprocess.STDOUT)
         return row_of(self.release, report, time.monotonic() - start)
@@ -134,10 +144,10 @@ def newest_wheel() -> Path:
     return wheels()[-1]
 
 
-def rows(releases: list[str], wheel: Path, *options: str) -> Iterator[Row]:
+def rows(releases: list[str], wheel: Path, keep: bool, *options: str) -> Iterator[Row]:
     for release in releases:
         try:
-            with Environment(release) as environment:
+            with Environment(release, keep) as environment:
                 environment.install(wheel)
                 environment.copy()
                 environment.check()
@@ -151,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("releases", nargs="*", help="in place of every one that was tested")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--keep", action="store_true", help="leave the environments, for a look")
     parser.add_argument("--wheel", type=Path, help="in place of the newest in dist/")
     parser.add_argument("--only", nargs="*", default=[], metavar="TEST", help="in place of the whole suite")
     given = parser.parse_args()
@@ -158,8 +169,8 @@ def main() -> int:
     wheel = given.wheel.resolve() if given.wheel else newest_wheel()
     print(f"{wheel.name}\n\n{HEADER}", flush=True)
     failed = 0
-    options = ["-n", str(given.jobs), "--dist", "worksteal", "-q", *given.only]
-    for row in rows(given.releases or list(TESTED), wheel, *options):
+    options = ["-n", str(given.jobs), "--dist", "worksteal", "-q", "-rfE", *given.only]
+    for row in rows(given.releases or list(TESTED), wheel, given.keep, *options):
         print(row, flush=True)
         failed += row.failed
     return int(failed > 0)

@@ -36,5 +36,8 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
 
 
+RELEASE = _numbers(torch.__version__)
+"""Of the torch at hand, as (2, 13); for the few places where nothing else tells what it does."""
+
 if (_why := why_refused(str(torch.__version__))) is not None:
     raise ImportError(_why)  # before the rooms, which would fail on what that release lacks

@@ -11,6 +11,8 @@ from leannorm.cli import main
 NETWORK = "program_cases:small"
 
 
+# torch's own, from torch.export.load in 2.10
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
 def test_fork_then_fold(tmp_path, capsys):
     out, picture, numbers = tmp_path / "net.pt2", tmp_path / "net.svg", tmp_path / "n.json"
     given = [

@@ -48,7 +48,7 @@ class Convolution(NamedTuple):
     pad: tuple[int, ...]
     padding_mode: str
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         none = (0,) * len(self.stride)
         return torch.convolution(
             self.padded(x), weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
@@ -170,7 +170,7 @@ class ConvNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         conv_bias, weight, bias, mean, rstd, convolution, eps, outside = given
-        z = convolution(x, conv_weight, conv_bias)
+        z = convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
         m2 = None
         ctx.constant = mean is not None
@@ -201,7 +201,7 @@ class ConvNorm(torch.autograd.Function):
         if ctx.constant and not needed[3]:
             z = dy  # has z's shape; only the gradient of the norm's weight reads z's values
         else:
-            z = into = ctx.convolution(x, conv_weight, conv_bias)
+            z = into = ctx.convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend
         if twice_differentiable():
             backend, into = REFERENCE, None
@@ -239,7 +239,7 @@ def conv_norm(
     """`ConvNorm`, or under a functorch transform its formula in plain torch."""
     weight, bias, mean, rstd = norm
     if transformed(*operands, weight, bias):
-        z, m2 = convolution(*operands), None
+        z, m2 = convolution.apply(*operands), None
         if mean is None or rstd is None:
             moments, rstd = _statistics(REFERENCE, z, eps, outside)
             mean, m2 = moments.mean, moments.m2

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from leannorm._torch import RELEASE
 from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
 
@@ -61,9 +62,9 @@ def _(
 
 
 # Where no data dependence orders two layers' sums (an empty batch), the compiler may reorder them, and
-# differently on each rank: an ordered effect prevents that. Older versions of torch have none; there the
-# header shows the difference.
-if hasattr(_add_up_over_ranks, "register_effect"):
+# differently on each rank: an ordered effect prevents that. torch 2.10 fails on an ordered operator that it
+# tries to repeat; there the header shows the difference.
+if RELEASE > (2, 10):
     from torch._library.effects import EffectType
 
     _add_up_over_ranks.register_effect(EffectType.ORDERED)

@@ -111,7 +111,9 @@ def conv_batch_norm(
         if outside:
             rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
     device = input.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # "available" is asked outside of compiled code alone: in torch 2.10 it breaks the graph
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    autocast = device != "meta" and known and torch.is_autocast_enabled(device)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)

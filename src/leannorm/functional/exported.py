@@ -139,7 +139,7 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Any, var: Any, *
 
 def _like_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     stride, padding, name, dilation, groups, mode = rest[5:11]
-    return _convolution(x, weight, stride, name or padding, dilation, groups, mode)(x, weight, bias)
+    return _convolution(x, weight, stride, name or padding, dilation, groups, mode).apply(x, weight, bias)
 
 
 def _each(value: int | Sequence[int]) -> list[int]:

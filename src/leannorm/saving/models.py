@@ -47,24 +47,32 @@ class _LeanForward:
         if torch.compiler.is_compiling():
             if not leaving():
                 _warn_compiled()
-            return self._forward()(*args, **kwargs)
+            return self._run(None, *args, **kwargs)
         if leaving():
-            return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
+            return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)
         with context:
-            return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
+            return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._local.module = module
 
-    def _forward(self, module: nn.Module | None = None) -> Any:
+    def _run(self, module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
-            return self.inner
+            return self.inner(*args, **kwargs)
         module = self._model() if module is None else module
         assert module is not None
-        return type(module).forward.__get__(module)
+        return type(module).forward(module, *args, **kwargs)  # torch 2.10 compiles no method bound by hand
+
+    def _forward(self) -> Any:
+        """The model's own, for who looks at it."""
+        if self.inner is not None:
+            return self.inner
+        model = self._model()
+        assert model is not None
+        return type(model).forward.__get__(model)
 
     def remove(self, model: nn.Module) -> None:
         self.handle.remove()

@@ -80,7 +80,7 @@ def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
 
 def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
     *conv_bias, mean, rstd, weight, bias, convolution, backend = rest
-    y = convolution(x, kernel, *(conv_bias or (None,)))
+    y = convolution.apply(x, kernel, *(conv_bias or (None,)))
     normalized: Tensor = backend.channel_normalize(y, mean, rstd, weight, bias)
     return normalized
 
