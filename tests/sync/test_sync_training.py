@@ -1,6 +1,7 @@
 """SyncBatchNorm inside what people train with: DDP, FSDP2, accumulation, checkpointing, copies, groups."""
 
 import copy
+import inspect
 import pickle
 import socket
 from contextlib import nullcontext
@@ -63,10 +64,18 @@ def share(rank):
     return slice(4 * rank, 4 * rank + 4)
 
 
+# whether rank 0's buffers are sent to all, by the name that this torch has for it
+SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel).parameters
+)
+
+
 def in_ddp(rank, sync_buffers):
     one, model = network(torch_nn.BatchNorm2d), network(nn.SyncBatchNorm)
     train(one, slice(None))
-    train(model, share(rank), DistributedDataParallel(model, forward_sync_buffers=sync_buffers))
+    train(model, share(rank), DistributedDataParallel(model, **{SYNC_BUFFERS: sync_buffers}))
     return differs(one, model)
 
 
