@@ -20,9 +20,8 @@ SAMPLE = [
     *((exporter, Case("own")) for exporter in EXPORTERS),
     ("dynamo", Case("rms")),  # TorchScript's has no RMS norm
     *(("torchscript", Case(f"timm:test_{n}", "trace")) for n in ("resnet", "convnext", "efficientnet_gn")),
-    ("torchscript", Case("torchvision:densenet121", None)),
     ("torchscript", Case("torchvision:mobilenet_v3_small", "trace", lean=True)),
-    ("dynamo", Case("timm:test_convnext", "trace")),
+    ("dynamo", Case("timm:test_resnet", None)),
 ]
 WHOLE = [Case(name, "trace", lean=i % 2 == 1) for i, name in enumerate(PUBLISHED)]
 CLOSE = 1e-5  # of the largest output
@@ -34,9 +33,7 @@ pytestmark = [
         "You are using the legacy TorchScript-based ONNX export:DeprecationWarning",
         "The feature will be removed:DeprecationWarning",
         ".*treespec:FutureWarning",
-        "Converting a tensor to a Python boolean",
-        "Iterating over a tensor might cause the trace to be incorrect",
-        ".*results in the trace being registered as constants",
+        ":torch.jit.TracerWarning",
         "ONNX Preprocess - Removing mutation from node",
         "ONNX export mode is set to TrainingMode.EVAL, but operator 'instance_norm'",
         "Constant folding - Only steps=1 can be constant folded",
