@@ -78,6 +78,7 @@ class Value:
     watch: Tensor | None = None  # shares the tensor's version counter, and none of its memory
     sample: Sample | None = None  # of what was packed
     memory: Tensor | None = None  # rebuilt, but edited unseen and packed again: what stock would read
+    packed: Value | None = None  # of the same tensor, where this is a step's input that nobody had packed yet
     original: Tensor | None = None  # under `verify`: what the rebuild is compared with
     _rebuilt: Tensor | None = None
     _rebuilt_version = 0
@@ -129,12 +130,20 @@ class Value:
         `flags` are the global ones that are set now, where a rebuild may be needed.
         """
         self._check_version()
-        if self.memory is not None:
-            return self.memory
         if self.step is None:
             assert self.tensor is not None
             return self.tensor
-        return self._rebuild(flags)[0]
+        edited = self._edited_unseen()
+        return self._rebuild(flags)[0] if edited is None else edited
+
+    def _edited_unseen(self) -> Tensor | None:
+        """What stock's memory holds in place of the rebuilt tensor; a view shows what its whole holds."""
+        if self.packed is not None:
+            return self.packed._edited_unseen()
+        if self.memory is not None or self.step is None or self.step.kind != "view":
+            return self.memory
+        whole = self.step.inputs[0]._edited_unseen()
+        return None if whole is None else run(self.step, [(whole, Memory.HELD)], None)[0]
 
     def look(self) -> Tensor:
         """The tensor, without counting as a use."""
