@@ -177,6 +177,14 @@ def part_that_a_concatenation_copied_after_the_edit(x, edit):
     return log.sum() + silu.sum() + both.sum() + y.sin().sum()
 
 
+def view_of_what_is_saved_again(x, edit):
+    y = F.hardtanh(x * 1.0, -0.5, 0.7)
+    view = y.permute(0, 2, 3, 1).square()
+    log = y.square()
+    edit(y)
+    return view.sum() + log.sum() + F.silu(y).sum()
+
+
 def without_grad(y):
     with torch.no_grad():
         y.mul_(0.5)
@@ -194,6 +202,7 @@ EDITED = [
     (log_that_is_thrown_away, through_data),
     (view_of_a_log_that_is_thrown_away, through_data),
     (part_that_a_concatenation_copied_after_the_edit, through_data),
+    (view_of_what_is_saved_again, through_data),
 ]
 
 

@@ -43,6 +43,22 @@ SAME = {
             with suppressed():
                 loss.backward(retain_graph=True)
     """,
+    "a step by gradients of a backward pass that raises, and is told to go on": """
+        n=3 s=5 forwards=2
+        before:
+            w = parameter(16, 8, 1, 1)
+            v = parameter(8, 16, 3, 3)
+        forward:
+            x = tensor(n, 8, s, s)
+            with lean():
+                y = F.conv2d(x, w, None)
+                z = v.to(v.dtype, copy=True)
+                loss = y.sum() + z.square().mean()
+        backward:
+            with suppressed():
+                loss.backward()
+            sgd(1.0)
+    """,
     "memory that torch's recomputation of a checkpoint does not fill": """
         n=4 s=7
         forward:

@@ -139,6 +139,8 @@ class Packing:
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
+        if known is not None and known.step is not None and known.layout is None:
+            known.packed = value
         packed = Packed(value)
         packed.sample = value.sample
         register(node, output, packed)

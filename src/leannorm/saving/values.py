@@ -74,15 +74,14 @@ class Value:
     made_at = -1  # sequence number of the node that made it
     products = 0  # the longest chain of convolutions and matrix products in its rebuild
     whole: Value | None = None  # the base, if this is a view
-    origin: tuple[Node, int] | None = (
-        None  # node and output to search again when a missing input gets a value
-    )
+    origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
     call: Hashable = None  # the arguments of the norm call that saved this
     alone = False  # does only autograd hold the tensor?
     where = ""  # the layer that was running when it was packed; under `verify` only
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
     sample: Sample | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
+    packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
     _rebuilt: Tensor | None = None
     _rebuilt_version = 0
@@ -140,12 +139,20 @@ class Value:
         `flags` are the global flags that are set now; needed only where the tensor must be rebuilt.
         """
         self._check_version()
-        if self.memory is not None:
-            return self.memory
         if self.step is None:
             assert self.tensor is not None
             return self.tensor
-        return self._rebuild(flags)[0]
+        edited = self._edited_unseen()
+        return self._rebuild(flags)[0] if edited is None else edited
+
+    def _edited_unseen(self) -> Tensor | None:
+        """What stock's memory holds in place of the rebuilt tensor; a view shows what its whole holds."""
+        if self.packed is not None:
+            return self.packed._edited_unseen()
+        if self.memory is not None or self.step is None or self.step.kind != "view":
+            return self.memory
+        whole = self.step.inputs[0]._edited_unseen()
+        return None if whole is None else run(self.step, [(whole, Owner.HELD)], None)[0]
 
     def look(self) -> Tensor:
         """The tensor, in the forward pass; not counted as one of its readers."""
