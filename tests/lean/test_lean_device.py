@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import convert
 from leannorm import nn as lnn
-from leannorm.saving import evidence, lean, packing, trial
+from leannorm.saving import evidence, lean, masks, narrowed, trial
 
 aten = torch.ops.aten
 _LOOKS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item, aten.nonzero, aten.masked_select}
@@ -35,8 +35,9 @@ class Looks(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """The CPU's tensors are treated as a device's, where that is not to ask for its clock."""
-    for module in (packing, evidence, trial):
+    for module in (narrowed, evidence, trial):
         monkeypatch.setattr(module, "asynchronous", lambda tensor: True)
+    monkeypatch.setattr(masks, "_on_host", lambda tensor: False)
 
 
 # torch's own batch norm looks at the number of batches where momentum is None

@@ -109,14 +109,16 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         if torch.compiler.is_compiling():
             return
         passed = self._open.pop()
-        passed.close()
-        if error is not None:
-            return
-        self.plan = passed.learn()
-        found = passed.reasons(self.plan)
-        self.reasons += [reason for reason in found if reason not in self.reasons]
-        for reason in found:
-            reasons.warn_once(reason)
+        try:
+            passed.close()
+            if error is None:
+                self.plan = passed.learn()
+                found = passed.reasons(self.plan)
+                self.reasons += [reason for reason in found if reason not in self.reasons]
+                for reason in found:
+                    reasons.warn_once(reason)
+        finally:
+            passed.forget()
 
     @property
     def kept_bytes(self) -> int:

@@ -80,6 +80,11 @@ class ForwardPass:
             self._packing.search.leaves.forget()
         self._ledger.close(() if self._small is None else self._small.kept)
 
+    def forget(self) -> None:
+        """Let go of the nodes that prices were read from."""
+        if self._packing is not None:
+            self._packing.nodes.clear()
+
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         packing, following = self._packing, self._following
@@ -87,10 +92,14 @@ class ForwardPass:
             note(self._place, self._ledger.kept() + self._ledger.rebuilt())
         if following is None or packing is None or not packing.calls:
             return None
-        passed = packing.passed()
-        if not passed.stock:
-            packing.reasons[reasons.BACKWARD_WITHIN] = 1
-        following.end(passed)
+        try:
+            passed = packing.passed()
+            if not passed.stock:
+                packing.reasons[reasons.BACKWARD_WITHIN] = 1
+            following.end(passed)
+        except Exception as error:  # a plan is never worth an error in the forward pass
+            packing.reasons[reasons.no_plan(error)] = 1
+            return None
         return following.plan
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:

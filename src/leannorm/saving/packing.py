@@ -59,7 +59,7 @@ class Packing:
         self.policy, self.ledger, self.choose, self.layers = policy, ledger, choose, layers
         self.hooks = hooks
         self.calls: list[tuple[Any, ...]] = []
-        self._nodes: list[Node] = []
+        self.nodes: list[Node] = []
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
@@ -99,7 +99,7 @@ class Packing:
             place = len(self.calls)
             self.calls.append((kind, *seen_as))
             if self.choose is not None:
-                self._nodes.append(node)
+                self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
@@ -190,7 +190,7 @@ class Packing:
             Part(tuple(places), nbytes, price, longest_chain_of_sums(root, known))
             for root, places, nbytes, price in self.ledger.parts()
         )
-        seconds = of_step(self._nodes, self.device) if self._nodes else 0.0
+        seconds = of_step(self.nodes, self.device) if self.nodes else 0.0
         return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds)
 
     # ------------------------------------------------ held
@@ -221,9 +221,16 @@ class Packing:
         value.alone = alone
         return value
 
+    @staticmethod
+    def _is_large_activation(tensor: Tensor) -> bool:
+        """No parameter, nor a view of one: the caller holds those anyway, and may edit them."""
+        base = tensor if tensor._base is None else tensor._base
+        parameter = base.requires_grad and base.is_leaf
+        return type(tensor) in _PLAIN and tensor.numel() >= SMALLEST and not parameter
+
     def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
-        if self.hooks is not None and movable and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST:
+        if self.hooks is not None and movable and self._is_large_activation(tensor):
             move(value, tensor, self.hooks)
         self.ledger.holds(value, tensor)
         return value

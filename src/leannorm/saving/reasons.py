@@ -50,6 +50,11 @@ def failed(tensor: Tensor, error: Exception) -> str:
     return f"an output of {made_by} is held, since rebuilding it failed with {type(error).__name__}: {text}"
 
 
+def no_plan(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"no plan could be made of this pass, since it failed with {type(error).__name__}: {text}"
+
+
 def out_of_reach(budget: float, ratio: float) -> str:
     return (
         f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
