@@ -7,14 +7,20 @@ is a function of `torch.nn.functional`, its local variables are the arguments.
 from __future__ import annotations
 
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WITH_BIAS = {f.__code__ for f in (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)}
-_WITHOUT = F.rms_norm.__code__
+
+def _codes(*functions: Any) -> set[Any]:
+    """By which frames are known; of what others have put in a function's place, perhaps none."""
+    return {function.__code__ for function in functions if hasattr(function, "__code__")}
+
+
+_WITH_BIAS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
+_WITHOUT = _codes(F.rms_norm)
 
 
 class NormArguments(NamedTuple):
@@ -25,12 +31,12 @@ class NormArguments(NamedTuple):
     reads_buffers: bool  # normalizes by the running statistics, as in evaluation, or has frozen parameters
 
 
-_SOFTMAXES = {F.cross_entropy.__code__, F.log_softmax.__code__, F.softmax.__code__}
+_SOFTMAXES = _codes(F.cross_entropy, F.log_softmax, F.softmax)
 
 
 def logits_of(frame: FrameType) -> Tensor | None:
     """The input of the softmax call in `frame`, the caller of the pack hook; None if it is no such call."""
-    return frame.f_locals["input"] if frame.f_code in _SOFTMAXES else None
+    return frame.f_locals.get("input") if frame.f_code in _SOFTMAXES else None
 
 
 # `Function.apply` is written in Python; from torch 2.15 on in C, and then the frame is its caller's
@@ -49,7 +55,7 @@ def is_compiled(frame: FrameType) -> bool:
 def call_of(frame: FrameType) -> NormArguments | None:
     """The arguments of the norm call in `frame`, the caller of the pack hook; None if it is no such call."""
     code = frame.f_code
-    if code is _WITHOUT:
+    if code in _WITHOUT:
         return NormArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
     if code not in _WITH_BIAS:
         return None
