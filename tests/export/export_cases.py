@@ -104,7 +104,11 @@ def unsettle(model):
     with torch.no_grad():
         for layer in model.modules():
             for name, value in [*layer._parameters.items(), *layer._buffers.items()]:
-                if value is None or value.dim() != 1 or not value.is_floating_point():
+                if value is None or not value.is_floating_point():
+                    continue
+                if value.dim() > 1 or name.startswith(("gamma", "layer_scale")):
+                    if value.abs().max() < 1e-3:  # a head of zeros, a layer scale of almost none
+                        value.normal_(0.0, 0.1)
                     continue
                 if name in ("running_var", "estimated_var"):
                     value.uniform_(0.5, 1.5)
