@@ -82,7 +82,7 @@ class Environment:
             self._pip("--no-deps", "triton==3.6.0")
 
     def _pip(self, *arguments: object) -> None:
-        command = [self.python, "-m", "pip", "install", "--quiet", "--no-cache-dir"]
+        command = [self.python, "-m", "pip", "install", "-qq", "--no-cache-dir", "--no-compile"]
         subprocess.run([*command, *arguments], env=self.bare, check=True)
 
     def copy(self) -> None:
