@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving.device import asynchronous
+from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
 from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.masks import mask_as_bits
@@ -107,7 +108,7 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
         return None
     value = Value(None, 0, cast, name=kind_of(logits.grad_fn))
     dim = constant(node, "dim")
-    return Step(_SOFTMAXES[kind], (value,), (), (dim,), flags=current(), proved=cast.proved)
+    return Step(_SOFTMAXES[kind], (value,), (), (dim,), flags=current())
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,5 +129,18 @@ def _before_the_cast(tensor: Tensor, node: Any) -> Step | None:
     widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
     if not widened or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return None
-    narrow = Value(tensor.detach().to(source), 0, name="source of a cast")
-    return Step(_cast, (narrow,), (), (tensor.dtype,), proved=asynchronous(tensor))
+    narrow = tensor.detach().to(source)
+    if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, tensor)):
+        return None
+    return Step(_cast, (Value(narrow, 0, name="source of a cast"),), (), (tensor.dtype,))
+
+
+_CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made
+
+
+def _widens_to(narrow: Tensor, tensor: Tensor) -> bool:
+    """Are the bits of the narrow tensor, cast back, those of the wide one? Both lie alike in their memory."""
+    size = (tensor.numel(),)
+    narrow, wide = (t.detach().as_strided(size, (1,)) for t in (narrow, tensor))
+    parts = zip(narrow.split(_CHUNK), wide.split(_CHUNK), strict=True)
+    return all(torch.equal(bits(a.to(tensor.dtype)), bits(b)) for a, b in parts)
