@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
-.PHONY: demo test conformance faults fuzz check sanitize clean
+.PHONY: demo test conformance faults fuzz matrix check sanitize clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,6 +36,11 @@ faults: $(VENV)/.ready
 fuzz: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m programs --count 100000 --jobs 2
 
+# The wheel in dist/ (made where there is none) beside every torch that docs/compatibility.md names, or beside
+# some, as TORCH="2.10.0 2.15.0"; the suite once each, in an environment of 6 GB that is removed after it.
+matrix: $(VENV)/.ready
+	$(BIN)/python tests/matrix.py $(TORCH)
+
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,7 +55,8 @@ sanitize: $(VENV)/.ready
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize/lib \
 	    $(BIN)/python -m pytest -p no:cacheprovider --timeout=900 \
-	    tests/test_kernels.py tests/test_row_kernels.py tests/test_statistics.py tests/test_fuzz.py
+	    -k "not triton" tests/kernels/test_cpp_kernels.py tests/kernels/test_channel_kernels.py \
+	    tests/kernels/test_row_kernels.py tests/kernels/test_statistics.py tests/kernels/test_fuzz.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -1,4 +1,4 @@
-"""The published networks that whole-model checks run over, each at a size that a laptop trains in seconds."""
+"""Published networks for whole-model checks, each at an image size that a laptop trains in seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DECLARED = torch.library.Library("torchvision", "FRAGMENT")
 
 
 def import_torchvision() -> None:
-    """Import it, if installed; built for another torch, its two operators are declared and stay unused."""
+    """Import it, if installed. If it is built for another torch, declare two operators without kernels."""
     if find_spec("torchvision") is None:
         return
     try:

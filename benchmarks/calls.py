@@ -1,9 +1,9 @@
-"""What a call costs where there is next to nothing to compute: layers on small tensors, against torch's.
+"""The overhead of a call: layers on small tensors, against torch's.
 
     python -m benchmarks.calls [--only NAME] [--turns 15] [--json FILE]
 
-Microseconds a call: without gradients, with them, and forward and backward; medians over turns of 200
-calls that ours and torch's take one after the other, on one thread. Answers are checked first.
+Microseconds per call: without gradients, with gradients, and forward and backward. Medians over turns of 200
+calls; leannorm and torch take turns, on one thread. Outputs are checked first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure(name: str, turns: int) -> dict[str, tuple[float, float]]:
-    """For each kind of call, ours and torch's."""
+    """The microseconds of leannorm and torch for each kind of call."""
     ours, torchs, shape = LAYERS[name]
     layers = ours(), torchs()
     x = torch.randn(shape)

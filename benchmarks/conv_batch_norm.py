@@ -1,8 +1,8 @@
-"""The digit network at a large batch: stock layers, the tutorial's way to fuse, leannorm.
+"""The digit network at a large batch: stock layers, the tutorial's fusion, leannorm.
 
     python -m benchmarks.conv_batch_norm [--batch-size 512] [--steps 9] [--device cpu] [--json FILE]
 
-Answers are checked before anything is timed; the sides take turns in one process; freed memory is kept for
+Gradients are checked before anything is timed. The sides take turns in one process; freed memory is kept for
 all; ratios are medians over the turns.
 """
 
@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.demo.digits import load
 from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
-from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.report.numerics import largest_difference
 from leannorm.report.timing import time_step
@@ -31,9 +31,9 @@ REACH = {"held": 0.60, "peak": 0.88, "time": 1.40}
 
 
 class _Fused(torch.autograd.Function):
-    """Convolution and batch norm, written from the tutorial's idea: keep x, run the convolution again.
+    """Convolution and batch norm by the tutorial's idea: keep x, recompute the convolution.
 
-    Every intermediate is a tensor of its own, as in a first version written for clarity.
+    Every intermediate result is a separate tensor, as in a first version written for clarity.
     """
 
     @staticmethod
@@ -63,7 +63,7 @@ class _Fused(torch.autograd.Function):
 
 
 class TutorialPair(nn.Module):
-    """The same parameters under the same names as the other pairs."""
+    """The tutorial's pair, with the same parameter names as the other pairs."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ PAIRS = {"stock": stock_pair, "tutorial": TutorialPair, "leannorm": lean_pair}
 
 
 def check_answers(networks: dict[str, DigitNetwork], images: Tensor, labels: Tensor) -> dict[str, float]:
-    """The largest relative difference to stock's gradients, in float64; raises above rounding."""
+    """The largest relative difference from stock's gradients, in float64; exits if it is above rounding."""
     gradients = {}
     for name, network in networks.items():
         double = copy.deepcopy(network).double()
@@ -108,7 +108,7 @@ def measure(batch_size: int, steps: int, device: str) -> dict[str, Any]:
         held, peak, *_ = measure_step(partial(loss_of, network, images, labels, 0), device=device)
         rows[name] = {"held": held, "peak": peak, "gradients": off[name]}
     seconds: dict[str, list[float]] = {name: [] for name in networks}
-    for turn in range(steps + 3):  # the first turns fault in the memory that is kept from then on
+    for turn in range(steps + 3):  # the first turns fault in the pages that are kept from then on
         for name, network in networks.items():
             network.zero_grad()
             taken = time_step(partial(_step, network, images, labels, turn), device)
@@ -142,10 +142,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    result = measure(asked.batch_size, asked.steps, asked.device)
+    options = parser.parse_args()
+    result = measure(options.batch_size, options.steps, options.device)
     print(
-        f"digit network, batch {result['batch_size']}, {asked.device}, {result['threads']} threads, ", end=""
+        f"digit network, batch {result['batch_size']}, {options.device}, {result['threads']} threads, ",
+        end="",
     )
     print(f"torch {result['torch']}; {result['freed_memory']}")
     print(f"{'':10} {'held':>16} {'peak':>16} {'step':>17} {'gradients':>10}")
@@ -157,8 +158,8 @@ def main() -> None:
             f"{row['seconds'] * 1e3:9.1f} ms {ratios['time']:4.2f} {row['gradients']:10.0e}"
         )
     print("reach      " + ", ".join(f"{what} {ratio:.2f}" for what, ratio in REACH.items()))
-    if asked.json:
-        asked.json.write_text(json.dumps(result, indent=2) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

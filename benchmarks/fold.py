@@ -1,12 +1,12 @@
-"""Fold every architecture and compare the outputs: in float64 to 10,000 roundings, and as it is.
+"""Fold every architecture and compare the outputs: in float64, within 10,000 roundings, and in its dtype.
 
     python -m benchmarks.fold                  the architectures of architectures.py
-    python -m benchmarks.fold timm:resnet18    some, of these or of timm's and torchvision's others
-    python -m benchmarks.fold --timm 'resnet*' those of timm whose names match, at 64 x 64 where they take it
+    python -m benchmarks.fold timm:resnet18    any of timm's and torchvision's
+    python -m benchmarks.fold --timm 'resnet*' those of timm whose names match, at 64 x 64 if they accept it
 
-Statistics, scales and shifts are random, so that a norm that is left out or taken twice shows. Networks of
-more than `--largest` million parameters, and those without batch norm, are counted and left out. Prints a
-line for each of the others, and exits with 1 if any fold is wrong.
+Statistics, scales and shifts are random, so that a norm that is lost or applied twice changes the output.
+Networks with more than `--largest` million parameters, or without batch norm, are counted and not folded.
+Prints a line for each of the others, and exits with 1 if any fold is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def randomized(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def parameters_and_norms(architecture: Architecture) -> tuple[int, int]:
-    """Counted without memory for them, where the network can be made so."""
+    """The numbers of parameters and batch norms, counted on the meta device where that is possible."""
     try:
         with torch.device("meta"):
             model = architecture.build()
@@ -55,7 +55,7 @@ def images(architecture: Architecture, model: torch.nn.Module) -> list[tuple[int
 
 
 def measure(architecture: Architecture, largest: float) -> tuple[str, str, leannorm.FoldReport | None]:
-    """The verdict, a line that tells more, and the report of a right fold."""
+    """The verdict, a line with details, and the report if the fold is right."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""What `import leannorm` costs beyond `import torch`, in fresh processes that take turns.
+"""The time of `import leannorm` after `import torch`, in fresh processes that take turns.
 
 python -m benchmarks.import_time [--runs 7]
 """

@@ -1,9 +1,9 @@
-"""Networks that nobody here wrote, trained under `lean()`: bytes kept, peak and step time beside stock's.
+"""Published networks trained under `lean()`: bytes kept, peak and step time against stock.
 
-    python -m benchmarks.lean [MODEL ...] [--steps 5] [--against-checkpoint] [--json FILE]
+    python -m benchmarks.lean [MODEL ...] [--steps 5] [--against-checkpoint] [--budgets] [--json FILE]
 
-Outputs, gradients and buffers are compared bit for bit before anything is timed; the settings take turns
-in one process; freed memory is kept for all; ratios are medians over the turns.
+Gradients and buffers are compared bit for bit before anything is timed. The settings take turns in one
+process; freed memory is kept for all; ratios are medians over the turns.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.architectures import import_torchvision
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.demo.network import DigitNetwork, stock_pair
-from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
 from leannorm.saving import lean
@@ -60,7 +60,7 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 
 class Side:
-    """One setting's own copy of the network, and its step."""
+    """One setting: a copy of the network, and its training step."""
 
     def __init__(self, model: nn.Module, x: Tensor, context: Callable[[], Any], prepare: Any = None) -> None:
         self.model, self.x, self.context = copy.deepcopy(model), x, context
@@ -132,7 +132,7 @@ def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> l
         sides[f"budget {budget}"] = Side(model, x, lambda budget=budget: lean(budget=budget))
     if against_checkpoint:
         sides["checkpoint"] = Side(model, x, contextlib.nullcontext, lambda m: m.set_grad_checkpointing(True))
-    for side in sides.values():  # the first pass tries (or measures), the second is as all later ones
+    for side in sides.values():  # the first pass tries steps (or measures a budget); later ones are alike
         side.step()
         side.step()
     stock = sides["stock"]

@@ -1,4 +1,4 @@
-"""The chart of the README, from what `python -m benchmarks.lean --json FILE` measured.
+"""Draws the README's chart from the results of `python -m benchmarks.lean --json FILE`.
 
 python -m benchmarks.lean_chart RESULTS.json CHART.svg
 """
@@ -30,7 +30,7 @@ def bar(y: float, row: dict[str, Any]) -> list[str]:
 
 
 def chart(rows: list[dict[str, Any]]) -> str:
-    """Bars from 0 to stock's bytes, a group for each model, in the order of the file."""
+    """Bars from 0 to stock's bytes, in one group per model, in the order of the file."""
     rows = [row for row in rows if row["setting"] in COLOURS]
     models = list(dict.fromkeys(row["model"] for row in rows))
     parts = [text(LEFT, 20, "Bytes kept for the backward pass under lean(), of stock autograd's")]

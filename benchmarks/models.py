@@ -1,12 +1,11 @@
-"""Whole networks after `convert`, alone and under `lean()`: held bytes, peak and step time beside stock's.
-
-Every block is traced for activations to fuse (`fuse="trace"`).
+"""Whole networks after `convert(fuse="trace")`, alone and under `lean()`: held bytes, peak, step time.
 
     python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile] [--json FILE]
 
-The loss in float64 is compared before anything is timed; the settings take turns in one process; freed
-memory is kept for all; ratios are medians over the turns. `--against-compile` adds `torch.compile`, told to
-keep half of the activations, whose loss in float32 is compared: what it takes to compile is its first step.
+Numbers are relative to stock. The loss in float64 is compared before anything is timed. The settings take
+turns in one process; freed memory is kept for all; ratios are medians over the turns. `--against-compile`
+adds `torch.compile` with an activation memory budget of 0.5, whose loss is compared in float32; the time to
+compile is in its first step.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def compare(name: str, steps: int, against_compile: bool) -> list[dict[str, Any]
     settings = SETTINGS | (COMPILE if against_compile else {})
     sides = {key: Side(model, x, *setting) for key, setting in settings.items()}
     first = {}
-    for key, side in sides.items():  # the first pass tries (or compiles), the second is as all later ones
+    for key, side in sides.items():  # the first pass tries steps (or compiles); later ones are alike
         first[key] = time_step(side.step)
         side.step()
         side.model.zero_grad()

@@ -1,12 +1,12 @@
-"""Batch, instance and group norm against torch: every batch norm of ResNet-50 and more, one table a row.
+"""Batch, instance and group norm against torch: every batch norm of ResNet-50, and further shapes.
 
     python -m benchmarks.norms [--only NAME] [--threads 2] [--dtype float32] [--cpu-time] [--json FILE]
 
-Answers are checked before anything is timed; the sides take turns in one process, freed memory is kept for
-both, and times are medians over the turns. The floor is the memory that must move (forward: read and write
-once; backward: read twice, write once; a residual is one more stream each way) at the speed of `x.clone()`
-in the same run. `--cpu-time` counts the processor time of one thread in place of the clock's, which is
-readable on a machine that is busy besides.
+Results are checked before anything is timed. The sides take turns in one process, freed memory is kept for
+both, and times are medians over the turns. The floor is the time to move the bytes (forward: read and write
+once; backward: read twice, write once; a residual adds one tensor in each direction) at the speed of
+`x.clone()` in the same run. `--cpu-time` measures the processor time of one thread, for a machine that also
+runs other work.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.backends import CPU
-from leannorm.report.freed_memory import keep_freed_memory
 
 # Every batch norm of ResNet-50 at 8x3x224x224, and how often it occurs.
 RESNET50 = (
@@ -44,11 +44,13 @@ SEQUENCES = (((16, 64, 4096), 1), ((32, 128, 512), 1), ((8, 256, 2048), 1))
 IMAGES = (((8, 64, 56, 56), 1), ((4, 128, 64, 64), 1), ((8, 256, 28, 28), 1), ((2, 320, 64, 64), 1))
 
 
-FLIPPED = 5.0  # about the largest of a million normal values: what one value may add to a gradient's sum
+FLIPPED = (
+    5.0  # about the largest of a million normal values: the most that one value adds to a gradient's sum
+)
 
 
 class Row(NamedTuple):
-    """One row of the reach table; `groups` -1 is one a channel."""
+    """One row of the table, and its goal `reach`; `groups` -1 means one group per channel."""
 
     name: str
     shapes: tuple[tuple[tuple[int, ...], int], ...]
@@ -84,7 +86,7 @@ class Timing(NamedTuple):
 
 
 def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable[[], list[Tensor]]]:
-    """Ours and torch's, each forward and backward at the level of operators, on the same tensors."""
+    """Forward and backward by leannorm's operators and by torch, on the same tensors, and a copy."""
     layout = (lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1)) if row.channels_last else (lambda t: t)
     x, dy, residual = (layout(torch.randn(shape).to(dtype)) for _ in range(3))
     channels = shape[1]
@@ -120,12 +122,12 @@ def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable
 def check(ours: list[Tensor], torchs: list[Tensor], dtype: torch.dtype, kinks: bool) -> None:
     for mine, theirs in zip(ours, torchs, strict=True):
         largest = theirs.double().abs().max().item()
-        # what two summation orders in this dtype may differ by, far below any wrong formula
+        # two orders of summation may differ by this much in this dtype; a wrong formula differs by far more
         allowed = 64 * torch.finfo(dtype).eps * max(largest, 1.0)
-        if kinks:  # and each value on the other side is missing in its channel's sum, and so in the mean
+        if kinks:  # a value near 0 may be zeroed by relu on one side only, which changes its channel's sums
             allowed += 4 * FLIPPED / (1 if mine.dim() == 1 else mine.numel() // mine.shape[1])
         difference = (mine.double() - theirs.double()).abs()
-        # at the kink of relu two right answers may choose different sides
+        # and such a value itself differs
         off = (difference > allowed).double().mean().item()
         if off > 1e-3:
             raise SystemExit(f"a wrong answer is not timed: {off:.1%} of {tuple(mine.shape)} differ")
@@ -158,7 +160,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     keep_freed_memory()
-    torch.ones(2**29, dtype=torch.uint8)  # freed at once: pages that are there when the timed calls grow
+    torch.ones(2**29, dtype=torch.uint8)  # freed at once: its pages are reused by the timed calls
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     clock = time.thread_time if options.cpu_time else time.perf_counter
     report = {}

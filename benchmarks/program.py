@@ -1,10 +1,10 @@
-"""Fork every architecture and compare with the eager model, bit for bit; then what a fork costs.
+"""Fork every architecture, compare with the eager model bit for bit, and measure the cost of a fork.
 
     python -m benchmarks.program                all architectures: equality, fork time, file size
     python -m benchmarks.program NAME...        some
-    python -m benchmarks.program --steps 15 NAME...  also a training step against the exported module's own
+    python -m benchmarks.program --steps 15 NAME...  also a training step against the exported module's
 
-Prints a line for each, the count that is equal, and exits with 1 if any is not.
+Prints a line for each and how many are equal; exits with 1 if any is not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS = 2
 
 
 def differences(model: torch.nn.Module, forked: program.Program, images: list[torch.Tensor]) -> list[str]:
-    """Where the program departs from the eager model over training steps and inference between them."""
+    """Where the program differs from the eager model, over training steps with inference in between."""
     eager = copy.deepcopy(model)
     found = []
 
@@ -69,8 +69,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def seconds(function: Any) -> tuple[Any, float]:
-    """What it returns, and the processor's time that it took (an export runs on one thread)."""
-    gc.collect()  # what was left by others is not this one's time
+    """The function's result and its processor time (an export runs on one thread)."""
+    gc.collect()  # so that earlier garbage is not collected within the timed call
     start = time.process_time()
     result = function()
     return result, time.process_time() - start
@@ -81,16 +81,16 @@ def exports(model: torch.nn.Module, image: torch.Tensor) -> dict[str, torch.expo
 
 
 def step_ratio(model: torch.nn.Module, image: torch.Tensor, steps: int) -> float:
-    """Median over pairs of training steps: the program's time by that of the exported module."""
+    """Median over pairs of training steps: the program's time divided by the exported module's."""
     exported = exports(model, image)["train"].module()
     forked = program.fork(model, (image,))
 
     def step(run: Any) -> float:
-        def both_ways() -> None:
+        def forward_and_backward() -> None:
             y = run(image)
             sum(t.float().square().mean() for t in pytree.tree_leaves(y)).backward()
 
-        return seconds(both_ways)[1]
+        return seconds(forward_and_backward)[1]
 
     step(exported), step(forked.train)
     return statistics.median(step(forked.train) / step(exported) for _ in range(steps))
@@ -102,7 +102,7 @@ def measure(architecture: Architecture, steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"name": architecture.name, "equal": False}
     try:
         model = architecture.build()
-        exports(model, image)  # the first one of a process pays for imports
+        exports(model, image)  # the first export of a process includes the time of imports
         _, alone = seconds(lambda: exports(model, image))
         forked, taken = seconds(lambda: program.fork(model, (image,)))
         result["fork"] = taken / alone

@@ -2,10 +2,10 @@
 
     python -m benchmarks.rows [--level op|layer] [--threads 2] [--dtype float32] [--only NAME] [--cpu-time]
 
-Answers are checked before anything is timed; the sides take turns in one process, freed memory is kept for
-both, and ratios are medians over the turns. The floor is the memory that must move (forward: read and write
-once; backward: read twice, write once) at the speed of `x.clone()` in the same run. `--cpu-time` counts the
-processor time of one thread in place of the clock's, which is readable on a machine that is busy besides.
+Results are checked before anything is timed. The sides take turns in one process, freed memory is kept for
+both, and ratios are medians over the turns. The floor is the time to move the bytes (forward: read and write
+once; backward: read twice, write once) at the speed of `x.clone()` in the same run. `--cpu-time` measures the
+processor time of one thread, for a machine that also runs other work.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from leannorm import functional
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.select import pick
-from leannorm.report.freed_memory import keep_freed_memory
 
 LINES = ((16384, 256), (8192, 768), (4096, 1024), (2048, 4096))
 IMAGES = ((32, 96, 56, 56), (32, 192, 28, 28), (32, 384, 14, 14))
@@ -39,7 +39,7 @@ def convnext_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class Family(NamedTuple):
-    """One row of the reach table: our function and torch's, on (x, weight, bias), and what is asked."""
+    """One row of the table: leannorm's function and torch's, on (x, weight, bias), and the goal `reach`."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -114,7 +114,7 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
 def check(
     family: Family, values: list[Tensor], gradients: list[tuple[Tensor, ...]], dtype: torch.dtype
 ) -> None:
-    """Values and gradients of the two sides agree to a hundred roundings; raises where they do not."""
+    """Raises if values or gradients of the two sides differ by more than a hundred roundings."""
     limit = 100 * torch.finfo(dtype).eps
     for ours, torchs in ((values[0], values[1]), *zip(*gradients, strict=True)):
         off = (ours.float() - torchs.float()).abs().max() / torchs.float().abs().max()
@@ -123,7 +123,7 @@ def check(
 
 
 def turns(sides: tuple[Callable[[], Any], ...], seconds: float, clock: Callable[[], float]) -> list[float]:
-    """Median milliseconds of each side, which take turns for about so many seconds."""
+    """Median milliseconds of each side; the sides take turns for about `seconds`."""
     for side in sides:
         side()
     found: list[list[float]] = [[] for _ in sides]

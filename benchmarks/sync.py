@@ -1,16 +1,17 @@
-"""What sharing statistics costs: measured on gloo ranks here, and modelled for up to 10,000 ranks.
+"""The cost of SyncBatchNorm: measured on gloo ranks, and modelled for up to 10,000 ranks.
 
     python -m benchmarks.sync [--ranks 1 2 4] [--rounds 3] [--repeats 15] [--as-is] [--json FILE]
+    python -m benchmarks.sync --nccl [--smoke]          # on the GPUs of one host: see sync_nccl.py
 
-Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The answer is
-checked against one process before anything is timed; the sides take turns; a time is the slowest rank's,
-and the median over the turns; the processor's time is rank 0's, with its threads of gloo. Every round starts
-the ranks anew; each rank is bound to a core and keeps freed memory, so that neither the scheduler's placing
-nor the faulting in of pages is measured; both are left as they are with `--as-is`.
+Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The result is checked
+against one process before anything is timed. The sides take turns; a time is that of the slowest rank, and
+the median over the turns. The processor time is that of rank 0, including its gloo threads. Every round
+starts new processes. Each rank is bound to a core and keeps freed memory, so that the scheduler and page
+faults do not change the times; `--as-is` leaves both out.
 
-`gather` is torch's own exchange (2 C + 1 values from every rank to every rank, then a sum of 2 C), with the
-same kernels around it; `bare` is our layer without sharing, with a bare sum of the size that sharing sends
-after its forward and after its backward pass.
+`alone` is leannorm's layer without sharing; `bare` is the same, with an all-reduce of the size of
+SyncBatchNorm's message after the forward and after the backward pass; `shared` is SyncBatchNorm; `gather` is
+torch's exchange (an all-gather of 2 C + 1 values, then an all-reduce of 2 C) with leannorm's kernels.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,16 +34,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from leannorm import nn
+from leannorm._freed_memory import keep_freed_memory
 from leannorm._types import Moments
 from leannorm.distributed.call import message_size
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.select import pick
-from leannorm.report.freed_memory import keep_freed_memory
 
 SHAPE = (8, 64, 56, 56)
-REACH = 1.15  # sharing, over not sharing and two bare sums of its size, on 4 ranks
+REACH = 1.15  # the goal for shared / bare, on 4 ranks
 
-# seconds a message, bytes a second: published orders of magnitude, named in docs/scaling.md
+# seconds per message, bytes per second: published orders of magnitude, as in docs/scaling.md
 NETWORKS = {
     "NVLink, one host": (3e-6, 200e9),
     "InfiniBand": (5e-6, 25e9),
@@ -50,7 +52,7 @@ NETWORKS = {
 
 
 def merged_of(moments: Moments) -> Moments:
-    """The sets that are stacked along axis 0 as one: what each rank does with everybody's statistics."""
+    """Merge the ranks' statistics, which are stacked along axis 0."""
     total = moments.count.sum(0)
     mean = (moments.mean * moments.count).sum(0) / total.clamp_min(1)
     between = (moments.count * (moments.mean - mean).square()).sum(0)
@@ -58,7 +60,7 @@ def merged_of(moments: Moments) -> Moments:
 
 
 class Gather(torch.autograd.Function):
-    """The exchange of torch.nn.SyncBatchNorm: every rank's mean, 1/std and count to every rank."""
+    """The exchange of torch.nn.SyncBatchNorm: an all-gather of every rank's mean, 1/std and count."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -87,7 +89,7 @@ class Gather(torch.autograd.Function):
 
 
 def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor]]:
-    """What takes turns: each runs forward and backward once and returns its output."""
+    """The functions that are timed in turn: each runs forward and backward once and returns the output."""
     sync, local = nn.SyncBatchNorm(channels), nn.BatchNorm2d(channels)
     message = torch.zeros(message_size(channels), dtype=torch.float64)
 
@@ -169,27 +171,27 @@ def measure(world: int, repeats: int, as_is: bool) -> dict[str, Any]:
 
 
 def ring(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
-    """Seconds, bytes sent by a rank, messages sent by a rank, of an all-reduce around a ring."""
+    """Seconds of an all-reduce around a ring, and the bytes and messages that a rank sends."""
     messages = 2 * (ranks - 1)
     sent = 2 * size * (ranks - 1) / ranks
     return messages * latency + sent / bandwidth, sent, messages
 
 
 def tree(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
-    """The same up a binary tree and down again."""
+    """The same for an all-reduce up a binary tree and down again."""
     depth = (ranks - 1).bit_length()
     return 2 * depth * (latency + size / bandwidth), 2 * size, 2 * depth
 
 
 def gathered(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
-    """The same of an all-gather around a ring, as torch's forward pass does it, and a sum up a tree."""
+    """The same for torch's exchange: forward an all-gather by a ring, backward an all-reduce by a tree."""
     back = tree(ranks, size, latency, bandwidth)
     messages, sent = ranks - 1, size * (ranks - 1)
     return messages * latency + sent / bandwidth + back[0], sent + back[1], messages + back[2]
 
 
 def model(channels: int) -> list[dict[str, Any]]:
-    """Per layer, forward and backward, with the better of ring and tree for ours."""
+    """The model's rows for one layer, forward and backward; for leannorm the better of ring and tree."""
     lines = []
     ours, theirs = 8 * message_size(channels), 4 * (2 * channels + 1)
     for network, (latency, bandwidth) in NETWORKS.items():
@@ -217,8 +219,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--as-is", action="store_true")
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.smoke and not options.nccl:
+        parser.error("--smoke is for --nccl: name both, or neither")
+    if options.nccl:
+        from benchmarks import sync_nccl
+
+        sys.exit(sync_nccl.main(options.smoke, options.rounds, options.repeats, options.json))
     rounds = [world for world in options.ranks for _ in range(options.rounds)]
     measured = [measure(world, options.repeats, options.as_is) for world in rounds]
     print(f"one layer, {'x'.join(map(str, SHAPE))} a rank, forward and backward, gloo on this machine, ms")

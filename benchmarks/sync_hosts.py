@@ -1,12 +1,12 @@
-"""The model's latency term against a measurement: ranks in network namespaces, as hosts with slow wires.
+"""Measures the latency of the model in `sync.py`: ranks in network namespaces act as hosts on slow networks.
 
     sudo python -m benchmarks.sync_hosts [--ranks 2 4] [--delays 1 2 4 8] [--json FILE]
 
-Linux, as root. Every rank lives in a namespace of its own whose only wire is a tun device; this process
-carries the packets between them, each `delay` milliseconds after it was sent. The slope of a time over the
-delay is the number of wire times that follow one another, whatever the computer adds to each. The model
-says 2 (p - 1) messages for a sum around a ring of p, and p - 1 for an all-gather; with gloo each is two wire
-times, as a sender waits to hear that its receiver is ready.
+Linux, as root. Every rank runs in its own network namespace, whose only device is a tun device. This process
+forwards the packets between them, each `delay` milliseconds after it was sent. The slope of a time over the
+delay is the number of consecutive packet times, without the time that the computer adds. The model has
+2 (p - 1) messages for an all-reduce around a ring of p, and p - 1 for an all-gather. With gloo each message
+takes two packet times, since the sender waits until the receiver is ready.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from benchmarks.sync import Gather
 from leannorm import nn
 
 NEW_NETWORK, TUN, NO_INFORMATION, SET_INTERFACE = 0x40000000, 0x0001, 0x1000, 0x400454CA
-SHAPE = (2, 64, 8, 8)  # little to compute: the wire is looked at
+SHAPE = (2, 64, 8, 8)  # little to compute, so that communication dominates
 
 
 def wire(name: str) -> int:
-    """The file descriptor of a tun device `t0` inside the namespace; the thread moves there for good."""
+    """The file descriptor of a tun device `t0`, made in the namespace by a thread that enters it."""
     found: list[int] = []
 
     def open_inside() -> None:
@@ -61,7 +61,7 @@ def run(*command: str) -> None:
 
 
 def hosts(number: int, stack: ExitStack) -> list[int]:
-    """Namespaces lnhost0, lnhost1, ... with addresses 10.77.0.1, .2, ...; gone when the stack closes."""
+    """Make namespaces lnhost0, lnhost1, ... with addresses 10.77.0.1, .2, ...; `stack` deletes them."""
     wires = []
     for i in range(number):
         name = f"lnhost{i}"
@@ -77,7 +77,7 @@ def hosts(number: int, stack: ExitStack) -> list[int]:
 
 
 def carry(wires: list[int], delay: list[float], stop: threading.Event) -> None:
-    """Take packets from every wire and put each on its destination's `delay[0]` seconds later."""
+    """Read packets from every device and write each to its destination's device `delay[0]` seconds later."""
     waiting: list[tuple[float, int, int, bytes]] = []
     order = 0
     while not stop.is_set():
@@ -94,7 +94,7 @@ def carry(wires: list[int], delay: list[float], stop: threading.Event) -> None:
 
 
 def rank_main(rank: int, world: int, delays: list[float], repeats: int) -> None:
-    """One rank; rank 0 prints a line of JSON for each delay, and hears on its input when it is set."""
+    """One rank. Rank 0 prints a request for each delay, waits for a line on stdin, and prints the times."""
     torch.set_num_threads(1)
     address = "tcp://10.77.0.1:29400"
     dist.init_process_group(
@@ -147,18 +147,18 @@ def measure(world: int, delays: list[float], repeats: int) -> dict[float, dict[s
         assert first.stdout is not None
         assert first.stdin is not None
         for line in first.stdout:
-            said = json.loads(line)
-            if "set" in said:
-                delay[0] = said["set"] / 1e3
+            message = json.loads(line)
+            if "set" in message:
+                delay[0] = message["set"] / 1e3
                 first.stdin.write("\n")
                 first.stdin.flush()
             else:
-                found[delay[0] * 1e3] = said
+                found[delay[0] * 1e3] = message
     return found
 
 
 def slope(points: dict[float, float]) -> float:
-    """Least squares of times over delays, both in milliseconds: wire times one after another."""
+    """The least-squares slope of times over delays: the number of consecutive packet times."""
     x, y = (torch.tensor(list(v), dtype=torch.float64) for v in (points.keys(), points.values()))
     x = x - x.mean()
     return float((x * y).sum() / x.square().sum())

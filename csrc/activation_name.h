@@ -16,7 +16,7 @@ inline int activation_index(StringHandle name) {
 #undef LEANNORM_NAME
   const std::unique_ptr<StringOpaque, decltype(&torch_delete_string)> freed(name, torch_delete_string);
   const char* text = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &text));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(name, &text));
   for (int i = 0; i < kActivations; ++i)
     if (std::strcmp(text, names[i]) == 0) return i;
   STD_TORCH_CHECK(false, "leannorm: unknown activation ", text);

@@ -37,7 +37,7 @@ inline ScalarType compute_type(const Tensor& x) {
 inline Tensor new_tensor(const Tensor& like, const int64_t* sizes, int64_t dims, ScalarType type) {
   auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       aoti_torch_aten_new_empty(like.get(), sizes, dims, &code, nullptr, nullptr, 0, nullptr, &handle));
   return Tensor(handle);
 }

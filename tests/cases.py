@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.report.answers import allowed_error
+from leannorm.report.answers import largest_error as error
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ACTS = tuple(ACTIVATIONS)
@@ -101,13 +103,14 @@ def run_exact(x, weight, bias, residual, dy, act="identity", eps=1e-5):  # type:
     return run(exact_batch_norm, *doubles, dy, act, eps)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return (got.double() - want).abs().max().item() if want.numel() else 0.0
+def budget(torchs: Tensor, want: Tensor, direct: Tensor | None = None) -> float:
+    """`allowed_error`: one rounding of the arithmetic and one of the output, at its largest value.
 
-
-def budget(torchs: Tensor, want: Tensor) -> float:
-    """Twice torch's own error and one rounding of the output at its largest value."""
-    largest = want.abs().max().item() if want.numel() else 0.0
+    The input's gradient is a difference; `direct`, its first term, is what those roundings are of: a row of
+    one value leaves next to nothing of it.
+    """
+    values = want if direct is None else torch.stack((want, direct))
+    largest = values.abs().max().item() if want.numel() else 0.0
     # for float64 the oracle is no wider: its own sums are as far off as ours may be
-    roundings = 4 if torchs.dtype == torch.float64 else 1
-    return 2 * error(torchs, want) + roundings * torch.finfo(torchs.dtype).eps * largest
+    roundings = 8 if torchs.dtype == torch.float64 else 2
+    return allowed_error(error(torchs, want), torchs.dtype, largest, roundings)

@@ -24,3 +24,9 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)  # torch fills only then
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def no_pass_is_small(monkeypatch):
+    """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
+    monkeypatch.setattr("leannorm.saving.small.SMALL", -1)

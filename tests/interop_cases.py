@@ -10,7 +10,7 @@ import torch
 
 from leannorm import nn
 
-FIXTURES = Path(__file__).parent / "fixtures" / "interop"
+FIXTURES = Path(__file__).parent / "interop" / "fixtures"
 
 # framework → the file in which it saved the network
 FILES = {"paddle": "paddle.pdparams", "keras": "keras.keras", "flax": "flax.msgpack", "onnx": "net.onnx"}

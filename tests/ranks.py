@@ -22,15 +22,16 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of the children: what t
 # a server that has imported once what the ranks need, and whose children are forked from it: 0.1 s a rank
 _CONTEXT = multiprocessing.get_context("forkserver")
 _TESTS = Path(__file__).parent
+_SYNC = _TESTS / "sync"
 _CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "ranks", "faults.scenarios", *sorted(p.stem for p in _TESTS.glob("test_sync_*.py"))]
+    ["torch._dynamo", "ranks", "faults.scenarios", *sorted(p.stem for p in _SYNC.glob("test_sync_*.py"))]
 )
 
 
 def _start_server() -> None:
     """The server does not take over sys.path in all versions of Python: tell it where the tests are."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_TESTS), str(_SYNC), *([before] if before else [])])
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

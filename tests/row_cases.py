@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from cases import error, lay_out
+from cases import budget, error, lay_out
 from torch import Tensor
 
 from leannorm import functional
@@ -106,19 +106,6 @@ def run_exact(case, x, weight, bias, dy, eps, rms):  # type: ignore[no-untyped-d
 
     doubles = [None if t is None else t.double() for t in (x, weight, bias)]
     return run(function, case, *doubles, dy, eps, rms)
-
-
-def budget(torchs: Tensor, want: Tensor, direct: Tensor | None = None) -> float:
-    """Twice torch's own error and one rounding of the output at its largest value.
-
-    The input's gradient is a difference; `direct`, its first term, is what that rounding is of: a row of
-    one value leaves next to nothing of it.
-    """
-    values = want if direct is None else torch.stack((want, direct))
-    largest = values.abs().max().item() if want.numel() else 0.0
-    # in float64 the oracle itself rounds: its quotient, its product, its sum, and torch may round alike
-    roundings = 4 if torchs.dtype == torch.float64 else 1
-    return 2 * error(torchs, want) + roundings * torch.finfo(torchs.dtype).eps * largest
 
 
 def direct_term(case, x, weight, dy, eps, rms):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: lean() bit for bit on CUDA's kernels, in a captured graph, and no stall."""
+"""What only a GPU can show: lean() bit for bit on CUDA's kernels, in captured graphs, NCCL, and no stall."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import copy
 import lean_cases
 import pytest
 import torch
+import torch.distributed as dist
 from test_lean import Stock, assert_same
 from torch import nn
 
 from leannorm import convert
+from leannorm.distributed.call import Call
+from leannorm.distributed.collective import add_up
+from leannorm.distributed.group import statistics_group
+from leannorm.distributed.headers import Arriving
 from leannorm.report.bench import CASES, bench
 from leannorm.saving import lean
 
@@ -122,5 +127,68 @@ def test_attention():
 
 
 def test_bench():
-    timings = list(bench("cuda", torch.bfloat16, turns=1, cases=[CASES[0]]))
+    timings = bench("cuda", torch.bfloat16, turns=1, cases=[CASES[0]]).timings
     assert all(timing.correct for timing in timings)
+
+
+SYNC = Call("bn1", "training forward", 4, 0.0, False)
+
+
+@pytest.fixture
+def alone_on_nccl():
+    """The statistics' communicator of a group of one rank, whose sums run on the device all the same."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    group = statistics_group(dist.group.WORLD.group_name, SYNC)
+    sums = [torch.ones(16, dtype=torch.float64, device=device)]
+    group.all_reduce(sums, 4, SYNC)
+    yield group, sums
+    dist.destroy_process_group()
+
+
+def test_statistics_of_a_new_batch_size_do_not_wait_for_the_device(alone_on_nccl):
+    group, sums = alone_on_nccl
+    totals = []
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for count in range(5, 50):
+            totals.append(group.all_reduce(sums, count, SYNC))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [float(total[0]) for total in totals] == list(range(5, 50))
+    assert all(torch.equal(total[1:], sums[0]) for total in totals)
+
+
+def test_a_communicator_outlives_a_sum_that_comes_late(alone_on_nccl):
+    group, sums = alone_on_nccl
+    for _ in range(2):
+        torch.cuda._sleep(int(2.5e9))  # the sum stands behind this: a second and more
+        total = group.all_reduce(sums, 4, SYNC._replace(debug=True))
+        assert float(total[0]) == 4
+    assert group.communicator.bound_device_id is None
+
+
+def test_statistics_in_a_captured_graph_and_after_it(alone_on_nccl):
+    group, sums = alone_on_nccl
+    name = dist.group.WORLD.group_name
+    add = torch.compile(lambda x, n: add_up((x,), n, name, SYNC) * 1, mode="reduce-overhead", dynamic=False)
+    for count in (6, 7):
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            total = add(sums[0], count).clone()
+            torch.full((1 << 16,), torch.nan, device="cuda")  # what a pool gives back is written over
+            assert float(total[0]) == count
+            assert float(group.all_reduce(sums, count + 1, SYNC)[0]) == count + 1
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_a_header_is_awaited_on_its_own_device():
+    """Without set_device: the current device is another one."""
+    message = torch.zeros(512, dtype=torch.float64, device="cuda:1")
+    with torch.cuda.device(1):
+        torch.cuda._sleep(int(1e9))
+        message.fill_(3.0)
+    header = Arriving(message)
+    assert not header.is_there()
+    assert header.values() == [3.0] * 7

@@ -14,6 +14,11 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
+@pytest.fixture
+def no_pass_is_small():
+    """In place of the fixture for all other tests: examples run as users run them, small passes included."""
+
+
 def names():
     return [
         m.name

@@ -1,14 +1,14 @@
-"""The norms and whole training steps on a GPU: answers first, then times, in one command and a set time.
+"""The norms and whole training steps on a GPU: checks results, then times, within a time limit.
 
     python -m benchmarks.gpu [--only SECTION] [--minutes 8.5] [--out FOLDER] [--device cuda] [--smoke]
 
-Needs torch, Triton and numpy, and a copy of this tree; nothing else, and no installation. Every answer is
-held against float64's first (twice torch's own error and one rounding; memory is poisoned); what is wrong
-is named, not timed, and the exit status is 1. Times are the device's own, between events, medians, on
-inputs that its cache does not hold; shares are of the bandwidth of a copy in the same run. What was found
-is on disk after every number (benchmarks/results/gpu-NAME.json); what the time does not suffice for is left
-out, with a note. Sections: channels, rows, small, resnet50, vit, and compiled (torch.compile's of all).
-`--smoke`: the same path on the CPU, at tiny sizes, with the kernels interpreted.
+Needs torch, Triton, numpy and a copy of this tree, without an installation. Every result is first compared
+with float64's (allowed: twice torch's error plus one rounding; memory is filled with NaN before). Wrong
+results are reported, not timed, and the exit status is 1. Times are medians between device events, on inputs
+that are not in the cache; shares are relative to the bandwidth of a copy in the same run. The results file
+(benchmarks/results/gpu-NAME.json) is rewritten after every number. Measurements for which the time is not
+enough are left out, with a note. Sections: channels, rows, small, resnet50, vit, and compiled (torch.compile
+of all). `--smoke` runs the same code on the CPU, at tiny sizes, with the kernels interpreted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from statistics import median
 from typing import Any
 
 if "--smoke" in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's deterministic mode
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before the kernels are imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch's deterministic mode
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
@@ -40,7 +40,7 @@ SECTIONS = ("channels", "rows", "small", "resnet50", "vit", "compiled")
 
 
 def copy_bandwidth(report: Report, smoke: bool) -> float:
-    """TB/s of a copy from device memory to device memory, read and written bytes together."""
+    """TB/s of a copy within device memory, counting bytes read and written."""
     source = torch.empty(1 << (12 if smoke else 30), dtype=torch.uint8, device=report.device).random_()
     calls = [partial(torch.empty_like(source).copy_, source)]
     device_seconds(calls, report.device, 3)
@@ -65,7 +65,7 @@ def run(report: Report, only: str, smoke: bool) -> None:
             names = steps.SMOKE if smoke else steps.SETTINGS
             eager = tuple(name for name in names if name != "compile")
             report.attempt(section, partial(steps.run_network, section, report, eager, smoke))
-    if "compiled" in wanted:  # last, as it takes longest: what compares, after what is compared
+    if "compiled" in wanted:  # last, as it takes longest
         compiled(report, smoke)
     report.data["copy_tb_s_after"] = copy_bandwidth(report, smoke)
 
@@ -76,7 +76,7 @@ def compiled(report: Report, smoke: bool) -> None:
     if report.has(180, "resnet50, compile") or smoke:
         step = partial(steps.run_network, "resnet50", report, ("compile",), smoke)
         report.attempt("resnet50, compile", step)
-    with config.patch(donated_buffer=False):  # a graph is gone through backward again and again here
+    with config.patch(donated_buffer=False):  # each graph runs backward several times here
         for case in (case for name in ("channels", "rows") for case in shapes.cases(smoke)[name]):
             if report.has(25, f"{case}, compile"):
                 report.attempt(f"{case}, compile", partial(shapes.run_case, case, report, True, smoke))
@@ -86,7 +86,7 @@ def compiled(report: Report, smoke: bool) -> None:
 
 
 def summary(report: Report) -> None:
-    """The short table that stands last."""
+    """Print the short table at the end."""
     data = report.data
     print(f"\n{data['device']}, {data['date']}, torch {data['torch']}, triton {data['triton']}")
     rows = {(r["case"], r["direction"], r["side"], tuple(r["shape"])): r for r in data["rows"]}
@@ -149,7 +149,7 @@ def main() -> int:
         torch.manual_seed(0)
         run(report, options.only, options.smoke)
     except (OutOfTimeError, KeyboardInterrupt) as stopped:
-        report.note(f"stopped by {type(stopped).__name__} with this under way; what stands here was complete")
+        report.note(f"stopped by {type(stopped).__name__}; all results in the file are complete")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         with suppress(BrokenPipeError):

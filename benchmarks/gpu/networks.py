@@ -1,4 +1,4 @@
-"""ResNet-50 and a vision transformer: torchvision's or timm's, and plain ones where neither is installed."""
+"""ResNet-50 and a vision transformer: torchvision's or timm's, or plain versions if neither is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Bottleneck(nn.Module):
-    """Narrow, 3x3, wide, with a shortcut; the stride is the 3x3 convolution's, as in torchvision."""
+    """A 1x1, a 3x3 and a 1x1 convolution with a shortcut; the 3x3 one has the stride, as in torchvision."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ _NAMES = {"resnet50": ("resnet50", "resnet50"), "vit": ("vit_b_16", "vit_base_pa
 
 
 def builder(name: str, smoke: bool) -> tuple[str, Callable[[], nn.Module]]:
-    """Where the network comes from, and what makes a new one with random weights."""
+    """The network's source, and a function that makes a new one with random weights."""
     if smoke:
         tiny = {"resnet50": lambda: resnet(8, (1,), 10), "vit": lambda: vit(32, 1, 2, 8, 10)}
         return "plain, tiny", tiny[name]

@@ -1,4 +1,4 @@
-"""What a run on a GPU has found so far: on disk after every number, within a time that it keeps to."""
+"""The results of a run on a GPU, written to disk after every number, and the time that is left."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ import torch
 
 
 class OutOfTimeError(BaseException):
-    """The time is up; not an Exception, so that nothing on the way takes it for a failure of its own."""
+    """The time is up. Not an Exception, so that no handler between takes it for a failed measurement."""
 
 
 class Report:
-    """Rows by section, notes on what was left out, and what was wrong; `flush` after every change."""
+    """Rows by section, notes on measurements left out, and wrong results; written after every change."""
 
     def __init__(self, device: torch.device, folder: Path, minutes: float, only: str) -> None:
         self.device, self.started, self.seconds = device, time.monotonic(), 60 * minutes
@@ -40,7 +40,7 @@ class Report:
         return self.seconds - (time.monotonic() - self.started)
 
     def has(self, seconds: float, what: str) -> bool:
-        """Is there time for `what`, which may take so long? Else a note says that it was left out."""
+        """Is there time for `what`, which may take `seconds`? If not, add a note that it was left out."""
         if self.left >= seconds:
             return True
         self.note(f"left out, {self.left:.0f} s remain: {what}")
@@ -61,7 +61,7 @@ class Report:
         self.flush()
 
     def attempt(self, what: str, run: Callable[[], None]) -> None:
-        """Run it; what it raises is written down as wrong, and the rest goes on."""
+        """Run it; an exception is recorded as wrong, and the benchmark goes on."""
         try:
             run()
         except Exception as error:
@@ -69,11 +69,11 @@ class Report:
             self.wrong(f"{what}: {type(error).__name__}: {' '.join(str(error).split())[:600]}")
 
     def flush(self) -> None:
-        """Beside the file first, then in its place: a run that is killed leaves what it had."""
+        """Write to a temporary file, then rename it, so that a killed run leaves the last complete file."""
         self.data["seconds"] = time.monotonic() - self.started
-        beside = self.path.with_suffix(".part")
-        beside.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(beside, self.path)
+        temporary = self.path.with_suffix(".part")
+        temporary.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(temporary, self.path)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

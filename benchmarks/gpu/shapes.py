@@ -1,7 +1,7 @@
-"""The norms at the level of one call: which shapes, whose functions, is it right, how fast is it.
+"""Single calls of the norms: the shapes, the functions of each library, the check and the timing.
 
-Bytes are those that an implementation must move: every tensor read or written once (`bytes_once`), and
-once more where it has to be read again (a batch norm's second pass over what one cache does not hold).
+Bytes are those that an implementation must move: every tensor once (`bytes_once`), and once more if it has
+to be read again (a batch norm's second pass over an input that is larger than the cache).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TURNS = 24
 
 
 class Case(NamedTuple):
-    """A norm, its shape, and what is asked of it (shares of the floor, forward and backward)."""
+    """A norm, its shape, and its goals: shares of the floor, forward and backward."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ _ADD = (256, 56), (512, 28), (1024, 14), (2048, 7)
 
 
 def cases(smoke: bool) -> dict[str, list[Case]]:
-    """Sections of cases: those of ResNet-50's batch norms, rows, and small ones."""
+    """The cases by section: ResNet-50's batch norms, rows, and small tensors."""
     relu, add, batch, lines, lengths = _RELU, _ADD, 128, 32768, (1024, 4096, 8192, 16384)
     if smoke:
         relu, add, batch, lines, lengths = ((8, 5),), ((16, 3),), 2, 6, (40,)
@@ -73,7 +73,7 @@ def cases(smoke: bool) -> dict[str, list[Case]]:
 
 
 class Set(NamedTuple):
-    """The tensors of one call, and its output's gradient."""
+    """The tensors of one call, and the gradient of its output."""
 
     x: Tensor
     weight: Tensor
@@ -94,7 +94,7 @@ Side = Callable[[Set], Tensor]
 
 
 def make_set(case: Case, dtype: torch.dtype, device: torch.device) -> Set:
-    """Random values; a channel's weight and statistics in float32, a row's in `dtype`."""
+    """Random tensors; weight and bias are float32 for channel norms, `dtype` for row norms."""
 
     def full() -> Tensor:
         t = torch.randn(case.shape, device=device, dtype=dtype)
@@ -133,7 +133,7 @@ def torchs(kind: str) -> Side:
 
 
 def compiled(kind: str, smoke: bool) -> Side:
-    torch._dynamo.reset()  # one shape at a time, each specialised
+    torch._dynamo.reset()  # compiled for one shape only
     norm = torchs(kind)
 
     def function(*tensors: Tensor | None) -> Tensor:
@@ -144,7 +144,7 @@ def compiled(kind: str, smoke: bool) -> Side:
 
 
 def others(kind: str) -> dict[str, Side]:
-    """Other libraries' rows, where they can be imported."""
+    """Row norms of other libraries, if they can be imported."""
     found: dict[str, Side] = {}
     try:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
@@ -175,10 +175,10 @@ def answers(side: Side, s: Set) -> list[Tensor]:
 
 
 def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]:
-    """Every side's output and gradients against float64's, where it has the same signs as the side.
+    """The errors of every side's output and gradients against float64.
 
-    At relu's kink two right answers may fall on different sides; each is held to the gradient that
-    belongs to its own output.
+    Where an output is near 0, two correct results may differ in whether relu zeroes it. So the float64
+    gradient uses each side's own sign pattern.
     """
     double = Set(*(None if t is None else t.detach().double().requires_grad_(t.requires_grad) for t in s))
     kind, relu = case.kind, case.kind == "channel"
@@ -191,7 +191,7 @@ def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]
     found: dict[str, list[Error]] = {}
     torchs_errors: list[float] = []
     for name, side in sides.items():  # torch's comes first: its errors are the others' budget
-        # torch.compile would compile once more for the mode that poisons
+        # under poisoned_memory torch.compile would compile again
         with poisoned_memory() if name == "ours" else nullcontext():
             got = answers(side, s)
         dz = double.dy * (got[0] > 0) if relu else double.dy
@@ -212,7 +212,7 @@ def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]
 
 
 def moved(case: Case, itemsize: int, cache: int) -> dict[str, tuple[int, int]]:
-    """Bytes forward, backward and both: with what must be read again, and each tensor once."""
+    """For forward, backward and both: the bytes with repeated reads, and with each tensor counted once."""
     t, residual = prod(case.shape) * itemsize, case.residual
     forward = [t, t] + [t] * residual  # x, y, residual
     backward = [t, t, t] + [t, t] * residual  # x, dy, dx; output, dz
@@ -230,7 +230,7 @@ def moved(case: Case, itemsize: int, cache: int) -> dict[str, tuple[int, int]]:
 
 
 def timed(side: Side, sets: list[Set], device: torch.device) -> Iterator[tuple[str, float]]:
-    """Median seconds of the device, forward, backward and both."""
+    """Median device seconds of forward, backward and both."""
 
     def back(y: Tensor, s: Set) -> Any:
         return torch.autograd.grad(y, s.leaves, s.dy, retain_graph=True)
@@ -246,7 +246,7 @@ def timed(side: Side, sets: list[Set], device: torch.device) -> Iterator[tuple[s
 
 
 def serving(s: Set, smoke: bool) -> str:
-    """The backend that serves the call; on the CPU the interpreted kernels, which serve by name alone."""
+    """The backend of the call; in a smoke run the interpreted kernels, which must be named."""
     tensors = (s.x, s.weight, s.bias, s.residual)
     if smoke and not BACKENDS["triton"].why_not(*tensors, named=True):
         return "triton"
@@ -254,7 +254,7 @@ def serving(s: Set, smoke: bool) -> str:
 
 
 def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None:
-    """Check, then time: ours, torch's and what else can be imported; or torch.compile's alone."""
+    """Check, then time: leannorm, torch and the other libraries; or only torch.compile."""
     device, dtype = report.device, torch.bfloat16
     s = make_set(case, dtype, device)
     name = serving(s, smoke)
@@ -302,20 +302,20 @@ def run_case(case: Case, report: Report, compile_too: bool, smoke: bool) -> None
 
 
 def keep_right(case: Case, sides: dict[str, Side], s: Set, report: Report) -> dict[str, Side]:
-    """The sides whose answers are within the budget; the others are named, and are not timed."""
+    """The sides whose results are within the budget; the others are reported and not timed."""
     right = {}
     for who, found in errors(case, sides, s).items():
         outside = [f"{e.found:.3e} > {e.allowed:.3e}" for e in found if not e.within]
         if not outside or who == "torch":  # torch's own error is the measure
             right[who] = sides[who]
         else:
-            say = report.wrong if who == "ours" else report.note
-            say(f"{case}, {who}: errors of output and gradients past the budget: {', '.join(outside)}")
+            add = report.wrong if who == "ours" else report.note
+            add(f"{case}, {who}: errors of output and gradients past the budget: {', '.join(outside)}")
     return right
 
 
 def run_small(case: Case, report: Report, smoke: bool) -> None:
-    """Where launching is all: wall time and launches of a forward and backward pass."""
+    """Small tensors, where launches dominate: wall time and launches of a forward and backward pass."""
     device = report.device
     s = make_set(case, torch.bfloat16, device)
     name = serving(s, smoke)

@@ -1,4 +1,4 @@
-"""Whole training steps in bfloat16, channels_last: stock, convert, lean and the others; time and memory."""
+"""Time and memory of whole training steps in bfloat16, channels_last: stock, convert, lean and others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
 
 class Side:
-    """One setting's own network, optimizer, and training step."""
+    """One setting: its network, optimizer and training step."""
 
     def __init__(self, setting: str, model: nn.Module, smoke: bool) -> None:
         self.model = convert(model) if "convert" in setting else model
@@ -70,7 +70,7 @@ def batch_of(count: int, size: int, classes: int, device: torch.device) -> Batch
 
 @contextmanager
 def interpreted(report: Report) -> Iterator[None]:
-    """On the CPU, where there is no GPU to serve: the same kernels, interpreted."""
+    """On the CPU, use the Triton kernels, interpreted."""
     x = torch.zeros(2, 8, 2, 2, dtype=torch.bfloat16)
     there = report.device.type == "cpu" and not BACKENDS["triton"].why_not(x, named=True)
     with use_backend("triton") if there else nullcontext():
@@ -95,7 +95,7 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
                 found.setdefault(row["setting"], row)
         if settings == ("compile",):
             settings = settings if "stock" in found else ("stock", *settings)
-        else:  # stock's once more: its two times' difference is what the others' are to be held against
+        else:  # stock again: the difference of its two times is the noise of the others
             settings = (*settings, "stock, again")
         for setting in settings:
             if not report.has(150 if setting == "compile" and not smoke else 10, f"{name}, {setting}"):
@@ -140,7 +140,7 @@ def time_setting(
     del side
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # each setting begins with the allocator as the first found it
+        torch.cuda.empty_cache()  # so that each setting begins with an empty allocator
 
 
 # ---------------------------------------------------------------- answers
@@ -160,10 +160,10 @@ def gradients(side: Side, batch: Batch, double: bool = False) -> dict[str, Tenso
 def check_gradients(
     name: str, model: nn.Module, batch: Batch, report: Report, settings: tuple[str, ...]
 ) -> None:
-    """`convert` within twice stock's own error against float64; `lean` equal to the bit without it.
+    """Check `convert` within twice stock's error against float64, and `lean` equal bit for bit.
 
-    Only where the same step twice gives the same bits can equality be asked for: some of the vendor's
-    backward kernels add up in any order.
+    Equality is checked only for gradients that are equal in two runs of the same step: some vendor kernels
+    add up in a varying order.
     """
 
     def of(setting: str, double: bool = False) -> dict[str, Tensor]:
@@ -196,7 +196,7 @@ def check_gradients(
 
 
 def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
-    """Of all of them as one vector: the length of the difference over the length."""
+    """The relative L2 distance, of all tensors as one vector."""
     pairs = [(v.double(), exact[k].double()) for k, v in ours.items() if v.is_floating_point()]
     off = sum(float((a - b).square().sum()) for a, b in pairs)
     return (off / max(sum(float(b.square().sum()) for _, b in pairs), 1e-300)) ** 0.5

@@ -1,5 +1,8 @@
 """Normalization layers for PyTorch that train in about half the memory."""
 
+from leannorm import _torch as _torch  # first: says in one line which torch is too old
+
+# isort: split
 from leannorm import distributed as distributed
 from leannorm import functional as functional
 from leannorm import interop as interop
@@ -13,10 +16,14 @@ from leannorm._errors import InputError as InputError
 from leannorm._errors import LeannormError as LeannormError
 from leannorm._errors import MissingDependencyError as MissingDependencyError
 from leannorm._errors import SyncError as SyncError
+from leannorm._freed_memory import FreedMemory as FreedMemory
+from leannorm._freed_memory import keep_freed_memory as keep_freed_memory
 from leannorm.ops.select import backends as backends
 from leannorm.ops.select import use_backend as use_backend
-from leannorm.report.freed_memory import FreedMemory as FreedMemory
-from leannorm.report.freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.report.bench import BenchReport as BenchReport
+from leannorm.report.bench import bench as bench
+from leannorm.report.fit import FitReport as FitReport
+from leannorm.report.fit import fit as fit
 from leannorm.report.profile import MemoryReport as MemoryReport
 from leannorm.report.profile import profile as profile
 from leannorm.saving import lean as lean
@@ -29,7 +36,9 @@ from leannorm.transforms import fold as fold
 __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
+    "BenchReport",
     "DtypeError",
+    "FitReport",
     "FoldError",
     "FoldReport",
     "FreedMemory",
@@ -39,8 +48,10 @@ __all__ = [
     "MissingDependencyError",
     "SyncError",
     "backends",
+    "bench",
     "convert",
     "distributed",
+    "fit",
     "fold",
     "functional",
     "interop",

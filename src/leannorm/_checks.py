@@ -1,4 +1,4 @@
-"""One function per rule on inputs; called by functional/ before anything is computed or changed."""
+"""One function per rule on arguments, called before anything is computed or changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STRIDED = torch.strided
 
 
 def floating(name: str, tensor: Tensor) -> None:
-    """And laid out by strides, as no kernel and no formula here reads sparse or mkldnn tensors."""
+    """Floating point, and strided: no kernel and no formula here reads sparse or mkldnn tensors."""
     if tensor.layout is not _STRIDED:
         remedy = "torch.nested.to_padded_tensor" if tensor.is_nested else f"{name}.to_dense()"
         raise InputError(
@@ -31,9 +31,9 @@ def floating(name: str, tensor: Tensor) -> None:
         )
 
 
-def rank(tensor: Tensor, ranks: Sequence[int]) -> None:
-    if tensor.dim() not in ranks:
-        wanted = " or ".join(f"{r}D" for r in ranks)
+def dim(tensor: Tensor, dims: Sequence[int]) -> None:
+    if tensor.dim() not in dims:
+        wanted = " or ".join(f"{r}D" for r in dims)
         raise InputError(
             f"expected {wanted} input (got {tensor.dim()}D input of shape {tuple(tensor.shape)}); "
             "use the layer of the input's rank, or add or remove an axis"
@@ -87,11 +87,11 @@ def momentum_is_a_number(value: float | None) -> None:
 
 
 def _writable(*tensors: Tensor) -> bool:
-    return torch.compiler.is_compiling() or all(map(_in_place, tensors))
+    return torch.compiler.is_compiling() or all(map(_can_be_updated, tensors))
 
 
-def _in_place(tensor: Tensor) -> bool:
-    """May it be written in place: no leaf that needs a gradient, no memory that is frozen or overlaps?"""
+def _can_be_updated(tensor: Tensor) -> bool:
+    """In place: no leaf that needs a gradient, no expanded tensor, no inference tensor outside its mode."""
     if not (tensor.requires_grad or tensor.is_inference()) and tensor.is_contiguous():
         return True
     if transformed(tensor):
@@ -144,9 +144,9 @@ def one_of(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def parameters(input: Tensor, **tensors: Tensor | None) -> None:
-    """Every one given is floating point, on the input's device, with one entry per channel.
+    """Each tensor given is floating point, on the input's device, with one entry per channel.
 
-    That they are dense too is seen where the backend is picked, once for each kind of tensors.
+    Sparse ones are refused where the backend is picked.
     """
     shape, device = (input.shape[1],), input.device
     for name, tensor in tensors.items():
@@ -184,7 +184,7 @@ def single_axis(normalized_shape: Sequence[int], dim: int | None) -> None:
 
 
 def normalized_axes(input: Tensor, normalized_shape: Sequence[int], dim: int | None) -> tuple[int, int]:
-    """First and one past the last normalized axis, where `normalized_shape` fits the input there."""
+    """The normalized axes, start..stop-1; the input's sizes there must be `normalized_shape`."""
     wanted, rank = tuple(normalized_shape), input.dim()
     if not wanted:
         raise InputError("normalized_shape must name at least one axis, got (); pass the size of the last")
@@ -202,7 +202,7 @@ def normalized_axes(input: Tensor, normalized_shape: Sequence[int], dim: int | N
 
 
 def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Tensor | None) -> None:
-    """Every one given is floating point, on the input's device, of the normalized shape."""
+    """Each tensor given is floating point, on the input's device, of the normalized shape."""
     wanted = tuple(normalized_shape)
     for name, tensor in tensors.items():
         if tensor is None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 
-from leannorm.saving import context, evidence, trial
+from leannorm.saving import evidence, plans, small, trial
 
 
 def forget():
     """As in a fresh process."""
     trial._SEEN.clear()
-    context._PLANS.clear()
+    plans._PLANS.clear()
+    plans._STRAYED.clear()
+    small._STAYED_SMALL.clear()
+    small.SMALL = -1  # but where a program asks for it
     evidence.Leaves._known.clear()
 
 

@@ -39,6 +39,8 @@ def judge(program, warm=False):
             return _lenient(program, ours, verdict)
         if verdict.kind == "refused" and not observe(program).edits_what_was_read:
             return Verdict("refused without an edit", verdict.text)
+        if verdict.kind == "numbers" and compared(stock, Run(program)()).kind == "numbers":
+            return SAME  # of stock too: memory that torch never filled, say
     return verdict
 
 

@@ -17,7 +17,7 @@ from programs.run import SharingRun, is_leaf
 
 STATIC = {8, 16, 24, 32, 48, 64, 96, 128}  # sizes that are not those of a batch
 _SIZES = [(4, 6), (5, 6), (4, 7), (5, 7), (3, 9), (4, 9)]
-_SETTINGS = ["", "", '"conv"', '"conv"', "budget=0.3", "budget=0.7"]
+_SETTINGS = ["", "", '"conv"', '"conv"', "budget=0.3", "budget=0.7", "overhead=0.2", "held=COPIES"]
 
 
 class Maker:
@@ -185,6 +185,8 @@ def _forward(maker):
     if maker.chance(0.15):
         maker.some(rng.randint(1, 2))
     setting = rng.choice(_SETTINGS)
+    if maker.chance(0.1):
+        maker.set_up("small_passes(30_000)")
     header = f"with lean({setting}):"
     if maker.chance(0.2):
         maker.set_up(f"model = make_lean(Body(){setting and ', ' + setting})")

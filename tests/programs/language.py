@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm.functional as LF
 from leannorm import nn as lnn
+from leannorm.saving import small
 from programs import functions
 
 SECTIONS = ("before", "forward", "backward")
@@ -118,7 +119,14 @@ def leaf(*shape, dtype=torch.float32):
     return torch.randn(shape).to(dtype).requires_grad_()
 
 
+def small_passes(nbytes):
+    """Let `lean()` leave passes that save no more as they are, from their second time on."""
+    small.SMALL = nbytes
+
+
 NAMESPACE = {
+    "small_passes": small_passes,
+    "COPIES": (torch.clone, torch.clone),
     **{name: v for name, v in vars(functions).items() if not name.startswith("_")},
     "torch": torch,
     "nn": nn,

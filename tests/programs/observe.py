@@ -187,7 +187,11 @@ def _is_tensor(value):
 
 def _place(tensor):
     """A tensor and no view of it, even one of the same shape."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), type(tensor.grad_fn), tensor.requires_grad
+    try:
+        made_by = type(tensor.grad_fn), tensor.requires_grad
+    except RuntimeError:  # a function's output of which another view was edited
+        made_by = ()
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), made_by
 
 
 def observe(program):

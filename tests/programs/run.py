@@ -54,7 +54,7 @@ class Run:
             "sgd": self._sgd,
             "cached": self._cached,
         }
-        self._cache, self._at = {}, 0
+        self._cache, self._at, self._began = {}, 0, 0
 
     def lean(self, *settings, **named):
         return contextlib.nullcontext()
@@ -85,9 +85,15 @@ class Run:
             self._close(where)
         self.see(f"step {i}, before the backward passes", passes)
         for k, names in passes:
-            if not self.section(self.program.backward, names, f"step {i}, backward pass {k}"):
+            self._began = len(self.trace)
+            self.section(self.program.backward, names, f"step {i}, backward pass {k}")
+            if self._raised():
                 self._drop_gradients(passes)
         self.see(f"step {i}, after the backward passes", passes)
+
+    def _raised(self):
+        """Has anything in this backward pass, suppressed perhaps?"""
+        return any(event.kind == "raised" for event in self.trace[self._began :])
 
     def _drop_gradients(self, passes):
         """How far a backward pass came before it raised is nobody's promise."""
@@ -171,7 +177,9 @@ class Run:
         """An optimizer's step over all parameters, seen by autograd's version counters or through .data."""
         for _, p in _tensors(self.shared, ""):
             if p.is_leaf and p.requires_grad and p.grad is not None:
-                if data:
+                if self._raised():
+                    pass
+                elif data:
                     p.data.add_(p.grad.data, alpha=-rate)
                 else:
                     with torch.no_grad():

@@ -27,6 +27,48 @@ SAME = {
             w.data.mul_(1.5)
             loss.backward()
     """,
+    "gradients of a backward pass that raises, and is told to go on": """
+        n=4 s=9
+        before:
+            w = parameter(48, 48)
+        forward:
+            x = leaf(n, 8, s, s, dtype=torch.bfloat16)
+            with lean():
+                y = x.sqrt()
+                y.sigmoid_()
+                z = w.to(w.dtype, copy=True) @ w
+                loss = z.sum() + y.mean()
+        backward:
+            w.data.mul_(1.5)
+            with suppressed():
+                loss.backward(retain_graph=True)
+    """,
+    "a step by gradients of a backward pass that raises, and is told to go on": """
+        n=3 s=5 forwards=2
+        before:
+            w = parameter(16, 8, 1, 1)
+            v = parameter(8, 16, 3, 3)
+        forward:
+            x = tensor(n, 8, s, s)
+            with lean():
+                y = F.conv2d(x, w, None)
+                z = v.to(v.dtype, copy=True)
+                loss = y.sum() + z.square().mean()
+        backward:
+            with suppressed():
+                loss.backward()
+            sgd(1.0)
+    """,
+    "memory that torch's recomputation of a checkpoint does not fill": """
+        n=4 s=7
+        forward:
+            x = leaf(n, 8, s, s)
+            y = checkpoint(lambda a: F.rrelu(a, training=True), x, use_reentrant=False)
+            loss = y.mean()
+        backward:
+            with deterministic(False):
+                loss.backward()
+    """,
 }
 UNSEEN = {
     "between a norm and an activation that saves its output": """
@@ -85,6 +127,19 @@ UNSEEN = {
                 if i: y.detach().mul_(2)
                 z = y * y.detach()
                 loss = z.sin().sum()
+        backward:
+            loss.backward()
+    """,
+    "of the data of what nobody saved, behind views of which one was edited": """
+        n=5,5 s=7,7
+        forward:
+            x = leaf(n, s, 48)
+            a, b = x.chunk(2, 1)
+            with torch.no_grad(): a.add_(0.5)
+            with lean():
+                y = F.logsigmoid(x)
+                if i: y.data.mul_(2)
+                loss = y.square().mean()
         backward:
             loss.backward()
     """,

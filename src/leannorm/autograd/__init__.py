@@ -1,1 +1,1 @@
-"""What each norm keeps for the backward pass, and how its gradient goes back."""
+"""The norms as autograd functions: what each saves for the backward pass, and its backward pass."""

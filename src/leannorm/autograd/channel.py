@@ -1,14 +1,13 @@
-"""Per-channel norms as autograd functions: what is kept for the backward pass, and how it goes back.
+"""Per-channel norms as autograd functions: what they save for the backward pass, and that pass.
 
-Kept, in bytes per input element: the input itself (4 in float32, 2 in half precision) and nothing else of
-its size, with one exception: an activation behind a residual keeps its output (which the next layer
-keeps anyway) where that tells the derivative, else the residual. Statistics are C float64 values each.
+Saved, in bytes per input element: the input itself (4 in float32, 2 in half precision) and nothing else of
+its size, with one exception. With a residual and an activation the output is saved too (the next layer
+saves it anyway) if the derivative can be computed from it, else the residual. Mean and rstd are float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +22,12 @@ from leannorm.ops.select import pick, transformed
 
 
 def twice_differentiable() -> bool:
-    """Is the backward pass itself being recorded? Then it is made of plain torch operations."""
+    """Does autograd record this backward pass (create_graph=True)? Then it uses plain torch operations."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """What `function.apply` comes to where no transform is at work, as the caller has asked already."""
+    """`function.apply` without its check for functorch transforms; the caller has made that check."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
@@ -56,9 +55,9 @@ class KeptByChannelNorm(NamedTuple):
 def keep_for_backward(
     ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor, constant: bool = False
 ) -> None:
-    """Save of the fields that are `given` what the derivative of `act` needs; the bias only behind one.
+    """Save those of the `given` fields that the backward pass with `act` needs; `more` are saved as they are.
 
-    `constant` statistics with no gradient of the weight to take: then x is needed by the activation alone.
+    `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x.
     """
     x, mean, rstd, weight, bias, residual, out = given
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
@@ -75,7 +74,7 @@ def keep_for_backward(
 
 
 def _with_buffers(tensors: tuple[Tensor | None, ...], running: Running | None) -> tuple[Tensor | None, ...]:
-    """All that a call reads or writes, whose kinds decide who serves it."""
+    """All tensors that a call reads or writes: the backend is picked by them."""
     return tensors if running is None else (*tensors, *running[:2])
 
 
@@ -99,7 +98,7 @@ class ChannelNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 8
-        kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; a record would cost time
+        kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; making a NamedTuple costs time
         if twice_differentiable():
             backend, moments = REFERENCE, REFERENCE.channel_moments(kept[0], ctx.groups)
             kept = KeptByChannelNorm(*kept)._replace(
@@ -132,7 +131,7 @@ class ChannelAffine(torch.autograd.Function):
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]
         dweight = dbias = dx = dz = None
-        if x is None:  # nothing is read from it but its shape and layout
+        if x is None:  # only its shape and layout are read
             x = dy = dy.contiguous(memory_format=ctx.layout)
         if need_weight or need_bias:
             dbias, dweight = backend.channel_grad_sums(
@@ -151,12 +150,12 @@ _norm, _affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
 def channel_norm(
     x: Tensor, epilogue: Epilogue, eps: float, groups: int = 0, running: Running | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`ChannelNorm`, or its formula in plain torch where a transform has to look inside."""
+    """`ChannelNorm`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue
     tensors = _with_buffers((x, weight, bias, residual), running)
-    looked_into = transformed(*tensors)
-    if looked_into or not recorded(x, weight, bias, residual):
-        backend = REFERENCE if looked_into else pick(*tensors)
+    in_transform = transformed(*tensors)
+    if in_transform or not recorded(x, weight, bias, residual):
+        backend = REFERENCE if in_transform else pick(*tensors)
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
@@ -165,7 +164,7 @@ def channel_norm(
 
 
 def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) -> Tensor:
-    """`ChannelAffine`, or its formula in plain torch where a transform has to look inside."""
+    """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue
     if transformed(x, mean, rstd, weight, bias, residual):
         return REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
@@ -175,9 +174,3 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) ->
     apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
     y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
     return y
-
-
-def values_per_channel(x: Tensor) -> int:
-    """How many values stand behind each channel's statistics."""
-    samples, _, *positions = x.shape
-    return samples * prod(positions)

@@ -1,7 +1,7 @@
 """Convolution and batch norm as one autograd function that keeps only the convolution's input.
 
-Kept, in bytes per element of the convolution's input: its own size; of its output: nothing. The backward
-pass runs the convolution again, turns the rebuilt output into its own gradient in place, and hands it to
+Saved, in bytes per element of the convolution's input: 4 in float32; of its output: 0. The backward pass runs
+the convolution again, overwrites its output with the gradient of that output, and hands this to
 `convolution_backward` (the input gradient of a large batch in slices): beside the incoming gradient one
 tensor of the output's size exists.
 """
@@ -15,20 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm._types import Moments
-from leannorm.autograd.channel import twice_differentiable, values_per_channel
+from leannorm.autograd.channel import twice_differentiable
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import differentiable
+from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick, transformed
 
 aten = torch.ops.aten
 
 
 def _slices(dz: Tensor, x: Tensor) -> list[slice]:
-    """Quarters of a large batch, one slice of a small one or where somebody differentiates.
+    """Quarters of a large batch; one slice of a small one, or where autograd records.
 
-    The CPU's convolutions copy their operands into layouts of their own. A sample's input gradient does
-    not depend on the others, so these copies need not be of the whole batch; with 16 samples or more the
-    same algorithm serves a slice as the whole, and the gradient is the same to the bit.
+    Convolutions on the CPU copy their operands into internal layouts. A sample's input gradient does not
+    depend on other samples, so slices keep these copies small. With 16 samples or more a slice runs the
+    algorithm of the whole batch, and the gradient is equal bit for bit.
     """
     samples = -(-x.shape[0] // 4)
     large = samples >= 16 and x.shape[0] % samples in (0, *range(16, samples)) and dz.numel() >= 1 << 20
@@ -47,7 +48,7 @@ class Convolution(NamedTuple):
     pad: tuple[int, ...]
     padding_mode: str
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         none = (0,) * len(self.stride)
         return torch.convolution(
             self.padded(x), weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
@@ -89,7 +90,7 @@ class Convolution(NamedTuple):
         return self._unpadded(dx, x) if needed[0] else None, dweight, dbias
 
     def _unpadded(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The adjoint of `padded`: what was padded with a value goes back to where the value came from."""
+        """The adjoint of `padded`: a padded position's gradient is added where its value was copied from."""
         if not any(self.pad):
             return gradient
         if self.padding_mode == "constant":
@@ -113,7 +114,7 @@ class Convolution(NamedTuple):
         return result
 
     def output_sizes(self, x: Tensor, weight: Tensor) -> list[int]:
-        """The output's positions along each axis."""
+        """The output's size along each spatial axis."""
         sizes = []
         for axis in range(x.dim() - 2):
             before, after = self.pad[2 * (x.dim() - 3 - axis) :][:2]
@@ -160,16 +161,16 @@ class KeptByConvNorm(NamedTuple):
 
 
 class ConvNorm(torch.autograd.Function):
-    """norm(conv(x)) * weight + bias by the batch's statistics, or by the given ones; also mean and M2."""
+    """norm(conv(x)) * weight + bias: by the batch's statistics, with these, or by the given ones, alone."""
 
     Kept = KeptByConvNorm
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         conv_bias, weight, bias, mean, rstd, convolution, eps, outside = given
-        z = convolution(x, conv_weight, conv_bias)
+        z = convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
         m2 = None
         ctx.constant = mean is not None
@@ -184,9 +185,10 @@ class ConvNorm(torch.autograd.Function):
         ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd))
         ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
-        if m2 is not None:
-            ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
+        if m2 is None:
+            return y  # alone: torch.compile traces no backward of an output that is None
+        ctx.mark_non_differentiable(mean, m2)
         return y, mean, m2
 
     @staticmethod
@@ -197,9 +199,9 @@ class ConvNorm(torch.autograd.Function):
         needed = ctx.needs_input_grad
         into: Tensor | None = None
         if ctx.constant and not needed[3]:
-            z = dy  # of z's shape: only the gradient of the norm's weight reads from z
+            z = dy  # has z's shape; only the gradient of the norm's weight reads z's values
         else:
-            z = into = ctx.convolution(x, conv_weight, conv_bias)
+            z = into = ctx.convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend
         if twice_differentiable():
             backend, into = REFERENCE, None
@@ -210,9 +212,9 @@ class ConvNorm(torch.autograd.Function):
             dbias, dweight = backend.channel_grad_sums(dy, z, mean, rstd)
             p = q = None
             if not ctx.constant:
-                count = values_per_channel(z)
+                count = values_per_channel(z.shape)
                 p, q = REFERENCE.channel_means(dbias, dweight, weight, 0, count)
-                # d rstd / d x is that of eps inside the root, but for this factor
+                # with eps outside of the root d rstd / d x has this factor more
                 q = q * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
             dz, _ = backend.channel_input_grad(dy, z, mean, rstd, weight, p=p, q=q, into=into)
         else:
@@ -234,13 +236,16 @@ def conv_norm(
     eps: float,
     outside: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`ConvNorm`, or its formula in plain torch where a transform has to look inside."""
+    """`ConvNorm`, or under a functorch transform its formula in plain torch."""
     weight, bias, mean, rstd = norm
     if transformed(*operands, weight, bias):
-        z, m2 = convolution(*operands), None
+        z, m2 = convolution.apply(*operands), None
         if mean is None or rstd is None:
             moments, rstd = _statistics(REFERENCE, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
         return REFERENCE.channel_normalize(z, mean, rstd, weight, bias), mean, m2
-    result: tuple[Tensor, Tensor, Tensor | None] = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
-    return result
+    result = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
+    if mean is not None:
+        return result, mean, None
+    y, mean, m2 = result
+    return y, mean, m2

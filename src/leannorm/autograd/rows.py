@@ -1,4 +1,4 @@
-"""Layer and RMS norm: what is kept for the backward pass, and how it goes back."""
+"""Layer and RMS norm as an autograd function: what it saves for the backward pass, and that pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leannorm.ops.select import pick, transformed
 
 
 class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm save; with a residual x is the sum."""
+    """What layer and RMS norm save; with a residual `x` is the sum."""
 
     x: Tensor
     mean: Tensor
@@ -26,8 +26,8 @@ class KeptByRowNorm(NamedTuple):
 class RowNorm(torch.autograd.Function):
     """y (and x + residual) of `row_forward`.
 
-    Keeps x (with a residual: the sum, which is an output anyway) and two statistics a row, in float32 or
-    wider: no bytes per element beside the input's own, as the caller holds that already.
+    Saves x (with a residual: the sum, which is an output anyway) and two statistics a row, in float32 or
+    float64: 0 bytes per element beside the input, which the caller holds already.
     """
 
     Kept = KeptByRowNorm
@@ -52,7 +52,7 @@ class RowNorm(torch.autograd.Function):
             return _grads(ctx, dtotal, None, None)
         backend = ctx.backend
         if twice_differentiable():
-            # create_graph: the statistics become functions of x again, so that no term is lost
+            # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
             mean, rstd = REFERENCE.row_moments(x, *ctx.rows)
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
@@ -77,11 +77,11 @@ _norm = applied_directly(RowNorm)
 def row_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rows: Rows
 ) -> tuple[Tensor, Tensor]:
-    """y and x + residual (x where there is none), differentiable in every way torch knows."""
+    """y and x + residual (else x): `RowNorm`, or under a functorch transform its formula in plain torch."""
     tensors = (x, residual, weight, bias)
-    looked_into = transformed(*tensors)
-    if looked_into or not recorded(*tensors):
-        backend = REFERENCE if looked_into else pick(*tensors)
+    in_transform = transformed(*tensors)
+    if in_transform or not recorded(*tensors):
+        backend = REFERENCE if in_transform else pick(*tensors)
         y, total, _, _ = backend.row_forward(*tensors, *rows)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm

@@ -1,7 +1,7 @@
 """Batch norm by statistics of several ranks: one sum over the ranks forward, one backward.
 
-Kept, in bytes per input element: as `ChannelNorm`. Gradients are those of the sum of all ranks' losses:
-the input's needs the other ranks' gradient sums, the weight's and bias's are this rank's share.
+Saved, in bytes per input element: as `ChannelNorm`. Gradients are those of the sum of all ranks' losses: the
+input's gradient needs the other ranks' gradient sums; the weight's and bias's are this rank's share.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from leannorm.ops.select import pick, transformed
 
 
 class Shared(NamedTuple):
-    """What one forward pass added up: from this to that, to be found again when it is repeated."""
+    """This rank's sums in one forward pass and their total over the ranks, for a recompute of that pass."""
 
     sums: Tensor
     total: Tensor
 
 
 class Sharing(NamedTuple):
-    """Among whom a layer shares its statistics, and what it calls itself there.
+    """The ranks that a layer shares its statistics with, its name in errors, and its settings.
 
-    `seen` is the layer's memory of passes that a backward pass may repeat (checkpointing). `asked` is the
-    layer's `process_group`, and `group` the name of the group that it means in this call; `eps`, `momentum`
-    and whether it `tracks` running statistics, which must be the other ranks' too, are noted with it.
+    `seen` are the layer's last forward passes, which checkpointing may recompute. `asked` is the layer's
+    `process_group`, and `group` the name of the group that it stands for in this call. `eps`, `momentum`
+    and whether it `tracks` running statistics must be equal on all ranks.
     """
 
     group: str
@@ -79,7 +79,7 @@ class AddUp(torch.autograd.Function):
 
 
 class KeptBySyncNorm(NamedTuple):
-    """As `KeptByChannelNorm`, and the number of values behind each statistic."""
+    """As `KeptByChannelNorm`, and the number of values that each statistic is of."""
 
     x: Tensor
     mean: Tensor
@@ -135,10 +135,10 @@ class SyncNorm(torch.autograd.Function):
 
 
 def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
-    """The sums over the ranks; when a backward pass repeats a forward pass, those that it had."""
+    """The sums over the ranks; a recompute of a forward pass gets the sums of that pass."""
     if sharing.seen is None:
         return add_up((sums,), count, sharing.group, sharing.forward_call(x))
-    with _disable_current_modes():  # selective checkpointing expects both passes' operations to be equal
+    with _disable_current_modes():  # selective checkpointing must see equal operations in both passes
         if not rebuilding():
             total = add_up((sums,), count, sharing.group, sharing.forward_call(x))
             sharing.seen.append(Shared(sums, total.clone()))
@@ -154,9 +154,10 @@ def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
 
 
 def _may_be_repeated() -> bool:
-    """Can a checkpoint be around this pass? One kind runs it without gradients, the other under hooks.
+    """May a checkpoint recompute this forward pass?
 
-    Others' hooks may hide a checkpoint's. Asked before autograd's Function, which runs without gradients.
+    Reentrant checkpoints run it under no_grad, the others under saved-tensor hooks, which other hooks may
+    hide: any hook counts. To be called outside of an autograd.Function, whose forward runs under no_grad.
     """
     return (
         not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -174,7 +175,7 @@ def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tenso
 def sync_norm(
     x: Tensor, epilogue: Epilogue, eps: float, sharing: Sharing
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`SyncNorm`, or its formula in plain torch where a transform has to look inside."""
+    """`SyncNorm`, or under a functorch transform its formula in plain torch."""
     if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
         return REFERENCE.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count

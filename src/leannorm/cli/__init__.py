@@ -1,4 +1,4 @@
-"""The command line: one file a subcommand, each parse → call → render."""
+"""The command line: one file per subcommand: parse options, call the library, print the result."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ CHECK_FELL_SHORT, BAD_USAGE, INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `leannorm ARGUMENTS`; returns the exit status.
 
-    0: all is well. 1: a check fell short. 2: bad usage, with one line on stderr that says what to change.
-    130: interrupted from the keyboard; files are complete or not there.
+    0: success. 1: a check fell short. 2: bad usage, with one line on stderr that says what to change.
+    130: interrupted from the keyboard; no file is half-written.
     """
     import typer
 
     from leannorm._errors import LeannormError
     from leannorm.cli.app import app
 
-    # click's own class of every wrong option and command, wherever this typer keeps its click
+    # the base class of click's usage errors; where it can be imported from depends on the version of typer
     usage_error: type[Any] = typer.BadParameter.__mro__[1]
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -1,4 +1,4 @@
-"""`leannorm check`: does this installation compute what it should?"""
+"""`leannorm check`: does this installation compute correct results?"""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ def check(
     steps: Annotated[int, typer.Option(help="Training steps of the model.", min=1)] = 3,
     json: JsonFile = None,
 ) -> None:
-    """Verify every equality that the layers promise, on this machine, each against its error budget.
+    """Check on this machine every equality that the layers promise, each against its error budget.
 
+    And tell which recipes of lean() are alive beside this torch; one that does not fit it rests.
     With --model and --input: train a model stock and under lean(), and compare every bit.
     """
     from rich.console import Console
 
     from leannorm._errors import InputError
+    from leannorm._files import check_writable, write_json
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.numerics import run_checks
-    from leannorm.report.render import checks_table
+    from leannorm.report.numerics import Check, run_checks
+    from leannorm.report.recipes import WRONG, recipe_states
+    from leannorm.report.render import checks_table, recipes_table
 
     check_writable(json)
     if bool(model) != bool(input):
@@ -44,13 +46,20 @@ def check(
         for one in _of_model(model, input, steps) if model else run_checks():
             checks.append(one)
             status.update(f"checking: {one.name}")
+        recipes = [] if model else list(recipe_states())
+    if recipes:
+        wrong = [one.kind for one in recipes if one.state == WRONG]
+        checks.append(Check("lean(), gradients by recipe", len(wrong), 0.0, "stock", ", ".join(wrong)))
     failed = [one.name for one in checks if not one.passed]
     console.print(checks_table(checks).rich())
+    if recipes:
+        console.print(recipes_table(recipes).rich())
     for one in checks:
         if one.detail:
             console.print(f"{one.name}: {one.detail}", highlight=False, markup=False)
     if json:
-        write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks]})
+        told = {"recipes": [one._asdict() for one in recipes]} if recipes else {}
+        write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks], **told})
         console.print(f"numbers: {json}", highlight=False)
     if failed:
         console.print(
@@ -63,7 +72,7 @@ def check(
 def _of_model(model: str, shape: str, steps: int) -> Iterator[Check]:
     import torch
 
-    from leannorm.report.models import model_named, shape_of
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.report.verify import verify_model
 
     torch.manual_seed(0)

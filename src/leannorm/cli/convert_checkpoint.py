@@ -1,4 +1,4 @@
-"""`leannorm convert-checkpoint`: a checkpoint of one framework as one of another."""
+"""`leannorm convert-checkpoint`: convert a checkpoint from one framework to another."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ FRAMEWORKS = "torch, paddle, keras, tensorflow, flax or onnx"
 
 def convert_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="The file to read.")],
-    output: Annotated[Path, typer.Argument(help="The file to write; its ending says the format.")],
+    output: Annotated[Path, typer.Argument(help="The file to write; its suffix decides the format.")],
     model: ModelOption,
-    source: Annotated[str, typer.Option("--from", help=f"Who wrote it: {FRAMEWORKS}, caffe.")],
-    target: Annotated[str, typer.Option("--to", help=f"For whom to write: {FRAMEWORKS}.")] = "torch",
+    source: Annotated[str, typer.Option("--from", help=f"The framework that wrote it: {FRAMEWORKS}, caffe.")],
+    target: Annotated[
+        str, typer.Option("--to", help=f"The framework to write it for: {FRAMEWORKS}.")
+    ] = "torch",
     names: Annotated[
         list[str] | None,
-        typer.Option(help="A layer here and its name in the file read; repeatable.", metavar="HERE=THERE"),
+        typer.Option(help="A layer's name here and in the input file; repeatable.", metavar="HERE=THERE"),
     ] = None,
     to_names: Annotated[
         list[str] | None,
-        typer.Option(help="The same for the file written.", metavar="HERE=THERE"),
+        typer.Option(help="The same for the output file.", metavar="HERE=THERE"),
     ] = None,
     count: Annotated[
         float | None,
         typer.Option(help="Values behind each variance of a training batch, N*H*W; inf keeps variances."),
     ] = None,
-    eps: Annotated[float | None, typer.Option(help="Of the norms there, where the file is silent.")] = None,
-    momentum: Annotated[float | None, typer.Option(help="The same, in the source's own sense.")] = None,
+    eps: Annotated[float | None, typer.Option(help="The norms' eps, if the file does not state it.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="The same, by the source's definition.")] = None,
     like: Annotated[
         Path | None, typer.Option(help="For .h5, .keras, .onnx: a file of the same network from the target.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Convert a checkpoint between frameworks: names, axes, variance; says what the file leaves open."""
+    """Convert a checkpoint between frameworks: names, axes, variance. Prints what the file does not state."""
     import dataclasses
     import warnings
 
     from rich.console import Console
 
     from leannorm import interop
+    from leannorm._files import check_writable, write_json
+    from leannorm.cli.models import model_named
     from leannorm.interop.conventions import convention
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.models import model_named
 
     check_writable(output, json)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)
-    # checked before the work; a count concerns only the sides whose variance is biased
+    # checked first; `count` is passed on only where the framework's variance is biased
     reads, writes = convention(source, "--from"), convention(target, "--to")
     built = model_named(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -69,10 +71,10 @@ def convert_checkpoint(
     console = Console(soft_wrap=True)
     for warning in caught:
         console.print(f"note: {warning.message}", style="yellow", highlight=False, markup=False)
-    for layer, said in loaded.settings.items():
-        told = ", ".join(f"{name}={value:g}" for name, value in said.items())
+    for layer, settings in loaded.settings.items():
+        arguments = ", ".join(f"{name}={value:g}" for name, value in settings.items())
         console.print(
-            f"make {layer or 'the layer'} with {told}: {output.name} does not hold it", highlight=False
+            f"make {layer or 'the layer'} with {arguments}: {output.name} does not hold it", highlight=False
         )
     if json:
         notes = [str(warning.message) for warning in caught]

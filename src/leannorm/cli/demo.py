@@ -1,4 +1,4 @@
-"""`leannorm demo`: stock layers and leannorm's, side by side on real handwritten digits."""
+"""`leannorm demo`: train with stock layers and with leannorm's on handwritten digits, and compare."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def demo(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 6,
     batch_size: Annotated[int, typer.Option(help="Images in a batch.")] = 256,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
-    seed: Annotated[int, typer.Option(help="Of weights, batch order and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batch order and dropout.")] = 0,
     json: JsonFile = None,
     report: ReportFile = None,
 ) -> None:
-    """Train a digit network with stock layers and with leannorm's, and compare what they cost."""
+    """Train a digit network with stock layers and with leannorm's, and compare their memory and time."""
     from rich.console import Console
 
+    from leannorm._files import check_writable, write_json, write_text
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.demo import page
     from leannorm.demo.train import Settings, compare
-    from leannorm.report.files import check_writable, write_json, write_text
     from leannorm.report.render import require_page
 
     check_writable(json, report)
@@ -57,7 +57,7 @@ def demo(
 
 
 class _Live:
-    """A bar while training, where there is a terminal; a line after each epoch, everywhere."""
+    """Shows a progress bar in a terminal, and prints a line after each epoch."""
 
     def __init__(self, console: Console) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""`leannorm fold`: batch norms folded into their neighbours, and the difference that this makes."""
+"""`leannorm fold`: fold batch norms into neighbouring layers, and measure the change of the outputs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def fold(
     verify: Annotated[bool, typer.Option(help="Compare the outputs before and after.")] = True,
     json: JsonFile = None,
 ) -> None:
-    """Fold the batch norms of a model, or of a program's inference branch, and say which were not and why."""
+    """Fold the batch norms of a model or of a program's inference branch; says which were skipped and why."""
     import torch
     from rich.console import Console
 
     from leannorm._errors import FoldError
+    from leannorm._files import check_writable, write_json
     from leannorm.cli import CHECK_FELL_SHORT
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.program import Program
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.models import model_named, shape_of
     from leannorm.transforms import fold as folding
 
     check_writable(json, output)

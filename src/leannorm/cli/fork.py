@@ -1,4 +1,4 @@
-"""`leannorm fork`: one program with a training and an inference branch, in one file."""
+"""`leannorm fork`: write one program with a training and an inference branch to a file."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def fork(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Fork a model into one program with both modes, and show what the branches share."""
+    """Fork a model into one program with both modes, and print what the branches share."""
     import torch
     from rich.console import Console
 
+    from leannorm._files import check_writable, write_json
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.program import fork as forking
-    from leannorm.report.files import check_writable, write_json
-    from leannorm.report.models import model_named, shape_of
 
     check_writable(json, output, draw)
     shape = shape_of(input)

@@ -1,4 +1,4 @@
-"""`leannorm info`: what is installed here, and which backends can serve."""
+"""`leannorm info`: the installed versions, and the backends that can run here."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from leannorm.cli.options import JsonFile
 def info(
     json: JsonFile = None,
 ) -> None:
-    """Versions, devices, threads and backends, with the reason for each backend that cannot serve."""
+    """Print versions, devices, threads and backends, with the reasons for each backend that cannot run."""
     from rich.console import Console
 
-    from leannorm.report.files import check_writable, write_json
+    from leannorm._files import check_writable, write_json
     from leannorm.report.info import installation
     from leannorm.report.render import Table
 

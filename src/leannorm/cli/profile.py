@@ -1,4 +1,4 @@
-"""`leannorm profile MODEL`: what a training step costs, stock and in less memory."""
+"""`leannorm profile MODEL`: memory and time of a training step, stock and under lean()."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from leannorm.cli.options import JsonFile, Model, ReportFile
 def profile(
     model: Model,
     input: Annotated[str, typer.Option(help="Sizes of the input, batch first.", metavar="8x3x224x224")],
-    budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer's way to say: none
+    budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     json: JsonFile = None,
     report: ReportFile = None,
 ) -> None:
-    """Kept bytes, peak and step time of a model: stock, under lean(), and against other ways."""
+    """Measure kept bytes, peak memory and step time of a model: stock, under lean(), and by other methods."""
     import torch
     from rich.console import Console
 
-    from leannorm.report.files import check_writable, write_text
+    from leannorm._files import check_writable, write_text
+    from leannorm.cli.models import model_named, shape_of
     from leannorm.report.memory import check_device
-    from leannorm.report.models import model_named, shape_of
     from leannorm.report.profile import profile as measure
     from leannorm.report.render import require_page
 

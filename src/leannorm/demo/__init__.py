@@ -1,1 +1,1 @@
-"""The library's main job on real data: stock layers and leannorm's, side by side on handwritten digits."""
+"""A demo on real data: a network trained with stock layers and with leannorm's on handwritten digits."""

@@ -1,4 +1,4 @@
-"""The digit network, with its two convolution-norm pairs given from outside."""
+"""The digit network; its two convolution-norm pairs are arguments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Pair = Callable[[int, int, int], nn.Module]
 
 
 def stock_pair(in_channels: int, out_channels: int, kernel_size: int) -> nn.Module:
-    """torch's two layers, under the names that `ConvBatchNorm2d` gives its own."""
+    """torch's two layers, with the attribute names of `ConvBatchNorm2d`."""
     conv = nn.Conv2d(in_channels, out_channels, kernel_size, bias=False)
     return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(out_channels)))
 
 
 def lean_pair(in_channels: int, out_channels: int, kernel_size: int) -> nn.Module:
+    """leannorm's `ConvBatchNorm2d`."""
     from leannorm.nn import ConvBatchNorm2d
 
     return ConvBatchNorm2d(in_channels, out_channels, kernel_size)
@@ -51,6 +52,6 @@ class DigitNetwork(nn.Module):
 
 
 def loss_of(network: nn.Module, images: Tensor, labels: Tensor, seed: int) -> Tensor:
-    """The loss of a batch, with the dropout that `seed` draws: the same for whoever asks with it."""
+    """The loss of a batch; `seed` decides the dropout mask."""
     torch.manual_seed(seed)
     return F.nll_loss(network(images), labels)

@@ -18,7 +18,7 @@ from leannorm.report.render import (
 
 
 def cost_table(result: Comparison) -> Table:
-    """One column a side: what a training step costs, its ratio to stock, and how far gradients are off."""
+    """One column per side: the cost of a training step with its ratio to stock, and the gradients' errors."""
     stock = result.sides[0]
 
     def column(side: Side) -> list[str]:
@@ -44,7 +44,7 @@ def cost_table(result: Comparison) -> Table:
 
 
 def epoch_table(result: Comparison) -> Table:
-    """One row an epoch: training loss and test accuracy of every side."""
+    """One row per epoch: training loss and test accuracy of every side."""
     columns = ["epoch"] + [f"{side.name} {what}" for side in result.sides for what in ("loss", "accuracy")]
     rows = [
         [str(epoch + 1)]
@@ -78,7 +78,7 @@ def html(result: Comparison) -> str:
         ),
         Section(
             "Memory of one training step",
-            f"Batch of {result.settings.batch_size}; bytes above what was there before the step.",
+            f"Batch of {result.settings.batch_size}; bytes above those before the step.",
             bar_figure(
                 {s.name: [s.held / 1e6, s.peak / 1e6] for s in result.sides},
                 ["held after forward", "peak"],
@@ -88,7 +88,7 @@ def html(result: Comparison) -> str:
         ),
         Section(
             "What a step costs",
-            "Bytes and time of one step; beside them, the ratio to stock.",
+            "Bytes and time of one step, each with its ratio to stock.",
             table=cost_table(result),
         ),
         Section("Epoch by epoch", table=epoch_table(result)),

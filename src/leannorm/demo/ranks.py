@@ -1,10 +1,10 @@
-"""The digit network on several ranks, beside one process on the joined batch.
+"""Train the digit network on several ranks, and compare with one process on the whole batch.
 
     torchrun --nproc-per-node 2 -m leannorm.demo.train --sync
 
-Every rank takes its share of each batch; DistributedDataParallel averages the gradients. With `--sync` the
-batch norms share their statistics and the losses are those of one process on the whole batch; without it
-each rank normalizes its share by itself, and they are not.
+Every rank gets its share of each batch; DistributedDataParallel averages the gradients. With `--sync` the
+batch norms share their statistics, and the losses equal those of one process on the whole batch. Without it
+each rank normalizes by the statistics of its share, and the losses differ.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ SAME = 1e-9  # relative, in float64: rounding stays under 1e-12, another batch's
 
 
 class ShareOfDropout(nn.Dropout):
-    """What dropout draws for the joined batch, on this rank's rows of it."""
+    """This rank's rows of the dropout mask that one process would draw for the whole batch."""
 
     def __init__(self, p: float, rank: int, ranks: int) -> None:
         super().__init__(p)
         self.rank, self.ranks = rank, ranks
 
     def forward(self, input: Tensor) -> Tensor:
-        joined = F.dropout(input.new_ones(self.ranks * len(input), *input.shape[1:]), self.p, self.training)
-        return input * joined.chunk(self.ranks)[self.rank]
+        mask = F.dropout(input.new_ones(self.ranks * len(input), *input.shape[1:]), self.p, self.training)
+        return input * mask.chunk(self.ranks)[self.rank]
 
 
 def train(epochs: int, batch_size: int, sync: bool, seed: int = 0) -> list[tuple[float, float]]:
-    """Mean losses of every epoch: over the ranks, and of one process (which every rank runs as well)."""
+    """The mean losses of every epoch: over the ranks, and of one process, which every rank runs as well."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     digits = load()
     torch.manual_seed(seed)
@@ -75,7 +75,7 @@ def train(epochs: int, batch_size: int, sync: bool, seed: int = 0) -> list[tuple
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 where the ranks' losses equal one process's, 1 where they do not, 2 for bad usage."""
+    """Exit status 0 if the ranks' losses equal one process's, 1 if not, 2 for bad usage."""
     parser = argparse.ArgumentParser(
         prog="leannorm.demo.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Train the digit network several ways at once: same initial weights, same batches, same dropout."""
+"""Train the digit network in several ways with the same initial weights, batches and dropout."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from leannorm._errors import InputError
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.demo.digits import Digits, load
 from leannorm.demo.network import DigitNetwork, Pair, lean_pair, loss_of, stock_pair
-from leannorm.report.freed_memory import keep_freed_memory
 from leannorm.report.memory import check_device, measure_step
 from leannorm.report.numerics import largest_difference
 from leannorm.report.timing import time_step
@@ -38,7 +38,7 @@ class Settings:
     seed: int = 0
 
     def check(self) -> None:
-        """Raises InputError for a number that cannot be trained with and a device that is not there."""
+        """Raises InputError for numbers out of range and for a device that torch cannot use."""
         for name, least in (("epochs", 1), ("batch_size", 2)):
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
@@ -50,11 +50,12 @@ class Settings:
 
 @dataclass
 class Side:
-    """One way to train, and what was seen of it: bytes and seconds are of one training step.
+    """The measurements of one way to train; bytes and seconds are those of one training step.
 
-    `time_ratio`: the median over the steps of its time over stock's time on the same batch.
-    `gradient_difference`: the largest to stock's gradients on the first batch; `relative_difference`: that
-    over the largest gradient of the same parameter; `double_difference`: the same, both run in float64.
+    `time_ratio`: the median over the steps of its time divided by stock's time on the same batch.
+    `gradient_difference`: the largest difference from stock's gradients on the first batch;
+    `relative_difference`: divided by the largest gradient of the same parameter; `double_difference`: the
+    relative difference with both networks in float64.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Side:
 
 @dataclass
 class Comparison:
-    """All sides, stock first, and under which settings they were run."""
+    """All sides, stock first, and the settings of the run."""
 
     settings: Settings
     data_name: str
@@ -87,7 +88,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Has every side the gradients of stock, but for rounding?"""
+        """Do the gradients of every side equal stock's, except for rounding?"""
         return all(side.same_gradients for side in self.sides)
 
     @property
@@ -106,7 +107,7 @@ class Comparison:
 
 
 class Way(NamedTuple):
-    """How one side trains: what its pairs are made of, and what stands around its forward pass."""
+    """How one side trains: the layers of its pairs, and a context around its forward pass."""
 
     pair: Pair
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -116,7 +117,7 @@ WAYS = {"stock": Way(stock_pair), "ConvBatchNorm2d": Way(lean_pair), "lean()": W
 
 
 class Progress(Protocol):
-    """Told of every step and of every epoch's end."""
+    """Called after every step and after every epoch."""
 
     def step(self, done: int, of: int) -> None: ...
 
@@ -124,10 +125,10 @@ class Progress(Protocol):
 
 
 def compare(settings: Settings, progress: Progress, ways: Mapping[str, Way] = WAYS) -> Comparison:
-    """Train every way in turn on each batch and report what each costs; freed memory is kept for all.
+    """Train all ways on each batch in turn and report what each costs; freed memory is kept for all.
 
-    Raises InputError for settings that cannot be trained with, MissingDependencyError where the library
-    that has the data is not installed.
+    Raises InputError for invalid settings, MissingDependencyError if the library that has the data is not
+    installed.
     """
     settings.check()
     digits = Digits(*(_to(part, settings.device) for part in load(settings.data, settings.root)))
@@ -177,10 +178,10 @@ def _loss(network: nn.Module, way: Way, images: Tensor, labels: Tensor, seed: in
 
 
 def _first_batch(result: Comparison, networks: list[nn.Module], ways: list[Way], digits: Digits) -> None:
-    """Memory and gradients of one step, on copies, so that training starts untouched.
+    """Measure memory and gradients of one step, on copies of the networks.
 
-    The verdict is taken in float64: in float32 a rounding that turns a ReLU or moves a maximum shows in the
-    gradients of two correct networks alike.
+    The verdict is taken in float64. In float32 a rounding error may change the sign before a ReLU or the
+    position of a maximum, so two correct networks may have different gradients.
     """
     settings = result.settings
     batch = _batches(digits, settings, 0)[0]
@@ -189,7 +190,7 @@ def _first_batch(result: Comparison, networks: list[nn.Module], ways: list[Way],
     for side, network, way in zip(result.sides, networks, ways, strict=True):
         trial, exact = copy.deepcopy(network), copy.deepcopy(network).double()
         forward = partial(_loss, trial, way, images, labels, settings.seed)
-        forward()  # the first pass of all: what later ones do not repeat, such as trying a rebuild, is done
+        forward()  # the first pass also does what is done once, such as trying a rebuild
         side.held, side.peak, *_ = measure_step(forward, device=settings.device)
         _loss(exact, way, images.double(), labels, settings.seed).backward()
         single.append(_gradients(trial))

@@ -1,22 +1,22 @@
-"""What a rank says about the call it makes: enough to notice that another rank makes a different one."""
+"""What ranks exchange about the calls they make, to detect that one of them makes a different call."""
 
 from __future__ import annotations
 
 import zlib
 from typing import NamedTuple
 
-HEADER = 7  # active, two tokens and their squares, the size asked for, the count
+from leannorm.ops.sums import HEADER as HEADER
 
-UNIT = 512  # messages are whole multiples of this many float64 values, 4 KiB
+UNIT = 512  # a message's size is a multiple of this many float64 values, 4 KiB
 
 
 def message_size(channels: int) -> int:
-    """How many float64 values a layer's messages have where no other layer's are longer."""
+    """The size of messages, in float64 values, for a layer of so many channels."""
     return -(-(HEADER + 4 * channels) // UNIT) * UNIT
 
 
 class Call(NamedTuple):
-    """One use of a layer in one direction. Ranks that meet in a collective must be in equal calls."""
+    """One forward or backward call of a layer. All ranks in a collective must be in equal calls."""
 
     layer: str  # its path in the model, or "#n" for the nth one constructed
     what: str  # "training forward", "backward", ...
@@ -31,30 +31,29 @@ class Call(NamedTuple):
         return f"{readable(self.layer)} ({self.what}, {self.channels} channels)"
 
     def settings(self) -> str:
-        """What all ranks' layers must be constructed with, for their statistics and outputs to be one's."""
+        """The settings of the layer that must be equal on all ranks."""
         momentum = None if self.momentum is None else float(self.momentum)  # 1 is 1.0
         moving = f", momentum={momentum}" if self.tracks else ""
         return f"eps={float(self.eps)}{moving}, track_running_stats={self.tracks}"
 
-    def header(self, count: int, size: int = 0) -> list[float]:
-        """What is sent in front of the payload. Summed over the ranks it still tells whether all agree.
-
-        The tokens are 16-bit hashes: sums of them and of their squares are exact for two million ranks,
-        and by Cauchy and Schwarz ranks * sum(t*t) = sum(t)**2 only where all t are equal.
-        """
-        said = self.layer, self.what, self.channels, size, self.settings()
-        token = zlib.crc32("|".join(map(str, said)).encode())
-        t, u = token & 0xFFFF, token >> 16
-        return [1, t, t * t, u, u * u, size, count]
+    def token(self, size: int = 0) -> tuple[int, int]:
+        """Two 16-bit hashes of the call, sent with their squares; `size` is the one asked for, if any."""
+        compared = self.layer, self.what, self.channels, size, self.settings()
+        token = zlib.crc32("|".join(map(str, compared)).encode())
+        return token & 0xFFFF, token >> 16
 
 
 def agree(header: list[float]) -> bool:
-    """Did all the ranks that took part send the same tokens?"""
+    """Did all active ranks send the same tokens? `header` is the sum of their headers.
+
+    Sums of the tokens and of their squares are exact for two million ranks, and by Cauchy and Schwarz
+    ranks * sum(t*t) = sum(t)**2 only where all t are equal.
+    """
     active, t, tt, u, uu = (int(v) for v in header[:5])
     return active * tt == t * t and active * uu == u * u
 
 
 def readable(layer: str) -> str:
-    """The layer's name in a sentence."""
+    """The layer's name for error messages."""
     number = layer.removeprefix("#")
     return f"layer {layer!r}" if number == layer else f"SyncBatchNorm number {number} by construction"

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from leannorm._torch import RELEASE
 from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
 
 
 def add_up(sums: Sequence[Tensor], count: int, group: str, call: Call) -> Tensor:
-    """The count, and behind it the float64 sums, added up over the ranks of the process group named `group`.
+    """The count followed by the float64 sums, each summed over the ranks of the process group named `group`.
 
-    A view of the whole message: whoever keeps it for long, copies it.
+    The result is a view of the whole message: clone it before keeping it.
     """
     if torch.compiler.is_compiling():
         total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, count, group, *call)
@@ -38,7 +39,7 @@ def _add_up_over_ranks(
     momentum: float | None,
     tracks: bool,
 ) -> Tensor:
-    """Opaque to the compiler, which would drop the checks on the host from a functional collective."""
+    """Opaque to the compiler: a functional collective would lose the checks, which run on the host."""
     call = Call(layer, what, channels, timeout, debug, eps, momentum, tracks)
     return statistics_group(group, call).all_reduce(sums, count, call).clone()
 
@@ -60,19 +61,22 @@ def _(
     return sums[0].new_empty(sum(len(s) for s in sums) + 1)
 
 
-# Without data between them (an empty batch) the compiler may put the layers' sums in another order than on
-# the other ranks. torch has no such order to ask for in its earlier versions; there the header tells.
-if hasattr(_add_up_over_ranks, "register_effect"):
+# Where no data dependence orders two layers' sums (an empty batch), the compiler may reorder them, and
+# differently on each rank: an ordered effect prevents that. torch 2.10 fails on an ordered operator that it
+# tries to repeat; there the header shows the difference.
+if RELEASE > (2, 10):
     from torch._library.effects import EffectType
 
     _add_up_over_ranks.register_effect(EffectType.ORDERED)
 
 
 def checkpoint_contexts() -> tuple[Any, Any]:
-    """For `torch.utils.checkpoint` within `torch.compile`: repeat everything but the sums over the ranks.
+    """For `torch.utils.checkpoint` within `torch.compile`: recompute everything but the sums over the ranks.
 
-    The compiler decides by itself what a backward pass repeats, and cannot repeat a collective. Given as
+    The compiler decides by itself what a backward pass recomputes, and cannot repeat a collective. Given as
     `context_fn`, this has it keep the layers' sums, 32 bytes a channel, as eager checkpointing does.
+
+    Raises: nothing.
 
     >>> import torch
     >>> from torch.utils.checkpoint import checkpoint

@@ -1,10 +1,10 @@
-"""The ranks that share statistics, in a communicator of their own.
+"""A communicator for the ranks that share statistics, beside their process group.
 
-Of their own, because a rank that leaves out a layer would otherwise meet the others in whatever it does
-next: with gloo a sum of 133 values that meets one of 261 aborts the process, with NCCL it hangs. In here
-every message has one size, agreed upon, so that ranks which disagree still complete the collective, and
-read in its header that they do. A layer that needs more room first asks for it, in a message of the
-present size. The same makes a rank without batches harmless: it adds zeros, whatever the others add.
+In the process group itself, a rank that skips a layer would join the others' collective with its next one:
+with gloo a sum of 133 values matched with one of 261 aborts the process, with NCCL it hangs. Here all
+messages have one agreed size, so that ranks in different calls still complete the collective, and read in its
+header that they differ. A layer that needs longer messages first asks for them, in a message of the present
+size. A rank without batches joins any collective with zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,15 +21,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
-from leannorm.distributed import meeting
+from leannorm.distributed import diagnostics
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
+from leannorm.distributed.communicator import beside, give_up, on_host, seconds_allowed, wait_once
+from leannorm.distributed.headers import Arriving
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import capturing
-
-_Key = tuple[Call, int, int, torch.device]  # the call, its count, the size asked for
+from leannorm.ops.select import first_of_all
 
 _groups: dict[str, StatisticsGroup] = {}
 _made: Counter[str] = Counter()
-_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at which this rank last said so
+_evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at this rank's last note
 
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
@@ -42,7 +44,7 @@ def statistics_group(name: str, call: Call) -> StatisticsGroup:
 
 
 def note_evaluation(name: str, layer: str) -> None:
-    """Tell the other ranks, once after each sum, that this one evaluates: they may wait for it."""
+    """Note in the store, once after each sum, that this rank evaluates: the others may be waiting for it."""
     parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
     group = _groups.get(name)
     if group is not None and group.parent is not parent:
@@ -50,10 +52,10 @@ def note_evaluation(name: str, layer: str) -> None:
     number = 0 if group is None else group.number
     if _evaluated.get(parent) != number:
         _evaluated[parent] = number
-        store = meeting.store_of(parent, _made[name]) if group is None else group.store
+        store = diagnostics.store_of(parent, _made[name]) if group is None else group.store
         call = Call(layer, "evaluation", 0, 0.0, False)
         call = call if group is None else group._identified(call)
-        meeting.note_evaluation(store, dist.get_rank(parent), number, readable(call.layer))
+        diagnostics.note_evaluation(store, dist.get_rank(parent), number, readable(call.layer))
 
 
 class StatisticsGroup:
@@ -64,24 +66,23 @@ class StatisticsGroup:
         self.rank, self.world = dist.get_rank(parent), dist.get_world_size(parent)
         self.backend = dist.get_backend(parent)
         self.devices = {device.type for device in parent._device_types}
-        device = next(iter(parent._device_types))
-        self.timeout = parent._get_backend(device).options._timeout.total_seconds()
+        self.timeout = seconds_allowed(parent)
         self.size, self.number, self.own_calls = UNIT, 0, 0
-        self.store = meeting.store_of(parent, _made[parent.group_name])
+        generation = _made[parent.group_name]
+        self.store = diagnostics.store_of(parent, generation)
         _made[parent.group_name] += 1
         self.broken: str | None = None
         self.unfinished: list[Any] = []  # work that may still write to its buffer
-        self.unread: list[tuple[int, Call, Tensor, Any]] = []  # headers on their way from the device
+        self.unread: list[tuple[int, Call, Arriving]] = []  # headers on their way from the device
         self._first: int | None = None
-        self._zeros: dict[torch.device, Tensor] = {}
-        self._headers: dict[_Key, tuple[Call, Tensor]] = {}
-        meeting.gather(self, call, self._seconds(call))
-        self.communicator = dist.new_group(
-            dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc="leannorm"
-        )
+        # on the host: on a device it might lie in a captured graph's memory, overwritten by replays
+        self._tokens: dict[Call, tuple[Call, tuple[int, int]]] = {}
+        diagnostics.gather(self, call, self._seconds(call))
+        ranks, name = dist.get_process_group_ranks(parent), f"{generation}/{parent.group_name}"
+        self.communicator = beside(parent, ranks, name)
 
     def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
-        """The count and behind it the sums, added up over the ranks; raises where ranks disagree."""
+        """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
         device = sums[0].device
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
@@ -93,17 +94,17 @@ class StatisticsGroup:
         self.own_calls += 1
         room = HEADER + sum(s.numel() for s in sums)
         if capturing(sums[0]):
-            self._check_capture((call, count, 0, device), room)
+            self._check_capture(call, room)
         else:
             self._read_headers(wait=False)
         if room > self.size:
             size = message_size(call.channels)
-            self._exchange((), HEADER, 0, call, device, size)
+            self._exchange((), 0, call, device, size)
             self.size = size
-        return self._exchange(sums, room, count, call, device)[HEADER - 1 : room]
+        return self._exchange(sums, count, call, device).narrow(0, HEADER - 1, room - HEADER + 1)
 
     def shadow(self, device: torch.device) -> None:
-        """Add nothing to every sum, until all ranks do; what a rank without batches does meanwhile."""
+        """Join every sum with zeros until all ranks do so: for a rank without batches."""
         call = Call("none", "out of batches", 0, 0.0, True)
         while True:
             total = torch.zeros(self.size, dtype=torch.float64, device=device)
@@ -111,140 +112,161 @@ class StatisticsGroup:
             header = total[:HEADER].tolist()
             if header[0] == 0:
                 return
-            self._inspect(header, call, self.number)
+            self._inspect(header, call, self.number, device)
             if header[5]:
                 self.size = int(header[5] / header[0])
 
     @torch.no_grad()
     def follow_longest(self, buffers: list[Tensor]) -> None:
-        """Set the buffers to those of the rank that made the most calls of its own since the last time."""
+        """Set the buffers to those of the rank with the most `all_reduce` calls since the last time."""
         score = torch.tensor([self.own_calls * self.world + self.rank], device=self.device())
         dist.all_reduce(score, dist.ReduceOp.MAX, group=self.communicator)
         self.own_calls = 0
-        source = dist.get_global_rank(self.communicator, int(score) % self.world)
+        source = dist.get_global_rank(self.parent, int(score) % self.world)
         for buffer in buffers:
             dist.broadcast(buffer, source, group=self.communicator)
 
     def device(self) -> torch.device:
-        """Where this group's backend works, for what no input tells."""
+        """A device that this group's backend serves, where there is no input whose device to take."""
         here = torch.device("cpu")
         if here in self.parent._device_types or (there := torch.accelerator.current_accelerator()) is None:
             return here
         return torch.device(there.type, torch.accelerator.current_device_index())
 
     def _exchange(
-        self, sums: Sequence[Tensor], room: int, count: int, call: Call, device: torch.device, size: int = 0
+        self, sums: Sequence[Tensor], count: int, call: Call, device: torch.device, size: int = 0
     ) -> Tensor:
-        call, header = self._header(call, count, size, device)
-        total = torch.cat((header, *sums, self._zeros_on(device)[room:]))
-        self._sum(total, call)
-        if capturing(total):  # the host does not see the steps that will be replayed, nor their headers
+        call, token = self._known(call)
+        if size:
+            token = call.token(size)
+        backend = first_of_all(*sums) if sums else REFERENCE
+        total = backend.message_of(sums, token, size, count, self.size, device)
+        self._sum(total, call, wait=size > 0)
+        if capturing(total):  # the host sees no header of a replayed step
             return total
-        if total.device.type == "cpu":
-            self._inspect(total[:HEADER].tolist(), call, self.number)
+        if self._in_order(device):
+            self._inspect(total[:HEADER].tolist(), call, self.number, device)
         else:
-            arrived = torch.empty(HEADER, dtype=total.dtype, pin_memory=True)
-            arrived.copy_(total[:HEADER], non_blocking=True)
-            event = torch.Event(device=total.device)
-            event.record()
-            self.unread.append((self.number, call, arrived, event))
+            self.unread.append((self.number, call, self._send(total)))
             self._read_headers(wait=call.debug or size > 0)
         return total
 
-    def _check_capture(self, key: _Key, room: int) -> None:
-        """Nothing may be waited for, sent from the host or made anew while a CUDA graph is captured."""
-        call, count, *_ = key
+    def _check_capture(self, call: Call, room: int) -> None:
+        """Raise where this call would wait for the device or connect ranks during a CUDA graph's capture."""
         call = self._identified(call)
         if call.debug:
             raise InputError(
                 f"debug_consistency waits for every sum, which cannot be captured in a CUDA graph ({call}): "
                 "turn it off for the capture"
             )
-        if room > self.size or key not in self._headers:
+        if room > self.size or self.number == 0:
             raise InputError(
-                f"{call} with {count} values a channel was not called before this CUDA graph's capture, "
-                "which cannot make room or send what is new: run a training step of these shapes before it"
+                f"{call} needs messages of {room} values, and before this CUDA graph's capture, which can "
+                f"neither connect the ranks nor make room, their group sent {self.number} of {self.size}: "
+                "run a training step of this model before it"
             )
 
-    def _sum(self, total: Tensor, call: Call) -> None:
+    def _in_order(self, device: torch.device) -> bool:
+        """Does the host read each header before it goes on? A device's headers are read later."""
+        return device.type == "cpu"
+
+    def _on_host(self, device: torch.device) -> bool:
+        return on_host(self.communicator, device)
+
+    def _send(self, total: Tensor) -> Arriving:
+        return Arriving(total)
+
+    def _start(self, total: Tensor) -> Any:
+        return dist.all_reduce(total, group=self.communicator, async_op=True)
+
+    def _sum(self, total: Tensor, call: Call, wait: bool = False) -> None:
+        """Sum over the ranks, in place; with `wait` the host waits for a device's sum, too."""
         self.number += 1
         try:
-            work = dist.all_reduce(total, group=self.communicator, async_op=True)
+            work = self._start(total)
         except RuntimeError as error:
-            raise self._broken(call, str(error), ask=0) from error
-        if total.device.type != "cpu" and self.backend != "gloo" and not call.debug:
-            work.wait()  # orders the streams; the host goes on
-            return
-        self._wait(work, call)
+            raise self._break(call, str(error), 0, total.device) from error
+        if wait or call.debug or self._on_host(total.device):
+            self._wait(work, call, total.device)
+        else:
+            work.wait()  # orders the streams without blocking the host
 
-    def _wait(self, work: Any, call: Call) -> None:
-        """Until the sum is there; where it is not soon, tell the other ranks, and hear what they found."""
+    def _wait(self, work: Any, call: Call, device: torch.device) -> None:
+        """Wait for the sum; post where this rank waits, and stop if another rank found an error."""
         timeout = self._seconds(call)
-        step = meeting.step(timeout)
+        step = diagnostics.poll_seconds(timeout)
         deadline = time.monotonic() + timeout
-        while not self._completes(work, call, step):
-            # ranks that wait have said so by now, but for those that came in the last moment
-            if meeting.found(self, call) or time.monotonic() >= deadline - step:
+        while not self._wait_once(work, call, step, device):
+            # every waiting rank has posted by now, but for one that came in the last moment
+            if diagnostics.post_and_check(self, call) or time.monotonic() >= deadline - step:
                 self.unfinished.append(work)
-                raise self._broken(call, f"waited {timeout:g} s", ask=step / 2)
+                raise self._break(call, f"waited {timeout:g} s", step / 2, device)
 
-    def _completes(self, work: Any, call: Call, seconds: float) -> bool:
+    def _wait_once(self, work: Any, call: Call, seconds: float, device: torch.device) -> bool:
+        """Wait for at most `seconds`; is the sum complete?"""
         try:
-            work.wait(timedelta(seconds=seconds))
-        except RuntimeError as error:
-            if work.is_completed():  # the first sentence says what happened, the others whom to ask
-                raise self._broken(call, str(error).split(". ")[0], ask=2 * seconds) from error
-            return False
-        return True
+            return wait_once(work, seconds, self._on_host(device))
+        except RuntimeError as error:  # only the first sentence says what happened
+            raise self._break(call, str(error).split(". ")[0], 2 * seconds, device) from error
 
     def _seconds(self, call: Call) -> float:
         return min(call.timeout or self.timeout, self.timeout)
 
-    def _broken(self, call: Call, why: str, ask: float) -> SyncError:
-        self.broken = meeting.who_is_missing(self, call, why, ask)
+    def _break(self, call: Call, why: str, ask: float, device: torch.device) -> SyncError:
+        """Refuse all later calls; the error says which ranks are missing, after looking for `ask` seconds."""
+        self.broken = diagnostics.who_is_missing(self, call, why, ask)
+        give_up(self.communicator, device)
         return SyncError(self.broken)
 
     def _read_headers(self, wait: bool) -> None:
-        """Look at the headers that have arrived from the device; the last ones may be on the way."""
-        while self.unread and (wait or self.unread[0][3].query()):
-            number, call, header, event = self.unread.pop(0)
-            event.synchronize()
-            self._inspect(header.tolist(), call, number)
+        """Check the headers that have arrived from the device; with `wait` all of them."""
+        while self.unread and (wait or self.unread[0][2].is_there()):
+            number, call, header = self.unread.pop(0)
+            self._inspect(header.values(), call, number, header.device)
 
-    def _inspect(self, header: list[float], call: Call, number: int) -> None:
+    def _inspect(self, header: list[float], call: Call, number: int, device: torch.device) -> None:
         if not agree(header):
-            raise SyncError(meeting.what_differs(self, call, number, self._seconds(call)))
+            raise self._differs(call, number, device)
         if header[6] == 1 and call.what == "training forward":
             raise InputError(
                 f"Expected more than 1 value per channel when training, got 1 over all {self.world} ranks in "
                 f"{call}; use a larger batch, or evaluation mode"
             )
 
+    def _differs(self, call: Call, number: int, device: torch.device) -> SyncError:
+        """The error for ranks in different calls; joins the sums that other ranks' devices wait for."""
+        if self._in_order(device):  # all ranks have just read the same header
+            return SyncError(diagnostics.what_differs(self, call, number, self._seconds(call)))
+        answers: list[Any] = []
+
+        def answer() -> None:
+            """Join a sum that another rank's device waits for, with a header unequal to every other."""
+            if answers and not answers[-1].is_completed():
+                return
+            refusal = torch.zeros(self.size, dtype=torch.float64, device=device)
+            refusal[0] = refusal[2] = 1  # t is 0 and its square 1
+            with suppress(RuntimeError):  # a dead rank waits for nothing
+                answers.append(self._start(refusal))
+
+        self.broken = diagnostics.what_differs(self, call, number, self._seconds(call), answer)
+        self.unfinished += answers[-1:]
+        give_up(self.communicator, device)
+        return SyncError(self.broken)
+
     def _identified(self, call: Call) -> Call:
-        """Layers without a path are told apart by their order of construction, from the first one used."""
+        """The call; a layer without a path is numbered by construction, from the first one used."""
         if not call.layer.startswith("#"):
             return call
         number = int(call.layer[1:])
         self._first = number if self._first is None else self._first
         return call._replace(layer=f"#{number - self._first + 1}")
 
-    def _header(self, call: Call, count: int, size: int, device: torch.device) -> tuple[Call, Tensor]:
-        """The call as the ranks know it, and what it says in front of its sums.
-
-        Kept on the device: sending it there anew would make the host wait for the device.
-        """
-        key = call, count, size, device
-        if key not in self._headers:
-            if len(self._headers) > 4096:
-                self._headers.clear()
-            call = self._identified(call)
-            header = torch.tensor(call.header(count, size), dtype=torch.float64, device=device)
-            self._headers[key] = call, header
-        return self._headers[key]
-
-    def _zeros_on(self, device: torch.device) -> Tensor:
-        """What fills a message up, behind its sums."""
-        zeros = self._zeros.get(device)
-        if zeros is None or zeros.numel() != self.size:
-            zeros = self._zeros[device] = torch.zeros(self.size, dtype=torch.float64, device=device)
-        return zeros
+    def _known(self, call: Call) -> tuple[Call, tuple[int, int]]:
+        """The identified call and its token. Cached, on the host."""
+        known = self._tokens.get(call)
+        if known is None:
+            if len(self._tokens) > 4096:
+                self._tokens.clear()
+            identified = self._identified(call)
+            known = self._tokens[call] = identified, identified.token()
+        return known

@@ -19,11 +19,12 @@ from leannorm.distributed.membership import SharesStatistics, sharing_group
 def join(model: nn.Module) -> Iterator[None]:
     """Around a training loop whose number of batches differs between ranks.
 
-    A rank that leaves the loop goes on adding nothing to the other ranks' sums until all have left it, so
+    A rank that leaves the loop goes on adding zeros to the other ranks' sums until all have left it, so
     nobody waits for it and the statistics are those of the samples that are there. Then the buffers of the
     synchronized layers are set, on every rank, to those of the rank that trained longest. If `model` is a
     DistributedDataParallel, its own `join` is entered too, for the gradients. Every rank enters the context.
-    Raises `SyncError` where ranks disagree meanwhile.
+
+    Raises: `SyncError` where ranks disagree meanwhile.
     Source: the design of torch.distributed.algorithms.Join.
 
     >>> import torch
@@ -42,7 +43,7 @@ def join(model: nn.Module) -> Iterator[None]:
     gradients = model.join() if isinstance(model, DistributedDataParallel) else nullcontext()
     failures: list[BaseException] = []
 
-    def add_nothing(group: StatisticsGroup, device: torch.device) -> None:
+    def add_zeros(group: StatisticsGroup, device: torch.device) -> None:
         try:
             group.shadow(device)
         except BaseException as error:
@@ -50,8 +51,8 @@ def join(model: nn.Module) -> Iterator[None]:
 
     with gradients:
         yield
-        # beside the gradients' own join, which waits for sums that the other ranks reach layer by layer
-        threads = [threading.Thread(target=add_nothing, args=(group, group.device())) for group in groups]
+        # in threads, as DDP's join runs meanwhile: other ranks reach its all_reduces only past these sums
+        threads = [threading.Thread(target=add_zeros, args=(group, group.device())) for group in groups]
         for thread in threads:
             thread.start()
     for thread in threads:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from leannorm._errors import InputError
+from leannorm.distributed.communicator import beside
 
 _local = False
 _nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -24,8 +25,10 @@ class SharesStatistics:
 def no_sync() -> Iterator[None]:
     """Within the context, synchronized layers use this rank's own statistics and do not communicate.
 
-    Every rank enters it for the same calls. The backward pass of a layer goes the way its forward went.
+    Every rank enters it for the same calls. A layer's backward pass communicates if its forward pass did.
     Process-wide, as torch's own flags are.
+
+    Raises: nothing.
 
     >>> import torch
     >>> from leannorm import distributed, nn
@@ -45,7 +48,7 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     """The name of the group whose ranks share statistics; None where this rank is on its own.
 
     `process_group` is a group of torch.distributed, "node" (the ranks on this rank's host) or None (all).
-    Raises `InputError` for a group that this rank is not in, or that torch.distributed does not have.
+    Raises: `InputError` for a group that this rank is not in, or that torch.distributed does not have.
     """
     if isinstance(process_group, str) and process_group != "node":
         raise InputError(
@@ -68,7 +71,7 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
 def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
     """A `process_group` for a file: "all", "node", or the ranks, as "0,2". Errors as `sharing_group`."""
     if process_group == "node":
-        return "node"  # made where the program runs
+        return "node"  # resolved where the program runs
     sharing_group(process_group)
     if process_group is None or isinstance(process_group, str):
         return "all"
@@ -77,7 +80,7 @@ def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
 
 
 def group_of_words(words: str) -> dist.ProcessGroup | str | None:
-    """What `group_in_words` named, in this process: a group of some ranks is the first one made of them."""
+    """The inverse of `group_in_words`, in this process; ranks stand for the first group of just these."""
     if words in ("all", "node"):
         return None if words == "all" else words
     ranks = [int(rank) for rank in words.split(",")]
@@ -119,7 +122,7 @@ def _node_group() -> dist.ProcessGroup:
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         mine = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
-        _nodes[world] = dist.new_group(mine, use_local_synchronization=True)
+        _nodes[world] = beside(world, mine, f"node/{mine[0]}")
     return _nodes[world]
 
 

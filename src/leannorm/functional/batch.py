@@ -10,16 +10,19 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Epilogue, Running
-from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
+from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
-from leannorm.functional.overridden import hand_over, stands_in_for
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
 from leannorm.functional.running import (
-    in_the_same_call,
+    fused_update,
     running_mean_and_rstd,
     update_running_statistics,
 )
 from leannorm.ops.activation import lists_activations
+from leannorm.ops.modes import leaving
+from leannorm.ops.plan import values_per_channel
 
 
 @stands_in_for(F.batch_norm)
@@ -33,18 +36,20 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalize each channel over the batch and all positions; as `torch.nn.functional.batch_norm`.
+    """Normalize each channel over the batch and all positions; as `torch.nn.functional.batch_norm`.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    In training the mean and the biased variance are the batch's, and `running_mean`, `running_var`
-    (unbiased) move towards them by `momentum`; in evaluation they are the running ones.
+    In training E and the biased Var are the batch's, and `running_mean` and `running_var` (unbiased) move
+    towards them by `momentum`; in evaluation they are the running ones.
 
-    Shapes: input (N, C, *), vectors (C,), output as input, in its memory layout.
-    Dtypes: float32, float64, bfloat16, float16 input, any floating vectors; the output has the input's
-    dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
-    Kept for the backward pass: the input and 2 C float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Shapes: input (N, C, *); weight, bias and running statistics (C,); output as input, in its memory layout.
+    Dtypes: float32, float64, bfloat16 or float16 input, any floating vectors; the output has the input's
+    dtype. Elements are computed in float32 (float64 for float64), statistics in float64.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel; in evaluation the input only for
+    the weight's gradient.
+    Raises: `DtypeError` for a tensor that is not floating, `InputError` (a ValueError and a RuntimeError) for
+    any other argument that breaks a rule; nothing is changed then.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
 
     >>> import torch
@@ -55,6 +60,8 @@ def batch_norm(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(batch_norm, locals())
+    if leaving() and training:
+        return as_operator(batch_norm, locals())
     running = Running(running_mean, running_var, None, momentum)
     return _by_number(input, running, Epilogue(weight, bias), training, eps)
 
@@ -73,16 +80,20 @@ def batch_norm_act(
     act: str = "relu",
     residual: Tensor | None = None,
 ) -> Tensor:
-    r"""Batch norm, plus a residual, through an activation, as one operation.
+    """Batch norm, plus a residual, through an activation, as one operation.
 
-    .. math:: y = \mathrm{act}(\mathrm{batch\_norm}(x) + r)
+        y = act(batch_norm(x) + residual)
 
-    `act` is one of <activations>. Everything else is as in `batch_norm`; `residual` has the input's
-    shape and may have another floating dtype.
+    `act` is one of <activations>. Every other argument is as in `batch_norm`.
 
-    Kept for the backward pass: the input and 2 C float64 values. With a residual and an activation also
-    the output, which the next layer keeps anyway (<told>), or the residual
-    (<untold>, whose derivative the output does not tell).
+    The derivative is computed from the output for <from_output>, and not for <from_input>.
+
+    Shapes: as `batch_norm`; residual as input.
+    Dtypes: as `batch_norm`; the residual may have another floating dtype.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel. With a residual and an activation
+    as many bytes again: of the output, which the next layer keeps too, or, where the derivative is not
+    computed from it, of the residual.
+    Raises, Source: as `batch_norm`.
 
     >>> import torch
     >>> from leannorm import functional as F
@@ -93,13 +104,19 @@ def batch_norm_act(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
         return hand_over(batch_norm_act, locals())
+    if leaving() and training:
+        return as_operator(batch_norm_act, locals())
     running = Running(running_mean, running_var, None, momentum)
     return _by_number(input, running, Epilogue(weight, bias, residual, act), training, eps)
 
 
 def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> Tensor:
-    """With a momentum that is a number, as nobody counts the batches."""
+    """For functions that have no counter of batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
+    if leaving():
+        _checks.running_statistics(*running[:2], training)
+        _checks.activation(epilogue.act)
+        return stock.batch_norm(input, running, epilogue, eps)
     _check(input, running, epilogue, training, eps)
     if training:
         return _by_batch(input, running, epilogue, eps)
@@ -116,22 +133,28 @@ def tracked_batch_norm(
     training: bool,
     momentum: float | None,
     eps: float,
-    ranks: Sequence[int],
+    dims: Sequence[int],
     act: str = "identity",
     residual: Tensor | None = None,
     sharing: Sharing | None = None,
 ) -> Tensor:
-    """What the layers call: `batch_norm_act` which also counts batches and knows the layer's ranks.
+    """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
-    `num_batches_tracked` is given while the running statistics are to be updated, and counts this batch;
-    `momentum=None` weighs it by 1 / its count, on the device. Without running statistics the batch's own
-    are used, in evaluation too. A forward pass that a backward pass repeats, to rebuild what was not kept,
-    does not update them a second time. With `sharing` the batch is that of all ranks that share, where
-    there are several.
+    `dims` are the numbers of axes that the layer accepts. `num_batches_tracked` is given only where the
+    running statistics are to be updated. It counts this batch; `momentum=None` weighs the batch by 1 / that
+    count, on the device. Without running statistics the batch's own are used, in evaluation too. A recompute
+    of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
+    the statistics are those of all ranks that share, where there are several.
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
         return hand_over(tracked_batch_norm, locals())
+    if leaving():
+        if training:
+            return as_operator(tracked_batch_norm, locals())
+        _checks.dim(input, dims)
+        running = Running(running_mean, running_var, None, momentum)
+        return stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
@@ -140,7 +163,7 @@ def tracked_batch_norm(
         else:
             tracks = running_mean is not None
             sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
-    _checks.rank(input, ranks)
+    _checks.dim(input, dims)
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
@@ -170,11 +193,11 @@ def _by_batch(
 ) -> Tensor:
     count: int | Tensor
     if sharing is None:
-        count = values_per_channel(input)
+        count = values_per_channel(input.shape)
         _checks.more_than_one_value(input, count)
-        moved = in_the_same_call(running)
-        y, mean, m2 = channel_norm(input, epilogue, eps, running=moved)
-        if moved is not None:
+        fused = fused_update(running)
+        y, mean, m2 = channel_norm(input, epilogue, eps, running=fused)
+        if fused is not None:
             return y
     else:
         y, mean, m2, count = sync_norm(input, epilogue, eps, sharing)

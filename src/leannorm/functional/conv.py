@@ -13,10 +13,12 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Running
+from leannorm._types import Epilogue, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
-from leannorm.functional.overridden import hand_over
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.ops.modes import leaving
 
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -42,19 +44,22 @@ def conv_batch_norm(
     eps_mode: str = "inside",
     num_batches_tracked: Tensor | None = None,
 ) -> Tensor:
-    r"""Convolve (1-D to 3-D), then normalize each channel over the batch, keeping no convolution output.
+    """Convolve (1-D to 3-D), then normalize each channel over the batch, keeping no convolution output.
 
-    .. math:: z = \mathrm{conv}(x), \quad y = (z - \mathrm{E}[z]) / s \cdot \gamma + \beta
+        z = conv(x)
+        y = (z - E[z]) / sqrt(Var[z] + eps) * bn_weight + bn_bias      for eps_mode="inside"
+        y = (z - E[z]) / (sqrt(Var[z]) + eps) * bn_weight + bn_bias    for eps_mode="outside"
 
-    with :math:`s = \sqrt{\mathrm{Var}[z] + \epsilon}` (biased variance) for `eps_mode="inside"`, and
-    :math:`s = \sqrt{\mathrm{Var}[z]} + \epsilon` (unbiased variance in training) for `"outside"`.
-    The backward pass runs the convolution a second time.
+    Var is biased for "inside"; for "outside" it is unbiased in training. The backward pass runs the
+    convolution a second time. Gradients equal those of the convolution and `batch_norm` run one after the
+    other, bit for bit. `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1
+    / that count.
 
-    Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,).
-    `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1 / that count.
-    Gradients are those of the convolution and `batch_norm` run apart, bit for bit.
-    Kept for the backward pass: the input, and 2 D float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,); output (N, D,
+    *).
+    Dtypes: as `batch_norm`; conv_weight has the input's dtype, and autocast casts both.
+    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
+    Raises: as `batch_norm`.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 
     >>> import torch
@@ -66,9 +71,20 @@ def conv_batch_norm(
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     if has_torch_function_variadic(*tensors):
         return hand_over(conv_batch_norm, locals())
-    _check_convolution(input, conv_weight, conv_bias, groups)
+    if leaving() and training:
+        return as_operator(conv_batch_norm, locals())
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
+    if leaving():
+        _checks.running_statistics(running_mean, running_var, training)
+        x = input
+        if padding_mode != "zeros":
+            layout = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
+            x, padding = layout.padded(input), layout.padding
+        z = stock.convolve(x, conv_weight, conv_bias, stride, padding, dilation, groups)
+        running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(bn_weight, bn_bias)
+        return stock.batch_norm(z, running, epilogue, eps, outside=eps_mode == "outside")
+    _check_convolution(input, conv_weight, conv_bias, groups)
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
     if num_batches_tracked is None and running_mean is not None and training:
@@ -95,7 +111,9 @@ def conv_batch_norm(
         if outside:
             rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
     device = input.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # "available" is asked outside of compiled code alone: in torch 2.10 it breaks the graph
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    autocast = device != "meta" and known and torch.is_autocast_enabled(device)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)
@@ -113,7 +131,7 @@ def _autocast(v: Tensor, device: str) -> Tensor: ...
 @overload
 def _autocast(v: None, device: str) -> None: ...
 def _autocast(v: Tensor | None, device: str) -> Tensor | None:
-    """What autocast makes of a convolution's operand: float64 stays."""
+    """Cast a convolution's operand as autocast does; it leaves float64 alone."""
     return v if v is None or v.dtype == torch.float64 else v.to(torch.get_autocast_dtype(device))
 
 
@@ -121,7 +139,7 @@ def _check_convolution(input: Tensor, weight: Tensor, bias: Tensor | None, group
     _checks.floating("input", input)
     _checks.floating("conv_weight", weight)
     _checks.same_device("conv_weight", weight, input)
-    _checks.rank(input, (3, 4, 5))
+    _checks.dim(input, (3, 4, 5))
     if groups < 1 or weight.shape[0] % groups:
         raise InputError(
             f"groups must be positive and divide the {weight.shape[0]} output channels, got {groups}"

@@ -1,7 +1,7 @@
-"""Our functions as operators of torch, and what a reader of an exported graph must know about a norm.
+"""Declares our functions as operators of torch, with what a reader of an exported graph must know.
 
-One declaration says all of it: the schema (with the statistics, which it marks as written), the function,
-the fake, when the statistics are written, and how `fold` reads the operator as a scale and a shift.
+One declaration has all of it: the schema (which marks the statistics as written), the function, the fake,
+which calls write the statistics, and how `fold` reads the operator as a scale and a shift.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from leannorm.ops.schema import LIBRARY
 Arguments = Mapping[str, Any]
 
 
-class Affine(NamedTuple):
+class AffineNames(NamedTuple):
     """The names of the arguments in y = (x - mean) / sqrt(var + eps) * weight + bias."""
 
     x: str = "x"
@@ -31,19 +31,19 @@ class Affine(NamedTuple):
 class Norm(NamedTuple):
     """An operator that normalizes by a batch's own statistics or by given ones.
 
-    Where `by_batch` says so of a call's arguments, it uses the batch's own and writes `statistics`.
-    `folds` names what is folded, or is the reason why a call cannot be; "" where there is nothing to fold.
+    `by_batch(arguments)`: does this call use the batch's own, and so write the buffers `statistics`?
+    `folds`: the arguments that `fold` reads, or why it cannot fold the operator; "" for nothing to fold.
     """
 
     statistics: tuple[str, ...]
     by_batch: Callable[[Arguments], Any]
-    folds: Affine | str = ""
+    folds: AffineNames | str = ""
 
 
-# torch's own hide in their schemas that they move their statistics
+# the schemas of torch's own norms do not mark the running statistics as written
 _BUFFERS = ("running_mean", "running_var")
 NORMS = {
-    "aten::batch_norm": Norm(_BUFFERS, itemgetter("training"), Affine("input")),
+    "aten::batch_norm": Norm(_BUFFERS, itemgetter("training"), AffineNames("input")),
     "aten::instance_norm": Norm(_BUFFERS, itemgetter("use_input_stats")),
 }
 
@@ -53,12 +53,12 @@ def declare(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     by_batch: Callable[[Arguments], Any] | None = None,
-    folds: Affine | str = "",
+    folds: AffineNames | str = "",
 ) -> None:
-    """Make a function of ours an operator `leannorm::name`: one node in an exported graph.
+    """Make one of our functions the operator `leannorm::name`: one node in an exported graph.
 
-    Eagerly and compiled it is the function, with the function's own derivative; an export sees only
-    the fake, so that no shape is looked at and no kernel is chosen before the program runs.
+    Eager and compiled calls run the function, with its own derivative. Under torch.export only the fake
+    runs, so that the graph depends on no shape, and the kernel is chosen when the program runs.
     """
     name = LIBRARY.define(schema)
     operator = getattr(torch.ops.leannorm, name).default
@@ -72,6 +72,17 @@ def declare(
     LIBRARY.impl(name, kernel, "Autograd")
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
+
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        """Torch's own functions, where `run_decompositions` asks; a batch's own statistics stay ours."""
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if by_batch is not None and by_batch(given):
+            return NotImplemented
+        return function(*(given[name] for name in names))
+
+    operator.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(decomposed)
     if by_batch is not None:
         NORMS[operator._schema.name] = Norm(written_by_schema(operator), by_batch, folds)
 

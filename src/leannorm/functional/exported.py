@@ -1,12 +1,13 @@
 """leannorm's functions as operators, so that an exported graph holds one node for each.
 
-A node of its own keeps what a decomposition would lose: the kernel is chosen when the program runs, the
-backward pass keeps and computes what the function's own does, and a reader of the graph knows the norm.
+A decomposition into torch's operators would lose the choice of the kernel at run time, the function's own
+backward pass with what it saves, and the name of the norm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -18,9 +19,16 @@ from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm, batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
-from leannorm.functional.declare import Affine, declare
-from leannorm.functional.group import group_norm, layer_instance_norm
+from leannorm.functional.declare import AffineNames, declare
+from leannorm.functional.group import (
+    group_norm,
+    instance_norm,
+    layer_instance_norm,
+    moves_its_statistics,
+)
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from leannorm.functional.operator import batch_norm_op, checked_batch_norm_op
+from leannorm.functional.overridden import OPERATORS
 from leannorm.functional.sync import sync_batch_norm
 
 _STATE = "Tensor(a!)? running_mean, Tensor(b!)? running_var"
@@ -45,7 +53,7 @@ declare(
     tracked_batch_norm,
     _like,
     _IN_TRAINING,
-    Affine(),
+    AffineNames(),
 )
 
 
@@ -103,7 +111,7 @@ declare(
     _act,
     _like,
     _IN_TRAINING,
-    Affine(),
+    AffineNames(),
 )
 
 
@@ -131,7 +139,7 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, mean: Any, var: Any, *
 
 def _like_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     stride, padding, name, dilation, groups, mode = rest[5:11]
-    return _convolution(x, weight, stride, name or padding, dilation, groups, mode)(x, weight, bias)
+    return _convolution(x, weight, stride, name or padding, dilation, groups, mode).apply(x, weight, bias)
 
 
 def _each(value: int | Sequence[int]) -> list[int]:
@@ -164,22 +172,31 @@ declare(
     " int rank, int num_features) -> Tensor",
     layer_instance_norm,
     _like,
-    itemgetter("use_input_stats"),
+    moves_its_statistics,
 )
 
-_CALLS: dict[Callable[..., Any], Callable[..., Any]] = {
-    tracked_batch_norm: _call_tracked,
-    batch_norm: _call_act,
-    batch_norm_act: _call_act,
-    sync_batch_norm: _call_sync,
-    conv_batch_norm: _call_conv,
-    group_norm: ops.group_norm,
-    layer_instance_norm: ops.layer_instance_norm,
-}
+
+def _call_instance(x: Tensor, *given: Any) -> Any:
+    return ops.layer_instance_norm(x, *given, x.dim(), x.shape[1])
+
+
+OPERATORS.update(
+    {
+        tracked_batch_norm: _call_tracked,
+        batch_norm: _call_act,
+        batch_norm_act: _call_act,
+        sync_batch_norm: _call_sync,
+        conv_batch_norm: _call_conv,
+        group_norm: ops.group_norm,
+        layer_instance_norm: ops.layer_instance_norm,
+        instance_norm: _call_instance,
+        batch_norm_op: partial(checked_batch_norm_op, ops.batch_norm_op.default),
+    }
+)
 
 
 def _declare_row_norm(function: Callable[..., Any], tensors: str, rest: str) -> None:
-    """A function whose last argument, `dim`, is given by name; it returns a result for each tensor."""
+    """Declare a function whose last argument `dim` is keyword-only; two results with a residual, else one."""
     name, one = function.__name__, "residual" not in tensors
     arguments = f"{tensors}, int[] normalized_shape, Tensor? weight, {rest}, int? dim"
 
@@ -192,7 +209,7 @@ def _declare_row_norm(function: Callable[..., Any], tensors: str, rest: str) -> 
         _like if one else _like_twice,
     )
     operator = getattr(ops, name)
-    _CALLS[function] = lambda *given, dim: operator(*given, dim)
+    OPERATORS[function] = lambda *given, dim: operator(*given, dim)
 
 
 _declare_row_norm(layer_norm, "Tensor x", "Tensor? bias, float eps")
@@ -202,9 +219,9 @@ _declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", "float? eps")
 
 
 class AsOperators(TorchFunctionMode):
-    """Within it every call of a leannorm function is a call of its operator."""
+    """Within this mode every call of a leannorm function becomes a call of its operator."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return _CALLS.get(func, func)(*args, **(kwargs or {}))
+        return OPERATORS.get(func, func)(*args, **(kwargs or {}))

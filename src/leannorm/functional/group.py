@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
@@ -9,8 +12,10 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
-from leannorm.functional.overridden import hand_over, of_subclass, stands_in_for
+from leannorm.functional import stock
+from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.ops.modes import leaving
 from leannorm.ops.plan import channel_plan
 
 
@@ -22,19 +27,18 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalize each group of channels of each sample; as `torch.nn.functional.group_norm`.
+    """Normalize each group of channels of each sample; as `torch.nn.functional.group_norm`.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Mean and biased variance are over the C / `num_groups` channels of a group and all positions, of one
-    sample; weight and bias are per channel.
+    E and the biased Var are over the C / `num_groups` channels of a group and all positions, of one sample;
+    weight and bias are per channel.
 
-    Shapes: input (N, C, *), weight and bias (C,), output as input, in its memory layout.
-    Dtypes: float32, float64, bfloat16, float16 input, any floating weight and bias; the output has the
-    input's dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
-    Kept for the backward pass: the input and 2 N `num_groups` float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a
-    group has one value, where a shape does not fit; `DtypeError` where a tensor is not floating.
+    Shapes: input (N, C, *), weight and bias (C,); output as input, in its memory layout.
+    Dtypes: as `batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
+    Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a group
+    has one value, where a shape does not fit; `DtypeError` where a tensor is not floating.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
     >>> import torch
@@ -45,14 +49,21 @@ def group_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
+    if leaving():
+        return stock.group_norm(input, num_groups, Epilogue(weight, bias), eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.divisible_groups(input, num_groups)
     _checks.parameters(input, weight=weight, bias=bias)
     _checks.non_negative_eps(eps)
-    # torch's rule, its quirk included: only a batch whose groups hold one value all together is refused
+    # torch's rule: groups of one value are refused only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
     return channel_norm(input, Epilogue(weight, bias), eps, num_groups)[0]
+
+
+def moves_its_statistics(given: Mapping[str, Any]) -> bool:
+    """Does an instance norm called like this write to its running statistics?"""
+    return bool(given["use_input_stats"]) and given["running_mean"] is not None
 
 
 @stands_in_for(F.instance_norm)
@@ -66,18 +77,18 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    r"""Normalize each channel of each sample over all positions; as `torch.nn.functional.instance_norm`.
+    """Normalize each channel of each sample over all positions; as `torch.nn.functional.instance_norm`.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    With `use_input_stats` the mean and the biased variance are each sample's own, and `running_mean` and
-    `running_var` (unbiased), where given, move towards their averages over the samples by `momentum`;
-    without, they are the running ones.
+    With `use_input_stats` E and the biased Var are each sample's own, and `running_mean` and `running_var`
+    (unbiased), where given, move towards their averages over the samples by `momentum`; without, they are the
+    running ones.
 
-    Shapes: input (N, C, *), vectors (C,), output as input, in its memory layout.
-    Dtypes: float32, float64, bfloat16, float16 input, any floating vectors; the output has the input's
-    dtype, statistics are computed in float64 from float32 (or wider) arithmetic.
-    Kept for the backward pass: the input and 2 N C float64 values (2 C with running statistics).
+    Shapes: input (N, C, *); weight, bias and running statistics (C,); output as input, in its memory layout.
+    Dtypes: as `batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample (running statistics: 16
+    bytes a channel).
     Raises: `InputError` (a ValueError and a RuntimeError) where there is a single position, where running
     statistics are needed and missing, where a shape does not fit; `DtypeError` where a tensor is not
     floating; nothing is changed then.
@@ -90,6 +101,12 @@ def instance_norm(
     """
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
+    if leaving():
+        if moves_its_statistics(locals()):
+            return as_operator(instance_norm, locals())
+        _checks.running_statistics(running_mean, running_var, use_input_stats)
+        running = Running(running_mean, running_var, None, momentum)
+        return stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -101,7 +118,7 @@ def instance_norm(
         return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
     _checks.more_than_one_spatial_element(input)
     channels = input.shape[1]
-    if channels == 0:  # no group to speak of
+    if channels == 0:  # no channels, so no groups: the input is empty
         return input.clone()
     y, mean, m2 = channel_norm(input, epilogue, eps, channels)
     if input.numel():
@@ -122,21 +139,24 @@ def layer_instance_norm(
     rank: int,
     num_features: int,
 ) -> Tensor:
-    """What the layers call: `instance_norm` which knows the layer's rank and channels.
+    """What the layers call: `instance_norm`, which also checks the number of axes and of channels.
 
-    An input of one axis less than `rank` is a sample by itself.
+    `rank` is the number of axes of a batch; an input with one axis less is one sample.
     """
     tensors = (input, running_mean, running_var, weight, bias)
-    # a subclass is told what the function below stands in for
-    if has_torch_function_variadic(*tensors) and not of_subclass(*tensors):
+    # a tensor subclass is handed torch's function by `instance_norm`, below
+    if has_torch_function_variadic(*tensors) and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
-    _checks.rank(input, (rank - 1, rank))
-    alone = input.dim() < rank
-    if alone:
+    if leaving() and moves_its_statistics(locals()):
+        return as_operator(layer_instance_norm, locals())
+    _checks.dim(input, (rank - 1, rank))
+    one_sample = input.dim() < rank
+    if one_sample:
         _checks.floating("input", input)
-    _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
+    if not leaving():
+        _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
     y = instance_norm(
-        input.unsqueeze(0) if alone else input,
+        input.unsqueeze(0) if one_sample else input,
         running_mean,
         running_var,
         weight,
@@ -145,4 +165,4 @@ def layer_instance_norm(
         0.0 if momentum is None else momentum,
         eps,
     )
-    return y.squeeze(0) if alone else y
+    return y.squeeze(0) if one_sample else y

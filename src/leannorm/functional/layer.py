@@ -12,7 +12,9 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Rows
 from leannorm.autograd.rows import row_norm
+from leannorm.functional import stock
 from leannorm.functional.overridden import hand_over, stands_in_for
+from leannorm.ops.modes import leaving
 from leannorm.ops.precision import compute_dtype
 
 
@@ -23,6 +25,8 @@ def _row_norm(
     dim: int | None,
     rms: bool,
 ) -> tuple[Tensor, Tensor]:
+    if leaving():
+        return stock.row_norm(tensors, normalized_shape, eps, dim, rms)
     input, residual, weight, bias = tensors
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
@@ -49,29 +53,22 @@ def layer_norm(
 ) -> Tensor:
     """Normalize every row to mean 0 and variance 1, then scale and shift it.
 
-    y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias, with E and the biased Var over the normalized axes.
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Args:
-        input: any shape; float32, float64, bfloat16 or float16.
-        normalized_shape: the sizes of the last axes, which are normalized together.
-        weight, bias: of shape `normalized_shape`, of any floating dtype, or None.
-        eps: added to the variance; in units of the input squared.
-        dim: normalize this single axis instead of the last ones, without moving it:
-            `dim=1` of (N, C, H, W) is the channel norm of ConvNeXt.
+    E and the biased Var are over the normalized axes: the last ones, whose sizes are `normalized_shape`, or
+    with `dim` that single axis, which is not moved (`dim=1` of (N, C, H, W) is the channel norm of ConvNeXt).
+    All else is as in `torch.nn.functional.layer_norm`.
 
-    Returns:
-        The input's shape and dtype, and its layout where it is dense. Computed in float32 at least.
+    Shapes: any input, weight and bias `normalized_shape`; output as input, in its layout where it is dense.
+    Dtypes: as `batch_norm`, but statistics are computed in float32 (float64 for float64).
+    Kept: the input (4 bytes an element in float32) and 8 bytes a row (16 in float64).
+    Raises: `DtypeError` where a tensor is not floating; `InputError` where `normalized_shape` or a
+    parameter's shape does not fit, or `eps` is negative.
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, arXiv:1607.06450.
 
-    Kept for the backward pass: the input itself, two statistics a row (8 bytes), the weight.
-
-    Raises:
-        DtypeError: a tensor is not floating.
-        InputError: `normalized_shape` or a parameter's shape does not fit, or eps is negative.
-
-    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; `torch.nn.functional.layer_norm`.
-
-    >>> x = torch.tensor([[1.0, 3.0], [10.0, 30.0]])
-    >>> layer_norm(x, (2,), eps=0.0)
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> F.layer_norm(torch.tensor([[1.0, 3.0], [10.0, 30.0]]), (2,), eps=0.0)
     tensor([[-1.,  1.],
             [-1.,  1.]])
     """
@@ -91,28 +88,18 @@ def rms_norm(
 ) -> Tensor:
     """Divide every row by its root mean square, then scale it.
 
-    y = x / sqrt(E[x^2] + eps) * weight, with E over the normalized axes.
+        y = x / sqrt(E[x^2] + eps) * weight
 
-    Args:
-        input: any shape; float32, float64, bfloat16 or float16.
-        normalized_shape: the sizes of the last axes, which are normalized together.
-        weight: of shape `normalized_shape`, of any floating dtype, or None.
-        eps: added to the mean square; None is the machine epsilon of the arithmetic (float64's for
-            float64 input, else float32's), as in torch.
-        dim: normalize this single axis instead of the last ones, without moving it.
+    E is over the normalized axes, which are those of `layer_norm`. `eps=None` is the machine epsilon of the
+    arithmetic (float64's for float64 input, else float32's). All else is as in
+    `torch.nn.functional.rms_norm`.
 
-    Returns:
-        The input's shape and dtype, and its layout where it is dense. Computed in float32 at least.
+    Shapes, Dtypes, Kept, Raises: as `layer_norm`.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
-    Kept for the backward pass: the input itself, two statistics a row (8 bytes), the weight.
-
-    Raises:
-        DtypeError: a tensor is not floating.
-        InputError: `normalized_shape` or the weight's shape does not fit, or eps is negative.
-
-    Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019; `torch.nn.functional.rms_norm`.
-
-    >>> rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> F.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
     tensor([[3., 4.]])
     """
     if has_torch_function_variadic(input, weight):
@@ -132,17 +119,20 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, then layer-normalize the sum: the step between two blocks of a transformer.
 
-    r = input + residual, y = layer_norm(r, ...); both are returned, in the input's dtype.
+        r = input + residual
+        y = layer_norm(r, ...)
 
-    Args:
-        input, residual: of one shape; the other arguments are those of `layer_norm`.
+    Returns y and r. The other arguments are those of `layer_norm`.
 
-    Kept for the backward pass: r (an output, so no further bytes), two statistics a row, the weight.
+    Shapes: as `layer_norm`; residual, y and r as input.
+    Dtypes: as `layer_norm`; y and r have the input's dtype.
+    Kept: r (an output: 0 bytes an element beside it) and 8 bytes a row (16 in float64).
+    Raises: as `layer_norm`, and `InputError` where the residual's shape is not the input's.
+    Source: as `layer_norm`.
 
-    Raises:
-        DtypeError, InputError: as `layer_norm`, and where the residual's shape is not the input's.
-
-    >>> y, r = add_layer_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]]), (2,), eps=0.0)
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> y, r = F.add_layer_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 1.0]]), (2,), eps=0.0)
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
@@ -162,17 +152,17 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, then RMS-normalize the sum: the step between two blocks of a transformer.
 
-    r = input + residual, y = rms_norm(r, ...); both are returned, in the input's dtype.
+        r = input + residual
+        y = rms_norm(r, ...)
 
-    Args:
-        input, residual: of one shape; the other arguments are those of `rms_norm`.
+    Returns y and r. The other arguments are those of `rms_norm`.
 
-    Kept for the backward pass: r (an output, so no further bytes), two statistics a row, the weight.
+    Shapes, Dtypes, Kept, Raises: as `add_layer_norm`.
+    Source: as `rms_norm`.
 
-    Raises:
-        DtypeError, InputError: as `rms_norm`, and where the residual's shape is not the input's.
-
-    >>> y, r = add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), (2,), eps=0.0)
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> y, r = F.add_rms_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), (2,), eps=0.0)
     >>> r
     tensor([[3., 4.]])
     """

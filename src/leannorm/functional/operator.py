@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Running
-from leannorm.autograd.channel import channel_affine, channel_norm, values_per_channel
-from leannorm.functional.declare import Affine, declare
+from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.functional import stock
+from leannorm.functional.declare import AffineNames, declare
+from leannorm.functional.overridden import hand_over
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import transformed
+from leannorm.ops.modes import leaving, transformed
+from leannorm.ops.plan import values_per_channel
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
 
@@ -43,23 +48,24 @@ def batch_norm_op(
     batch_id: int | Tensor | None = None,
     data_layout: str = "NCHW",
 ) -> BatchNormOutput:
-    r"""Batch norm as one operator: the estimates come in, and go out in the same memory.
+    """Batch norm as one operator: the estimates come in, and go out in the same memory.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}
+        y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias
+        estimate = estimate * momentum + (1 - momentum) * statistic    in training
 
-    In training each estimate becomes the batch's statistic where `batch_id` is 0, and
-    `estimate * momentum + (1 - momentum) * statistic` otherwise (so too without a `batch_id`). A
-    `batch_id` that is a tensor is read on its device. With `is_infer` the estimates stand in for the
-    batch's statistics and stay as they are. With `use_global_est` training moves the estimates first and
-    then normalizes by them; gradients take them as constants.
+    In the first batch, where `batch_id` is 0, each estimate becomes the batch's statistic. Without a
+    `batch_id` every batch is a later one; a tensor is read on its device. With `is_infer` the estimates stand
+    in for the batch's statistics and do not change. With `use_global_est` training moves the estimates first
+    and then normalizes by them; gradients take them as constants. Every variance here is the biased one, the
+    estimated one too.
 
-    Every variance here is the biased variance (not a standard deviation), the estimated one too.
+    Returns `(y, batch_mean, batch_var, saved_mean, saved_var)`; the `saved_` ones are the estimates
+    themselves. `batch_mean` and `batch_var` have no gradient; in inference they are copies of the estimates.
 
     Shapes: x (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, vectors (C,); y as x.
-    Dtypes: floating; y has x's, `batch_mean` and `batch_var` have the estimates'. Both are without
-    gradient; in inference they are copies of the estimates, since no batch is looked at.
-    Kept for the backward pass: x and 2 C float64 values.
-    Raises: `InputError` (a ValueError and a RuntimeError) where a rule is broken; nothing is changed then.
+    Dtypes: as `batch_norm`; `batch_mean` and `batch_var` have the estimates' dtype.
+    Kept: x (4 bytes an element in float32) and 16 bytes a channel.
+    Raises: as `batch_norm`.
     Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
 
     >>> import torch
@@ -69,6 +75,39 @@ def batch_norm_op(
     >>> torch.equal(mean, out.batch_mean), out.saved_mean.data_ptr() == mean.data_ptr()
     (True, True)
     """
+    tensors = (x, estimated_mean, estimated_var, scale, bias)
+    if has_torch_function_variadic(*tensors):
+        return hand_over(batch_norm_op, locals())
+    inside = transformed(x, scale, bias) or (is_infer and leaving())
+    run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
+    return checked_batch_norm_op(
+        run,
+        *tensors,
+        is_infer=is_infer,
+        use_global_est=use_global_est,
+        epsilon=epsilon,
+        momentum=momentum,
+        batch_id=batch_id,
+        data_layout=data_layout,
+    )
+
+
+def checked_batch_norm_op(
+    run: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    x: Tensor,
+    estimated_mean: Tensor,
+    estimated_var: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    *,
+    is_infer: bool,
+    use_global_est: bool,
+    epsilon: float,
+    momentum: float,
+    batch_id: int | Tensor | None,
+    data_layout: str,
+) -> BatchNormOutput:
+    """`batch_norm_op` by `run`: the operator, or the function behind it."""
     _checks.floating("x", x)
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
@@ -86,10 +125,9 @@ def batch_norm_op(
     if isinstance(batch_id, int) and batch_id < 0:
         raise InputError(f"batch_id counts batches from 0, got {batch_id}; pass None to always use momentum")
     if not is_infer and not use_global_est:
-        _checks.more_than_one_value(moved, values_per_channel(moved))
+        _checks.more_than_one_value(moved, values_per_channel(moved.shape))
     if isinstance(batch_id, int):
         momentum, batch_id = momentum if batch_id else 0.0, None
-    run = _batch_norm_op if transformed(x, scale, bias) else torch.ops.leannorm.batch_norm_op.default
     y, batch_mean, batch_var = run(
         moved,
         estimated_mean,
@@ -113,14 +151,17 @@ def _batch_norm_op(
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
+        if leaving():
+            y = stock.batch_norm(x, estimates, epilogue, epsilon)
+        else:
+            y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
         moments = REFERENCE.channel_moments(x.detach())
         mean, m2 = moments.mean, moments.m2
     else:
         y, mean, m2 = channel_norm(x, epilogue, epsilon)
-    count = values_per_channel(x)
+    count = values_per_channel(x.shape)
     mean, var = mean.detach(), m2.detach() / max(count, 1)
     if count:
         _move(estimated_mean, mean, momentum, batch_id)
@@ -150,5 +191,5 @@ declare(
     _batch_norm_op,
     _fake_batch_norm_op,
     by_batch=lambda given: not given["is_infer"],
-    folds=Affine("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
+    folds=AffineNames("x", "estimated_mean", "estimated_var", "scale", "bias", "epsilon"),
 )

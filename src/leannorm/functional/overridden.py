@@ -1,8 +1,7 @@
-"""Who is asked before a function computes: the modes and tensor subclasses of `__torch_function__`.
+"""`__torch_function__` of our functions: modes, tensor subclasses and `torch.fx` proxies may override calls.
 
-As torch's own functions do, ours let a `torch.overrides.TorchFunctionMode`, a tensor of a subclass or one of
-`torch.fx`'s proxies decide what a call means. A subclass knows torch's functions, not ours (ExpandedWeight
-of per-sample gradients, MaskedTensor): where ours stands in for one of those, the subclass is told that one.
+Tensor subclasses (ExpandedWeight of per-sample gradients, MaskedTensor) know torch's functions and not ours:
+where ours replaces one of torch's, the subclass is handed torch's.
 """
 
 from __future__ import annotations
@@ -20,19 +19,21 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
 _STANDS_IN_FOR: dict[Callable[..., Any], Callable[..., Any]] = {}
+# the call of each function's operator, which exported.py puts here
+OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def stands_in_for(torchs: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Subclasses are told `torchs`, which has all arguments of the function that are not keyword-only."""
+    """Hand `torchs` to tensor subclasses; it takes all arguments of ours but the keyword-only ones."""
 
-    def note(function: Function) -> Function:
+    def register(function: Function) -> Function:
         _STANDS_IN_FOR[function] = torchs
         return function
 
-    return note
+    return register
 
 
-def of_subclass(*values: object) -> bool:
+def has_subclass(*values: object) -> bool:
     """Is one a tensor whose class has a `__torch_function__` of its own?"""
     return any(
         isinstance(value, Tensor)
@@ -43,19 +44,31 @@ def of_subclass(*values: object) -> bool:
 
 
 def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
-    """What `__torch_function__` makes of a call; `given` are all its arguments, by name.
+    """The result of `__torch_function__` for a call; `given` are all its arguments, by name.
 
-    A subclass is told torch's function, unless the call says what that one has no argument for. Everybody
-    else is told `function`, its arguments in the order of its signature.
+    A tensor subclass gets torch's function, unless a keyword-only argument, which torch's lacks, is set. All
+    others get `function`, with its arguments in the order of its signature.
     """
     positional, named = _parameters(function)
-    args, kwargs = [given[name] for name in positional], {name: given[name] for name in named}
+    args, kwargs = _arguments(function, given)
     torchs = _STANDS_IN_FOR.get(function)
-    if torchs is not None and of_subclass(*args) and all(kwargs[name] is named[name] for name in named):
+    if torchs is not None and has_subclass(*args) and all(kwargs[name] is named[name] for name in named):
         result: Result = torchs(**dict(zip(positional, args, strict=True)))
     else:
         result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
     return result
+
+
+def as_operator(function: Callable[..., Result], given: dict[str, Any]) -> Result:
+    """A call as that of the function's operator: one node of a graph, with its gradient and its writes."""
+    args, kwargs = _arguments(function, given)
+    result: Result = OPERATORS[function](*args, **kwargs)
+    return result
+
+
+def _arguments(function: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    positional, named = _parameters(function)
+    return [given[name] for name in positional], {name: given[name] for name in named}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Running statistics: what evaluation reads, and the one place that moves them."""
+"""Running statistics: what evaluation reads, and the one place that updates them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leannorm.ops.select import pick
 
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
-    """The constants of evaluation, of running statistics that are there; no gradient goes to them."""
+    """Mean and rstd of evaluation, constants: running statistics get no gradient. They must be given."""
     mean, var, _, _ = running
     if mean is None or var is None:
         raise AssertionError("evaluation has been checked to have running statistics")
@@ -23,16 +23,17 @@ def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]
 
 
 def _serving(*tensors: Tensor | None) -> Backend:
-    """Plain torch where somebody looks inside: a transform, or a compiler, which fuses it with more."""
+    """Plain torch under a transform or a compiler (which fuses it with its neighbours), else a backend."""
     if torch.compiler.is_compiling() or transformed(*tensors):
         return REFERENCE
     return pick(*tensors)
 
 
-def in_the_same_call(running: Running) -> Running | None:
-    """What the norm's own call moves: all, unless a compiler, a derivative or a repetition has a say.
+def fused_update(running: Running) -> Running | None:
+    """`running`, if the norm's own kernel may update it; if None, `update_running_statistics` does.
 
-    Nor with a count of batches that is no int64 (an averaged or cast copy of all buffers).
+    The kernel may not in compiled code, where a buffer needs a gradient, in a recompute, and with a count of
+    batches that is not int64 (an averaged or cast copy of all buffers).
     """
     mean, var, num_batches, _ = running
     if mean is None or var is None or torch.compiler.is_compiling() or rebuilding():
@@ -43,9 +44,9 @@ def in_the_same_call(running: Running) -> Running | None:
 
 
 def update_running_statistics(running: Running, mean: Tensor, m2: Tensor, count: int | Tensor) -> None:
-    """Move the running statistics towards a batch's, in place, and for what is not None.
+    """Move the running statistics that are not None towards a batch's, in place.
 
-    A forward pass that a backward pass repeats, to rebuild what was not kept, does nothing a second time.
+    Does nothing in a recompute: the first forward pass has moved them.
     """
     if rebuilding() or (running.mean is None and running.num_batches is None):
         return

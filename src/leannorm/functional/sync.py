@@ -29,16 +29,19 @@ def sync_batch_norm(
     debug_consistency: bool = False,
     name: str = "sync_batch_norm",
 ) -> Tensor:
-    r"""`batch_norm_act` over the batches of all ranks in `process_group` together.
+    """`batch_norm_act` by the statistics of all ranks' inputs together.
 
-    .. math:: y = \mathrm{act}\big((x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma
-        + \beta + r\big)
+        y = act((x - E[x]) / sqrt(Var[x] + eps) * weight + bias + residual)
 
-    Shapes, dtypes, errors on inputs and what is kept: as `batch_norm_act`. Groups, cost, and errors between
-    ranks: as `leannorm.nn.SyncBatchNorm`, which remembers in addition what checkpointing repeats. Evaluation
-    is `batch_norm_act`. `name` is what errors between ranks call this use; ranks that meet must be in uses
-    of one name.
-    Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
+    In training E and Var are over the batches of all ranks in `process_group`; groups, cost, `timeout` and
+    `debug_consistency` are those of `leannorm.nn.SyncBatchNorm`. Evaluation is `batch_norm_act`. Errors
+    between ranks call this use by `name`, and ranks that share statistics must use the same name. The layer
+    alone remembers the sums for a pass that checkpointing repeats; this function adds them up again.
+
+    Shapes, Dtypes: as `batch_norm_act`.
+    Kept: as `batch_norm_act`, and 8 bytes.
+    Raises: as `batch_norm`, and `SyncError` where a rank is missing or calls something else.
+    Source: as `batch_norm`.
 
     >>> import torch
     >>> from leannorm import functional as F

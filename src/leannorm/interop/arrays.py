@@ -1,13 +1,10 @@
-"""Arrays of any library as tensors under dotted names, and back; files written whole or not at all."""
+"""Arrays of any library as tensors under dotted names, and back."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +13,8 @@ from torch import Tensor
 
 from leannorm._errors import InputError, MissingDependencyError
 
-# what Keras and Paddle put beside the parameters
-PASSED_OVER = ("StructuredToParameterName@@",)
+# entries of Paddle's files that hold no parameters
+IGNORED = ("StructuredToParameterName@@",)
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ def optional(module: str, purpose: str) -> Any:
 
 
 def to_tensor(key: str, value: Any) -> Tensor:
-    """The array as a tensor of its own; bfloat16 of other libraries included."""
+    """A copy of the array as a tensor, bfloat16 of other libraries included; a tensor is only detached."""
     if isinstance(value, Tensor):
         return value.detach()
     array = np.array(value)
@@ -55,7 +52,7 @@ def to_tensor(key: str, value: Any) -> Tensor:
 
 
 def to_array(value: Tensor) -> np.ndarray[Any, Any]:
-    """For numpy; bfloat16, which numpy lacks, widens to float32."""
+    """The tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
     value = value.detach().cpu()
     return np.asarray((value.float() if value.dtype == torch.bfloat16 else value).numpy())
 
@@ -63,12 +60,12 @@ def to_array(value: Tensor) -> np.ndarray[Any, Any]:
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings and sequences as one mapping with dotted keys."""
     if isinstance(tree, Mapping):
-        items = [(str(key), value) for key, value in tree.items() if key not in PASSED_OVER]
+        items = [(str(key), value) for key, value in tree.items() if key not in IGNORED]
     elif isinstance(tree, (list, tuple)):
-        if len(tree) == 2 and isinstance(tree[0], str):  # Paddle: a tensor with its name
+        if len(tree) == 2 and isinstance(tree[0], str):  # Paddle: (name, tensor)
             return flat(tree[1], prefix)
         if all(isinstance(value, (int, float)) for value in tree):
-            return {prefix: tree}  # an array written out
+            return {prefix: tree}  # an array as a list of numbers
         items = [(str(index), value) for index, value in enumerate(tree)]
     else:
         return {prefix: tree}
@@ -84,18 +81,3 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def from_mapping(mapping: Mapping[str, Any]) -> Checkpoint:
     return Checkpoint({key: to_tensor(key, value) for key, value in flat(mapping).items()})
-
-
-def write(path: Path, content: bytes) -> None:
-    """Under another name first, then renamed: the file is there whole or not at all."""
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"there is no folder {str(path.absolute().parent)!r}: create it, or name another")
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)  # mkstemp's own mode shuts everyone else out
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -1,4 +1,4 @@
-"""load: a checkpoint of any framework into a model."""
+"""`load`: read a checkpoint of any framework into a model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ from leannorm.interop.sources import read_any
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` did.
+    """What `load` did: which keys matched, which did not, and what it set or left open.
 
     `loaded`: our key → the checkpoint's; `missing`, `surplus`: what matched nothing; `notes`: what the
     checkpoint left open; `settings`: layer → the eps and momentum that were set on it.
+
+    >>> import torch
+    >>> from leannorm import interop
+    >>> layer = torch.nn.LayerNorm(2)
+    >>> interop.load(layer, layer.state_dict(), source="torch").loaded
+    {'weight': 'weight', 'bias': 'bias'}
     """
 
     loaded: dict[str, str]
@@ -40,7 +46,7 @@ class Loaded:
 def _value(
     slot: Slot, key: str, array: Tensor, theirs: Convention, factor: float, problems: list[str]
 ) -> Tensor:
-    """The array as it will stand in the model; what is wrong with it joins `problems`."""
+    """The array converted for the model's tensor; what is wrong with it is added to `problems`."""
     value = to_ours(array, slot, theirs)
     if value.shape != slot.tensor.shape:
         problems.append(
@@ -76,7 +82,7 @@ def load(
 ) -> Loaded:
     """Fill a model from a checkpoint written under another framework's conventions.
 
-    running_var = var * n / (n - 1) where the source keeps the biased variance and `count` gives n.
+        running_var = var * n / (n - 1) where the source keeps the biased variance and `count` gives n.
 
     Args:
         model: any module; its norm, linear, convolution and embedding layers are read by the source's names
@@ -92,7 +98,7 @@ def load(
         momentum: the same; in the source's own sense.
         strict: False leaves alone what is missing and passes over what is surplus.
 
-    Errors: `InputError` for an unknown source, keys that match nothing, wrong shapes, NaN in statistics,
+    Raises: `InputError` for an unknown source, keys that match nothing, wrong shapes, NaN in statistics,
     a negative variance, a damaged file; `MissingDependencyError` for a format whose reader is not
     installed. The model is unchanged after any. Warns (`ConventionWarning`) of what stays open.
 

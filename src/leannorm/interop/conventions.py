@@ -1,4 +1,4 @@
-"""How each framework writes a norm layer: momentum, eps, running variance, names and axes, in one table."""
+"""The conventions of each framework in one table: momentum, eps, running variance, names, order of axes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm import _checks
 
-# our tensor → their names for it; saving writes the first, loading takes any
+# torch's name of a tensor → the framework's names; saving writes the first, loading accepts any
 Names = Mapping[str, tuple[str, ...]]
 
 # o: output features, i: input features (of one group), *: the spatial axes, ~: the spatial axes reversed
@@ -19,7 +19,13 @@ TORCH_AXES = {"linear": "oi", "conv": "oi*", "conv_transpose": "io*"}
 
 @dataclass(frozen=True)
 class Convention:
-    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults."""
+    """One framework's way to write a norm layer; `momentum` and each eps are its own defaults.
+
+    >>> from leannorm import interop
+    >>> keras = interop.CONVENTIONS["keras"]
+    >>> keras.eps, keras.momentum_weighs_old
+    (0.001, True)
+    """
 
     framework: str
     momentum: float
@@ -33,17 +39,18 @@ class Convention:
     axes: Mapping[str, str] = field(default_factory=lambda: TORCH_AXES)
 
     def attribute(self, value: float) -> float:
-        """The value that the framework computes with when it is told `value`."""
+        """The value that the framework computes with if its layer is made with `value`."""
         return float(struct.unpack("f", struct.pack("f", value))[0]) if self.float32_attributes else value
 
     def torch_momentum(self, momentum: float) -> float:
         """The weight of the new value, from the framework's momentum.
 
-        >>> CONVENTIONS["keras"].torch_momentum(0.99)
+        >>> from leannorm import interop
+        >>> interop.CONVENTIONS["keras"].torch_momentum(0.99)
         0.01
         """
         momentum = self.attribute(momentum)
-        # 1 - 0.99 is 0.010000000000000009: the digits behind the fifteenth are the subtraction's
+        # 1 - 0.99 is 0.010000000000000009: digits after the fifteenth are rounding errors of the subtraction
         return round(1 - momentum, 15) if self.momentum_weighs_old else momentum
 
 
@@ -117,7 +124,7 @@ CONVENTIONS: dict[str, Convention] = {
                 **_layers("kernel", "bias", "embedding"),
                 "rms_norm": {"weight": ("scale",)},
             },
-            # its transposed convolution is a plain one over a spread input: the kernel is not turned round
+            # its transposed convolution is a convolution over a dilated input: the kernel is not flipped
             axes={"linear": "io", "conv": "*io", "conv_transpose": "~io"},
         ),
         Convention(  # onnx.ai/onnx/operators: BatchNormalization-15, LayerNormalization-17

@@ -1,4 +1,4 @@
-"""save: a model as a checkpoint of another framework."""
+"""`save`: write a model as a checkpoint of another framework."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import InputError
-from leannorm.interop.arrays import to_array, write
+from leannorm._files import replacing
+from leannorm.interop.arrays import to_array
 from leannorm.interop.conventions import Convention, convention
 from leannorm.interop.files import TEMPLATES, WRITERS
 from leannorm.interop.matching import STATISTICS, Slot, match, slots_of, to_theirs
@@ -55,7 +56,7 @@ def save(
 ) -> dict[str, Any]:
     """Write a model's parameters and statistics under another framework's conventions; `load` the other way.
 
-    var = running_var * (n - 1) / n where the target keeps the biased variance and `count` gives n.
+        var = running_var * (n - 1) / n where the target keeps the biased variance and `count` gives n.
 
     Args:
         model: any module that `load` takes.
@@ -71,7 +72,7 @@ def save(
     nested in params and batch_stats, arrays of numpy; for torch a state_dict. bfloat16, which numpy lacks,
     is widened to float32 in it (for Paddle: its bits as uint16, as Paddle has it).
 
-    Errors: `InputError` for a layer that the target has no rule for, or a `like` that does not fit; no file
+    Raises: `InputError` for a layer that the target has no rule for, or a `like` that does not fit; no file
     is written then, and none is ever left half-written. Warns (`ConventionWarning`) where count is not given.
 
     >>> import math
@@ -118,7 +119,9 @@ def _write(
 ) -> None:
     if path.suffix in WRITERS:
         pickled = path.suffix == ".pdparams"  # holds arrays of numpy, the others tensors
-        write(path, WRITERS[path.suffix](_tree(arrays if pickled else values, theirs.framework, slots)))
+        content = WRITERS[path.suffix](_tree(arrays if pickled else values, theirs.framework, slots))
+        with replacing(path) as file:
+            file.write(content)
         return
     if path.suffix not in TEMPLATES:
         raise InputError(f"{path} must end in one of {', '.join([*WRITERS, *TEMPLATES])}")
@@ -145,4 +148,6 @@ def _write(
         raise InputError(
             f"{like} is not of the same network, nothing was written:\n  " + "\n  ".join(problems)
         )
-    write(path, TEMPLATES[path.suffix](Path(like), filling))
+    content = TEMPLATES[path.suffix](Path(like), filling)
+    with replacing(path) as file:
+        file.write(content)

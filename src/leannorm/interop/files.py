@@ -1,4 +1,4 @@
-"""Reading checkpoint files without running any code found in one; writing those of free form."""
+"""Reading checkpoint files without running code from them, and writing the formats with a free layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from leannorm.interop.arrays import Checkpoint, flat, from_mapping, optional, to
 
 
 class _PickledDtype:
-    """Stands in for numpy.dtype: numpy's own unpickling trusts its input, this does not."""
+    """Replaces numpy.dtype while unpickling: numpy's own unpickling trusts its input, this does not."""
 
     def __init__(self, code: str, *_: object) -> None:
         self.code, self.order = code, "="
@@ -29,7 +29,7 @@ class _PickledDtype:
 
 
 class _PickledArray:
-    """Stands in for numpy.ndarray: shape, dtype and bytes, checked against each other."""
+    """Replaces numpy.ndarray while unpickling: checks shape, dtype and bytes against each other."""
 
     def __init__(self, *_: object) -> None:
         self.array: np.ndarray[Any, Any] | None = None
@@ -149,7 +149,7 @@ WRITERS: dict[str, Callable[[Any], bytes]] = {
     ".bin": _torch,
 }
 
-# files whose structure only their own framework can make: a copy of one is filled with the model's values
+# formats whose layout only their framework can make: a copy of such a file is filled with the model's values
 TEMPLATES: dict[str, Callable[[Path, Mapping[str, Tensor]], bytes]] = {
     ".h5": keras_files.filled,
     ".hdf5": keras_files.filled,
@@ -172,7 +172,7 @@ READERS: dict[str, Callable[[Path], Checkpoint]] = {
 
 
 def read(path: Path) -> Checkpoint:
-    """The file by its ending; what is wrong with it is an InputError that names it."""
+    """Read the file by its suffix; any defect raises an InputError that names the file."""
     if path.suffix not in READERS:
         raise InputError(f"{path} must end in one of {', '.join(READERS)}; or pass its arrays as a mapping")
     try:

@@ -1,4 +1,4 @@
-"""Keras' files: .weights.h5 (numbered arrays), older .h5 (named ones), .keras (the first kind, zipped)."""
+"""Keras' files: .weights.h5 (numbered arrays), older .h5 (named arrays), .keras (a zipped .weights.h5)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMS = ("BatchNormalization", "LayerNormalization", "GroupNormalization", "RMSN
 
 
 def _norms(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Dotted name and description of every norm layer in a saved model's architecture."""
+    """Dotted name and configuration of every norm layer in a saved model's configuration."""
     for layer in config.get("config", {}).get("layers", ()):
         name = prefix + str(layer["config"]["name"])
         if layer["class_name"] in NORMS:
@@ -32,10 +32,10 @@ def _h5py() -> Any:
 
 
 def _refuse_damaged_heaps(content: bytes) -> None:
-    """The HDF5 library walks a heap of texts by the sizes written in it, and for a size of 0 does not end.
+    """Raises for a damaged global heap: on an entry of size 0 the HDF5 library loops forever.
 
-    A heap is a signature, its size, and entries of a number, a size and as many bytes; number 0 is what is
-    free at its end. Source: HDF5 File Format Specification 3.0, section III.E.
+    A heap is a signature, its size, and entries; an entry is a number, a size and that many bytes. Number 0
+    is the free space at the end. Source: HDF5 File Format Specification 3.0, section III.E.
     """
     signature = b"GCOL\x01\0\0\0"
     start = content.find(signature)
@@ -51,7 +51,7 @@ def _refuse_damaged_heaps(content: bytes) -> None:
 
 
 def _attribute(group: Any, name: str) -> Any:
-    """An attribute's value; the HDF5 library may crash on lists of other than text, and Keras writes none."""
+    """An attribute's value. The HDF5 library may crash on lists of anything but text; Keras writes none."""
     dtype = group.attrs.get_id(name).dtype
     if dtype.kind == "O" and _h5py().check_string_dtype(dtype) is None:
         raise ValueError(f"the attribute {name} is neither text nor numbers")
@@ -59,7 +59,7 @@ def _attribute(group: Any, name: str) -> Any:
 
 
 def _texts(group: Any, attribute: str) -> list[str]:
-    """A list of names; HDF5 holds 64 KiB an attribute, so that Keras spreads long ones over several."""
+    """A list of names. An HDF5 attribute holds at most 64 KiB, so Keras splits long lists into several."""
     found = [attribute] if attribute in group.attrs else []
     while f"{attribute}{len(found)}" in group.attrs:
         found.append(f"{attribute}{len(found)}")
@@ -87,7 +87,7 @@ def _numbered(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from ((f"{prefix}{index}", child[index]) for index in child)
         elif name == "layers":
             for layer, content in child.items():
-                # the group is called by the layer's class, its attribute holds the layer's name
+                # the group is named after the layer's class; its attribute holds the layer's name
                 own = layer
                 if "vars" in content and "name" in content["vars"].attrs:
                     own = _attribute(content["vars"], "name")
@@ -97,7 +97,7 @@ def _numbered(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _datasets(file: Any, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every array's place in the open file by "layer.name", and the norms' settings where they are stated."""
+    """Every dataset of the open file by "layer.name", and the norms' settings that the file states."""
     if "model_config" in file.attrs:
         config = json.loads(_attribute(file, "model_config"))
     root = file.get("model_weights", file)

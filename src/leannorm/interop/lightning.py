@@ -1,11 +1,14 @@
-"""Lightning's `sync_batchnorm=True` with leannorm's layers, on any device."""
+"""Lightning: training steps in less memory, and `sync_batchnorm=True` on any device."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
 from leannorm._errors import MissingDependencyError
+from leannorm.saving import lean
 from leannorm.transforms import convert
 
 
@@ -20,8 +23,8 @@ def layer_sync(process_group: Any = None) -> Any:
     Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
     """
 
-    class LeannormLayerSync(_lightnings_own()):  # type: ignore[misc]
-        """Derived from Lightning's own, beside which no other plug-in is let in."""
+    class LeannormLayerSync(_lightnings_plugin()):  # type: ignore[misc]
+        """Derived from Lightning's plug-in, since Lightning accepts only one of that type."""
 
         def apply(self, model: Any) -> Any:
             self._before = [(module, type(module), frozenset(vars(module))) for module in model.modules()]
@@ -41,10 +44,57 @@ def layer_sync(process_group: Any = None) -> Any:
     return LeannormLayerSync()
 
 
-def _lightnings_own() -> Any:
+def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
+    """A Lightning callback under which `training_step` runs in `lean` while `fit` runs.
+
+    `Trainer(callbacks=[lean_callback()])`; the arguments are those of `lean`. The module and its checkpoints
+    stay as they are. `callback.saved` tells what the last step held and rebuilt.
+
+    Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed,
+    `InputError` as `lean` does.
+    Source: `lightning.pytorch.callbacks.Callback`, Lightning 2.6.
+    """
+    saved = lean(recompute, **settings)
+
+    class LeanCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]
+        """Stands in `training_step` from `on_fit_start` on, until the trainer lets go of the module."""
+
+        def __init__(self) -> None:
+            self.saved = saved
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.training_step = _in_context(saved, pl_module.training_step)
+
+        def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            vars(pl_module).pop("training_step", None)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _lean_callback, (recompute, settings)
+
+    return LeanCallback()
+
+
+def _lean_callback(recompute: Any, settings: dict[str, Any]) -> Any:
+    return lean_callback(recompute, **settings)
+
+
+def _in_context(context: lean, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _lightnings_plugin() -> Any:
+    return _of_lightning("plugins.layer_sync", "TorchSyncBatchNorm")
+
+
+def _of_lightning(module: str, name: str) -> Any:
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
-            return import_module(f"{package}.plugins.layer_sync").TorchSyncBatchNorm
+            return getattr(import_module(f"{package}.{module}"), name)
         except ModuleNotFoundError:
             continue
-    raise MissingDependencyError("layer_sync needs Lightning; pip install lightning, or pytorch-lightning")
+    raise MissingDependencyError("this needs Lightning; pip install lightning, or pytorch-lightning")

@@ -1,4 +1,4 @@
-"""Which tensor of a model is which entry of a checkpoint, and the entry's values in the model's form."""
+"""Matching: which tensor of a model is which entry of a checkpoint, with the axes converted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: tuple[tuple[tuple[type[torch.nn.Module], ...], str], ...] = (
 )
 
 
-# of torch, but no layers: what they hold is the model's own
+# classes of torch that are no layers: their parameters are the model's own
 HOLDERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
 STATISTICS = ("running_mean", "running_var")
 
@@ -47,7 +47,7 @@ class Slot:
 
     @property
     def optional(self) -> bool:
-        """Counters and index tables: nothing that training learns, and no other framework keeps them."""
+        """Is it a counter or an index table? Other frameworks do not save those."""
         return not self.tensor.is_floating_point()
 
 
@@ -60,7 +60,7 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def foreign_names(name: str, names: Mapping[str, str | Sequence[str]]) -> tuple[str, ...]:
-    """What the checkpoint calls the module: by `names` of it or of its nearest ancestor named there."""
+    """The module's names in the checkpoint: from its entry in `names`, or that of its nearest ancestor."""
     ancestor = name
     while ancestor not in names and ancestor:
         ancestor = ancestor.rpartition(".")[0]
@@ -84,18 +84,18 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _leaves(
     module: torch.nn.Module, role: str, learned: Sequence[str], theirs: Convention
 ) -> tuple[str, ...]:
-    """The names that the framework may have for this tensor of this layer."""
+    """The names that the framework may give this tensor of this layer."""
     kind = kind_of(module)
     if theirs.framework == "torch":
         return (role,)
     if kind is not None:
         leaves = theirs.names.get(kind, {}).get(role, ())
     elif type(module).__module__.startswith("torch.") and not isinstance(module, HOLDERS):
-        return ()  # a layer whose names and axes in the framework nobody wrote down
+        return ()  # a layer that is not in the table of conventions
     else:
-        leaves = (role,)  # a model's own parameter: no framework has a convention for it
+        leaves = (role,)  # a model's own parameter: there is no convention for it
     if theirs.framework == "keras" and role in learned:
-        leaves += (str(learned.index(role)),)  # .weights.h5 and lists number what they hold
+        leaves += (str(learned.index(role)),)  # .weights.h5 and lists number their arrays
     return leaves
 
 
@@ -128,8 +128,8 @@ def slots_of(
 
 
 @dataclass(frozen=True)
-class Match:
-    """`pairs` of a slot and the checkpoint's key for it; `problems` are true whether strict or not."""
+class Pairing:
+    """`pairs` of a slot and its key in the checkpoint; `problems` are errors also with strict=False."""
 
     pairs: list[tuple[Slot, str]]
     missing: list[str]
@@ -138,13 +138,13 @@ class Match:
 
 
 def _number_of(key: str) -> str | None:
-    """The layer that the key numbers an array of."""
+    """The layer, if the key ends in the number of one of its arrays."""
     layer, _, leaf = key.rpartition(".")
     return layer if leaf.isdigit() else None
 
 
-def match(slots: Sequence[Slot], keys: Sequence[str]) -> Match:
-    """Pair slots and keys by name; tensors that the model uses twice need one key only."""
+def match(slots: Sequence[Slot], keys: Sequence[str]) -> Pairing:
+    """Pair slots and keys by name; a tensor that the model uses twice needs only one key."""
     present = set(keys)
     pairs, problems = [], []
     for slot in slots:
@@ -161,7 +161,7 @@ def match(slots: Sequence[Slot], keys: Sequence[str]) -> Match:
     ]
     used = {key for _, key in pairs}
     surplus = [key for key in keys if key not in used]
-    # numbers say nothing of what they hold: with another count, each might hold something else
+    # numbers do not name the arrays: if the count differs, each of them may be another array
     numbered = {_number_of(key) for slot, key in pairs if key != slot.candidates[0]}
     for prefix in sorted(layer for layer in numbered if layer is not None):
         there = [key for key in keys if _number_of(key) == prefix]
@@ -170,10 +170,10 @@ def match(slots: Sequence[Slot], keys: Sequence[str]) -> Match:
             problems.append(
                 f"{prefix} holds {len(there)} numbered arrays, the model {len(ours)}: {', '.join(ours)}"
             )
-    return Match(pairs, missing, surplus, problems)
+    return Pairing(pairs, missing, surplus, problems)
 
 
-def _depthwise(slot: Slot, convention: Convention) -> bool:
+def _is_depthwise(slot: Slot, convention: Convention) -> bool:
     module = slot.module
     return (
         convention.framework == "keras"
@@ -189,21 +189,21 @@ def _axes(slot: Slot, convention: Convention) -> str | None:
 
 
 def to_ours(value: Tensor, slot: Slot, convention: Convention) -> Tensor:
-    """The checkpoint's array with the model's axes; a wrong number of axes comes back as it is."""
+    """The checkpoint's array with the model's order of axes; unchanged if the number of axes differs."""
     axes = _axes(slot, convention)
     if value.dim() != slot.tensor.dim() or axes is None:
         return value
-    if _depthwise(slot, convention) and value.shape[-2] != 1:
-        value = value.flatten(-2).unsqueeze(-2)  # DepthwiseConv2D: one axis for inputs, one for multiples
+    if _is_depthwise(slot, convention) and value.shape[-2] != 1:
+        value = value.flatten(-2).unsqueeze(-2)  # DepthwiseConv2D: (*, input channels, multiplier)
     return permuted(value, axes, TORCH_AXES[slot.kind or ""])
 
 
 def to_theirs(slot: Slot, convention: Convention) -> Tensor:
-    """The model's tensor with the framework's axes, on the CPU."""
+    """The model's tensor with the framework's order of axes, on the CPU."""
     value, axes = slot.tensor.detach().cpu(), _axes(slot, convention)
     if axes is None:
         return value
     value = permuted(value, TORCH_AXES[slot.kind or ""], axes)
-    if _depthwise(slot, convention):
+    if _is_depthwise(slot, convention):
         value = value.squeeze(-2).unflatten(-1, (slot.module.groups, -1))
     return value.contiguous()

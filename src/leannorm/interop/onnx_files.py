@@ -1,4 +1,4 @@
-"""ONNX files: what an initializer is follows from the node that reads it, not from its name."""
+"""ONNX files: the node that reads an initializer decides what it is; its name does not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leannorm._errors import InputError
 from leannorm.interop.arrays import Checkpoint, optional, to_array, to_tensor
 from leannorm.interop.conventions import CONVENTIONS
 
-# inputs behind the first, by the operators' own names
+# the names of each operator's inputs after the first
 OPERATORS: dict[str, tuple[str, ...]] = {
     "BatchNormalization": ("scale", "B", "input_mean", "input_var"),
     "LayerNormalization": ("Scale", "B"),
@@ -34,7 +34,7 @@ class _Place:
 
 
 def _layer(node: Any, inputs: list[str]) -> str:
-    """The layer's name: what its parameters' names share before the last dot, else the node's own."""
+    """The layer's name: the common prefix of its parameters' names up to the last dot, or the node's name."""
     prefixes = {name.rpartition(".")[0] for name in inputs}
     shared = prefixes.pop() if len(prefixes) == 1 else ""
     name = shared if shared and "::" not in shared else node.name or node.output[0]

@@ -1,4 +1,4 @@
-"""What a checkpoint may leave open, and the caller says: counts behind the variances, eps, momentum."""
+"""Settings that a checkpoint may lack and that the caller gives: eps, momentum, values behind a variance."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ DEFAULT_EPS: dict[str | None, Callable[[Convention], float | None]] = {
 
 
 class ConventionWarning(UserWarning):
-    """The checkpoint leaves open what the two frameworks do differently; the message names the argument."""
+    """The checkpoint leaves open what the two frameworks do differently; the message names the argument.
+
+    >>> from leannorm import interop
+    >>> issubclass(interop.ConventionWarning, UserWarning)
+    True
+    """
 
 
 def per_layer(argument: str, given: PerLayer, layers: Sequence[str]) -> Mapping[str, float]:
-    """The argument for each of the layers it concerns: one number for all, or a mapping of their names."""
+    """The argument by layer; given as one number for all `layers`, or as a mapping from their names."""
     if given is None or not isinstance(given, Mapping):
         return {} if given is None else dict.fromkeys(layers, given)
     unknown = sorted(set(given) - set(layers))
@@ -38,7 +43,7 @@ def per_layer(argument: str, given: PerLayer, layers: Sequence[str]) -> Mapping[
 
 
 def factors_of(count: PerLayer, slots: Sequence[Slot], theirs: Convention) -> dict[str, float]:
-    """n/(n-1) for each layer whose count is given."""
+    """The factor n/(n-1) of each layer whose count is given."""
     counts = per_layer("count", count, [s.module_name for s in slots if s.role == "running_var"])
     if counts and not theirs.biased_running_var:
         raise InputError(
@@ -76,19 +81,19 @@ def warn_of(notes: Sequence[str]) -> None:
 def settings_of(
     model: torch.nn.Module, theirs: Convention, checkpoint: Checkpoint, names: Names, **given: PerLayer
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Which eps and momentum to set, and what stays open because neither file nor caller says it."""
+    """The eps and momentum to set by layer, and notes on those that neither the file nor the caller gives."""
     norms = {name: module for name, module in model.named_modules() if kind_of(module) in DEFAULT_EPS}
     changes: dict[str, dict[str, float]] = {}
     notes = []
     for argument, values in given.items():
         layers = {name: module for name, module in norms.items() if hasattr(module, argument)}
-        told = per_layer(argument, values, list(layers))
-        unsaid: dict[str, float] = {}
+        requested = per_layer(argument, values, list(layers))
+        unknown: dict[str, float] = {}
         for name, module in layers.items():
             stated = [checkpoint.settings[f] for f in foreign_names(name, names) if f in checkpoint.settings]
             ours = getattr(module, argument)
             default = theirs.momentum if argument == "momentum" else DEFAULT_EPS[kind_of(module)](theirs)
-            value = told.get(name, stated[0].get(argument, default) if stated else default)
+            value = requested.get(name, stated[0].get(argument, default) if stated else default)
             if value is None:
                 continue
             if argument == "momentum":
@@ -98,18 +103,18 @@ def settings_of(
                 check = _checks.positive_eps if kind_of(module) == "batch_norm" else _checks.non_negative_eps
                 check(value)
                 value = theirs.attribute(value)
-            # the file's float32 of our own value says nothing new
+            # equal up to the rounding of a file that stores float32
             same = ours is not None and math.isclose(ours, value, rel_tol=1e-6)
-            if name in told or (stated and argument in stated[0] and not same):
+            if name in requested or (stated and argument in stated[0] and not same):
                 changes.setdefault(name, {})[argument] = value
             elif default is not None and not (stated or same or theirs.framework == "torch"):
-                unsaid[name] = default
-        if unsaid:
-            name, default = next(iter(unsaid.items()))
+                unknown[name] = default
+        if unknown:
+            name, default = next(iter(unknown.items()))
             notes.append(
                 f"the checkpoint does not say its {argument}: {theirs.framework}'s default is {default:g}"
                 + (f" (torch writes it {theirs.torch_momentum(default):g})" if argument == "momentum" else "")
-                + f", here {listed(list(unsaid))} has {getattr(norms[name], argument)}; "
+                + f", here {listed(list(unknown))} has {getattr(norms[name], argument)}; "
                 f"pass {argument}= as the {theirs.framework} layers had it"
             )
     return changes, notes

@@ -1,4 +1,4 @@
-"""A checkpoint from a path, a mapping or a list, its keys and values in the one form that is matched."""
+"""A checkpoint from a path, a mapping or a list, with keys and values in one form for `match`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from leannorm.interop.files import read
 from leannorm.interop.matching import Slot
 from leannorm.interop.settings import listed
 
-# of Flax: learned and running; one layer's tensors are in both
+# Flax's collections of parameters and running statistics; a batch norm has tensors in both
 COLLECTIONS = ("params.", "batch_stats.")
 
 
 def _blobs(checkpoint: Checkpoint) -> Checkpoint:
-    """Caffe's sums of mean and variance, divided by its third blob, the weight they have gathered."""
+    """Caffe stores sums of means and variances; divide them by its third blob, the accumulated weight."""
     tensors = dict(checkpoint.tensors)
     for key, factor in checkpoint.tensors.items():
         layer, _, number = key.rpartition(".")
@@ -36,7 +36,7 @@ def _blobs(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _numbered(arrays: Sequence[Any], slots: Sequence[Slot]) -> Checkpoint:
-    """Keras' `get_weights()`: one list, layer by layer in the model's order."""
+    """A list from Keras' `get_weights()`: arrays layer by layer, in the model's order."""
     first: dict[int, Slot] = {}
     for slot in slots:
         if slot.candidates and not slot.optional:
@@ -52,6 +52,7 @@ def _numbered(arrays: Sequence[Any], slots: Sequence[Slot]) -> Checkpoint:
 
 
 def read_any(source: Any, theirs: Convention, slots: Sequence[Slot]) -> Checkpoint:
+    """The checkpoint from a path, a mapping or Keras' list of arrays."""
     if isinstance(source, (str, os.PathLike)):
         checkpoint = read(Path(source))
     elif isinstance(source, Mapping):

@@ -9,24 +9,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
 def without_bias(bias: bool) -> dict[str, bool]:
-    """torch's keyword where it is asked for; versions of torch that do not have it say so."""
+    """torch's keyword `bias`, passed only where it is False: older versions of torch do not have it."""
     return {} if bias else {"bias": False}
 
 
-class BatchNormBase(_BatchNorm):
-    """`forward` of every batch norm; `ranks` are the numbers of axes that a subclass accepts."""
+class BatchNormBase(Leaving, _BatchNorm):
+    """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
-    ranks: Sequence[int] = (2, 3, 4, 5)
+    dims: Sequence[int] = (2, 3, 4, 5)
 
     def _sharing(self) -> Sharing | None:
-        """With whom this layer shares a batch's statistics: with nobody, but for SyncBatchNorm."""
+        """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
         return None
 
     def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
-        # no look at the input here: it may be torch.fx's proxy
+        # nothing here may depend on the input: it may be a proxy of torch.fx
         updates = self.training and self.track_running_stats
         reads = updates or not self.training
         return tracked_batch_norm(
@@ -39,7 +40,7 @@ class BatchNormBase(_BatchNorm):
             self.training,
             self.momentum,
             self.eps,
-            self.ranks,
+            self.dims,
             act,
             residual,
             self._sharing() if self.training else None,
@@ -51,4 +52,6 @@ class BatchNormBase(_BatchNorm):
         In training with the batch's own statistics, which move the running ones; in evaluation with the
         running ones, or with the batch's own where `track_running_stats` is False.
         """
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return self._normalize(input)

@@ -43,7 +43,16 @@ class BatchNormActBase(BatchNormBase):
 
 
 class BatchNormAct1d(BatchNormActBase, BatchNorm1d):
-    """Batch norm over (N, C) or (N, C, L), plus a residual, through an activation. See `BatchNormAct2d`.
+    """Batch norm over (N, C) or (N, C, L), plus a residual, through an activation, in one pass.
+
+        layer(x, residual) = act(batch_norm(x) + residual)
+
+    The activations are those of `BatchNormAct2d`; the residual may be left out.
+
+    Shapes: input (N, C) or (N, C, L); residual and output as input.
+    Dtypes: as `functional.batch_norm_act`.
+    Kept: as `BatchNormAct2d`.
+    Raises, Source: as `BatchNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn
@@ -54,17 +63,18 @@ class BatchNormAct1d(BatchNormActBase, BatchNorm1d):
 
 @lists_activations
 class BatchNormAct2d(BatchNormActBase, BatchNorm2d):
-    r"""Batch norm over (N, C, H, W), plus a residual, through an activation, in one pass.
+    """Batch norm over (N, C, H, W), plus a residual, through an activation, in one pass.
 
-    .. math:: y = \mathrm{act}(\hat{x} \gamma + \beta + r), \quad
-        \hat{x} = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon}
+        layer(x) = act(batch_norm(x))
+        layer(x, residual) = act(batch_norm(x) + residual)
 
-    `layer(x)` is `act(batch_norm(x))`, `layer(x, residual)` is `act(batch_norm(x) + residual)`. `act` is one
-    of <activations>. All else is as in `BatchNorm1d`: arguments, errors, state_dict keys.
+    `act` is one of <activations>. All other arguments and the state_dict keys are those of `BatchNorm2d`.
 
-    Kept for the backward pass: the input and 16 bytes a channel; torch's two or three layers keep the
-    input and the activation's input or output as well. With a residual also the output (which the next
-    layer keeps anyway), or the residual where the output does not tell the derivative (<untold>).
+    Shapes: input (N, C, H, W); residual and output as input.
+    Dtypes: as `functional.batch_norm_act`.
+    Kept: as `functional.batch_norm_act`; torch's two or three layers keep the activation's input or output as
+    well.
+    Raises, Source: as `BatchNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn
@@ -75,7 +85,16 @@ class BatchNormAct2d(BatchNormActBase, BatchNorm2d):
 
 
 class BatchNormAct3d(BatchNormActBase, BatchNorm3d):
-    """Batch norm over (N, C, D, H, W), plus a residual, through an activation. See `BatchNormAct2d`.
+    """Batch norm over (N, C, D, H, W), plus a residual, through an activation, in one pass.
+
+        layer(x, residual) = act(batch_norm(x) + residual)
+
+    The activations are those of `BatchNormAct2d`; the residual may be left out.
+
+    Shapes: input (N, C, D, H, W); residual and output as input.
+    Dtypes: as `functional.batch_norm_act`.
+    Kept: as `BatchNormAct2d`.
+    Raises, Source: as `BatchNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn

@@ -8,19 +8,21 @@ from leannorm.nn._base import BatchNormBase
 
 
 class BatchNorm1d(BatchNormBase, torch.nn.BatchNorm1d):
-    r"""Batch norm over (N, C) or (N, C, L); replaces `torch.nn.BatchNorm1d`, same state_dict both ways.
+    """Batch norm over (N, C) or (N, C, L); replaces `torch.nn.BatchNorm1d`, same state_dict both ways.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Mean and biased variance are per channel, over the batch and all positions. In training they are the
-    batch's, and `running_mean` and `running_var` (unbiased) move towards them by `momentum`; with
-    `momentum=None` they are the average over all batches. In evaluation they are the running ones, or the
-    batch's where there are none (`track_running_stats=False`).
+    E and the biased Var are per channel, over the batch and all positions. In training they are the batch's,
+    and `running_mean` and `running_var` (unbiased) move towards them by `momentum`; with `momentum=None` they
+    are the average over all batches. In evaluation they are the running ones, or the batch's where there are
+    none (`track_running_stats=False`). Parameters and defaults are torch's. Runs under
+    `torch.compile(fullgraph=True)`, with `momentum=None` too; `torch.func` transforms and double backward
+    work.
 
-    Parameters, defaults and errors are torch's. Input float32, float64, bfloat16 or float16, any memory
-    layout; the output has the input's dtype and layout. Kept for the backward pass: the input (its own
-    bytes) and 16 bytes a channel. Runs under `torch.compile(fullgraph=True)`, with `momentum=None` too;
-    `torch.func` transforms and double backward work.
+    Shapes: input (N, C) or (N, C, L), in any memory layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel.
+    Raises: as `functional.batch_norm`, and `InputError` for another number of axes.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
 
     >>> import torch
@@ -29,11 +31,19 @@ class BatchNorm1d(BatchNormBase, torch.nn.BatchNorm1d):
     torch.Size([16, 4])
     """
 
-    ranks = (2, 3)
+    dims = (2, 3)
 
 
 class BatchNorm2d(BatchNormBase, torch.nn.BatchNorm2d):
-    """Batch norm over (N, C, H, W); replaces `torch.nn.BatchNorm2d`. See `BatchNorm1d`.
+    """Batch norm over (N, C, H, W); replaces `torch.nn.BatchNorm2d`, same state_dict both ways.
+
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
+
+    Statistics are those of `BatchNorm1d`.
+
+    Shapes: input (N, C, H, W), contiguous, channels_last or any other layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept, Raises, Source: as `BatchNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn
@@ -41,11 +51,19 @@ class BatchNorm2d(BatchNormBase, torch.nn.BatchNorm2d):
     torch.Size([2, 4, 8, 8])
     """
 
-    ranks = (4,)
+    dims = (4,)
 
 
 class BatchNorm3d(BatchNormBase, torch.nn.BatchNorm3d):
-    """Batch norm over (N, C, D, H, W); replaces `torch.nn.BatchNorm3d`. See `BatchNorm1d`.
+    """Batch norm over (N, C, D, H, W); replaces `torch.nn.BatchNorm3d`, same state_dict both ways.
+
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
+
+    Statistics are those of `BatchNorm1d`.
+
+    Shapes: input (N, C, D, H, W), contiguous, channels_last_3d or any other layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept, Raises, Source: as `BatchNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn
@@ -53,4 +71,4 @@ class BatchNorm3d(BatchNormBase, torch.nn.BatchNorm3d):
     torch.Size([2, 4, 2, 8, 8])
     """
 
-    ranks = (5,)
+    dims = (5,)

@@ -14,14 +14,15 @@ from torch.nn.utils.parametrize import is_parametrized
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.functional.conv import EPS_MODES, conv_batch_norm
+from leannorm.nn._leaving import Leaving, quantizing
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-def _written_as(module: torch.nn.Module) -> type[torch.nn.Module]:
-    """The class in the source: torch's parametrizations put one of their own before it."""
+def _unparametrized_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The module's class, without the subclass that torch's parametrizations make of it."""
     cls = type(module)
     return cls.__bases__[0] if is_parametrized(module) else cls
 
@@ -43,7 +44,7 @@ def _check_hooks(*modules: torch.nn.Module) -> None:
             )
 
 
-class _ConvBatchNorm(torch.nn.Module):
+class _ConvBatchNorm(Leaving, torch.nn.Module):
     conv_type: type[_ConvNd]
     bn_type: type[_BatchNorm]
     conv: _ConvNd
@@ -74,7 +75,7 @@ class _ConvBatchNorm(torch.nn.Module):
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
         _checks.positive_eps(eps)
         _checks.momentum(momentum)
-        convolution: Any = self.conv_type  # torch types its sizes by rank, we have one signature for all
+        convolution: Any = self.conv_type  # torch's type hints differ from 1d to 3d, our signature is one
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.conv = convolution(
             in_channels,
@@ -95,7 +96,7 @@ class _ConvBatchNorm(torch.nn.Module):
     def from_pair(cls, conv: _ConvNd, bn: _BatchNorm, eps_mode: str = "inside") -> Self:
         """Join a trained convolution and the batch norm after it; both become the layer's children."""
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
-        if _written_as(conv) is not cls.conv_type:
+        if _unparametrized_class(conv) is not cls.conv_type:
             raise InputError(
                 f"{cls.__name__} joins a torch.nn.{cls.conv_type.__name__}, got {type(conv).__name__}"
             )
@@ -125,6 +126,8 @@ class _ConvBatchNorm(torch.nn.Module):
         conv, bn = self.conv, self.bn
         _check_norm(bn, self.bn_type)
         _check_hooks(conv, bn)
+        if quantizing(input) and self.eps_mode == "inside":
+            return bn(conv(input))  # type: ignore[no-any-return]
         updates = bn.training and bn.track_running_stats
         reads = updates or not bn.training
         return conv_batch_norm(
@@ -152,7 +155,15 @@ class _ConvBatchNorm(torch.nn.Module):
 
 
 class ConvBatchNorm1d(_ConvBatchNorm):
-    """Convolution and batch norm over (N, C, L) that keep only the input. See `ConvBatchNorm2d`.
+    """Convolution and batch norm over (N, C, L) as one layer that keeps only the convolution's input.
+
+        y = (conv(x) - E[conv(x)]) / sqrt(Var[conv(x)] + eps) * bn.weight + bn.bias
+
+    Arguments, children and `eps_mode` are those of `ConvBatchNorm2d`.
+
+    Shapes: input (N, C, L); the output has the convolution's shape.
+    Dtypes: as `functional.conv_batch_norm`.
+    Kept, Raises, Source: as `ConvBatchNorm2d`.
 
     >>> import torch
     >>> from leannorm import nn
@@ -165,21 +176,24 @@ class ConvBatchNorm1d(_ConvBatchNorm):
 
 
 class ConvBatchNorm2d(_ConvBatchNorm):
-    r"""Convolution and batch norm as one layer that keeps only the convolution's input.
+    """Convolution and batch norm as one layer that keeps only the convolution's input.
 
-    .. math:: z = \mathrm{conv}(x), \quad y = (z - \mathrm{E}[z]) / s \cdot \gamma + \beta
+        z = conv(x)
+        y = (z - E[z]) / sqrt(Var[z] + eps) * bn.weight + bn.bias      for eps_mode="inside", as torch.nn
+        y = (z - E[z]) / (sqrt(Var[z]) + eps) * bn.weight + bn.bias    for eps_mode="outside", Var unbiased
 
-    :math:`s = \sqrt{\mathrm{Var}[z] + \epsilon}` for `eps_mode="inside"` (as in `torch.nn`),
-    :math:`s = \sqrt{\mathrm{Var}[z]} + \epsilon`, of the unbiased variance, for `"outside"`.
+    Arguments before the star are those of `torch.nn.Conv2d` (but `bias=False` by default: the norm subtracts
+    any bias), those behind it are those of `torch.nn.BatchNorm2d`. The children `conv` and `bn` hold all
+    parameters and buffers, so state_dict keys are `conv.weight`, `bn.running_mean` and so on;
+    `from_pair(conv, bn)` joins two existing layers and `to_pair()` gives them back. The backward pass runs
+    the convolution a second time. Gradients equal those of `torch.nn.Conv2d` and `leannorm.nn.BatchNorm2d`
+    run one after the other, bit for bit. Double backward works.
 
-    Arguments before the star are those of `torch.nn.Conv2d` (but `bias=False` by default: the norm takes
-    any bias away), those behind it are those of `torch.nn.BatchNorm2d`. The children `conv` and `bn` hold
-    all parameters and buffers, so state_dict keys are `conv.weight`, `bn.running_mean` and so on;
-    `from_pair(conv, bn)` joins two existing layers and `to_pair()` gives them back.
-
-    Input (N, C, H, W), floating; the output has the convolution's shape and dtype. Kept for the backward
-    pass: the input, and 16 bytes an output channel; the convolution runs twice for it. Gradients equal
-    those of `torch.nn.Conv2d` and `leannorm.nn.BatchNorm2d` run apart, bit for bit. Double backward works.
+    Shapes: input (N, C, H, W); the output has the convolution's shape.
+    Dtypes: as `functional.conv_batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes an output channel.
+    Raises: as `functional.batch_norm`; `InputError` for a pair that is not joined, and where a child has a
+    hook.
     Source: "Fusing Convolution and Batch Norm using Custom Function", PyTorch tutorials.
 
     >>> import torch
@@ -196,7 +210,15 @@ class ConvBatchNorm2d(_ConvBatchNorm):
 
 
 class ConvBatchNorm3d(_ConvBatchNorm):
-    """Convolution and batch norm over (N, C, D, H, W) that keep only the input. See `ConvBatchNorm2d`.
+    """Convolution and batch norm over (N, C, D, H, W) as one layer that keeps only the convolution's input.
+
+        y = (conv(x) - E[conv(x)]) / sqrt(Var[conv(x)] + eps) * bn.weight + bn.bias
+
+    Arguments, children and `eps_mode` are those of `ConvBatchNorm2d`.
+
+    Shapes: input (N, C, D, H, W); the output has the convolution's shape.
+    Dtypes: as `functional.conv_batch_norm`.
+    Kept, Raises, Source: as `ConvBatchNorm2d`.
 
     >>> import torch
     >>> from leannorm import nn

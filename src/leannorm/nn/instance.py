@@ -7,15 +7,18 @@ from torch import Tensor
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from leannorm.functional.group import layer_instance_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
-class _InstanceNormBase(_InstanceNorm):
+class _InstanceNormBase(Leaving, _InstanceNorm):
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, ...) or (C, ...), normalized for each sample and channel.
 
         With `track_running_stats` evaluation uses the running statistics, which training moves.
         """
-        # no look at the input here: it may be torch.fx's proxy
+        # nothing here may depend on the input: it may be a proxy of torch.fx
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return layer_instance_norm(
             input,
             self.running_mean,
@@ -31,16 +34,19 @@ class _InstanceNormBase(_InstanceNorm):
 
 
 class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
-    r"""Instance norm over (N, C, L) or (C, L); replaces `torch.nn.InstanceNorm1d`, same state_dict both ways.
+    """Instance norm over (N, C, L) or (C, L); replaces `torch.nn.InstanceNorm1d`, same state_dict both ways.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Mean and biased variance are over all positions of one channel of one sample. With
-    `track_running_stats=True` training moves `running_mean` and `running_var` (unbiased) towards the
-    averages over the samples by `momentum`, and evaluation uses them. Parameters, defaults (no weight, no
-    bias, no running statistics) and errors are torch's. Input float32, float64, bfloat16 or float16, any
-    memory layout; the output has the input's dtype and layout. Kept for the backward pass: the input and
-    16 bytes a channel of a sample.
+    E and the biased Var are over all positions of one channel of one sample. With `track_running_stats=True`
+    training moves `running_mean` and `running_var` (unbiased) towards the averages over the samples by
+    `momentum`, and evaluation uses them. Parameters and defaults (no weight, no bias, no running statistics)
+    are torch's.
+
+    Shapes: input (N, C, L) or (C, L), in any memory layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample.
+    Raises: as `functional.instance_norm`, and `InputError` for another number of axes or of channels.
     Source: Ulyanov, Vedaldi and Lempitsky, 2016, arXiv:1607.08022.
 
     >>> import torch
@@ -51,7 +57,15 @@ class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
 
 
 class InstanceNorm2d(_InstanceNormBase, torch.nn.InstanceNorm2d):
-    """Instance norm over (N, C, H, W) or (C, H, W); replaces `torch.nn.InstanceNorm2d`. See `InstanceNorm1d`.
+    """Instance norm over (N, C, H, W) or (C, H, W); replaces `torch.nn.InstanceNorm2d`, same state_dict.
+
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
+
+    Statistics are those of `InstanceNorm1d`.
+
+    Shapes: input (N, C, H, W) or (C, H, W), in any memory layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept, Raises, Source: as `InstanceNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn
@@ -63,7 +77,13 @@ class InstanceNorm2d(_InstanceNormBase, torch.nn.InstanceNorm2d):
 class InstanceNorm3d(_InstanceNormBase, torch.nn.InstanceNorm3d):
     """Instance norm over (N, C, D, H, W) or (C, D, H, W); replaces `torch.nn.InstanceNorm3d`.
 
-    See `InstanceNorm1d`.
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
+
+    Statistics are those of `InstanceNorm1d`.
+
+    Shapes: input (N, C, D, H, W) or (C, D, H, W), in any memory layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept, Raises, Source: as `InstanceNorm1d`.
 
     >>> import torch
     >>> from leannorm import nn

@@ -9,27 +9,27 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """Normalize every row to mean 0 and variance 1, then scale and shift it; drop-in for torch's.
+class LayerNorm(Leaving, torch.nn.LayerNorm):
+    """Normalize every row to mean 0 and variance 1, then scale and shift it; replaces `torch.nn.LayerNorm`.
 
-    y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias, with E and the biased Var over the normalized axes.
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Args:
-        normalized_shape: the sizes of the last axes (an int: of the last one), normalized together.
-        eps: added to the variance.
-        elementwise_affine: learn a weight (starts at 1) and a bias (starts at 0) of `normalized_shape`.
-        bias: False leaves out the bias alone.
-        dim: normalize this single axis instead: `LayerNorm(C, dim=1)` takes (N, C, H, W) in any layout,
-            moves nothing, and loads the checkpoints of a `LayerNorm2d`.
+    E and the biased Var are over the normalized axes: the last ones, whose sizes are `normalized_shape` (an
+    int: the last one alone), or with `dim` that single axis. `LayerNorm(C, dim=1)` takes (N, C, H, W) in any
+    layout, moves no axis, and loads the checkpoints of a `LayerNorm2d`. All other arguments are torch's.
 
-    Shapes: any input in, the same shape, dtype and layout out. Kept for the backward pass: the input,
-    two statistics a row (8 bytes), the weight. Errors: those of `functional.layer_norm`.
+    Shapes: any input; output as input, in its layout where it is dense.
+    Dtypes: as `functional.layer_norm`.
+    Kept: the input (4 bytes an element in float32) and 8 bytes a row (16 in float64).
+    Raises: as `functional.layer_norm`.
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, arXiv:1607.06450.
 
-    Source: Ba, Kiros, Hinton, "Layer Normalization", 2016; `torch.nn.LayerNorm`.
-
-    >>> LayerNorm(3, dim=1)(torch.rand(2, 3, 4, 4)).mean(1).abs().max().item() < 1e-6
+    >>> import torch
+    >>> from leannorm import nn
+    >>> nn.LayerNorm(3, dim=1)(torch.rand(2, 3, 4, 4)).mean(1).abs().max().item() < 1e-6
     True
     """
 
@@ -53,29 +53,31 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input`, normalized for each row over `normalized_shape`."""
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, dim=self.dim)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _dim_repr(self.dim)
 
 
-class RMSNorm(torch.nn.RMSNorm):
-    """Divide every row by its root mean square, then scale it; drop-in for torch's.
+class RMSNorm(Leaving, torch.nn.RMSNorm):
+    """Divide every row by its root mean square, then scale it; replaces `torch.nn.RMSNorm`.
 
-    y = x / sqrt(E[x^2] + eps) * weight, with E over the normalized axes.
+        y = x / sqrt(E[x^2] + eps) * weight
 
-    Args:
-        normalized_shape: the sizes of the last axes (an int: of the last one), normalized together.
-        eps: added to the mean square; None is the machine epsilon of the arithmetic, as in torch.
-        elementwise_affine: learn a weight (starts at 1) of `normalized_shape`.
-        dim: normalize this single axis instead, without moving it.
+    E is over the normalized axes, which are those of `LayerNorm`. `eps=None` is the machine epsilon of the
+    arithmetic, as in torch. All other arguments are torch's.
 
-    Shapes: any input in, the same shape, dtype and layout out. Kept for the backward pass: the input,
-    two statistics a row (8 bytes), the weight. Errors: those of `functional.rms_norm`.
+    Shapes: as `LayerNorm`.
+    Dtypes: as `functional.layer_norm`.
+    Kept: as `LayerNorm`.
+    Raises: as `functional.layer_norm`.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
-    Source: Zhang, Sennrich, "Root Mean Square Layer Normalization", 2019; `torch.nn.RMSNorm`.
-
-    >>> round(RMSNorm(4)(torch.full((2, 4), 3.0)).mean().item(), 4)
+    >>> import torch
+    >>> from leannorm import nn
+    >>> round(nn.RMSNorm(4)(torch.full((2, 4), 3.0)).mean().item(), 4)
     1.0
     """
 
@@ -99,6 +101,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """`input`, divided for each row by its root mean square over `normalized_shape`."""
+        if quantizing(input) and (seen := quantized(self, input)) is not None:
+            return seen  # type: ignore[no-any-return]
         return rms_norm(input, self.normalized_shape, self.weight, self.eps, dim=self.dim)
 
     def extra_repr(self) -> str:

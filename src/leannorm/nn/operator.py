@@ -7,21 +7,24 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
+from leannorm.nn._leaving import Leaving
 
 
-class BatchNormOp(torch.nn.Module):
-    r"""The `batch_norm_layer` of the operator's design: it owns scale, bias, both estimates and a counter.
+class BatchNormOp(Leaving, torch.nn.Module):
+    """Batch norm as an operator with explicit state: owns scale, bias, both estimates and a counter.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \mathrm{scale} + \mathrm{bias}
+        y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias
+        estimate = estimate * momentum + (1 - momentum) * statistic    in training
 
-    `train()` runs the training operator, `eval()` the inference operator (`is_infer`), on the same
-    variables. The first training batch sets `estimated_mean` and `estimated_var` (biased) to its own
-    statistics, each later one moves them: `estimate * momentum + (1 - momentum) * statistic`. With
-    `use_global_est` training normalizes by the estimates just moved, as constants.
+    This is the `batch_norm_layer` of the operator's design. `train()` runs the training operator, `eval()`
+    the inference operator (`is_infer`), on the same variables. The first training batch sets `estimated_mean`
+    and `estimated_var` (biased) to its own statistics, each later one moves them. With `use_global_est`
+    training normalizes by the estimates just moved, as constants.
 
-    Input (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`, floating; the output has its shape and
-    dtype. Kept for the backward pass: the input and 16 bytes a channel.
-    Raises: `InputError` where a rule is broken.
+    Shapes: input (N, C, *) for `data_layout="NCHW"`, (N, *, C) for `"NHWC"`; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept: the input (4 bytes an element in float32) and 16 bytes a channel.
+    Raises: as `functional.batch_norm`.
     Source: PaddlePaddle's design document "Batch Normalization" (batch_norm_op.md), 2017.
 
     >>> import torch

@@ -18,14 +18,15 @@ from leannorm.distributed.membership import SharesStatistics, sharing_group
 from leannorm.nn._base import BatchNormBase, without_bias
 
 _constructed = itertools.count(1)
-_REMEMBERED = 32  # passes that checkpointing may repeat: micro-batches in flight, at 64 bytes a channel
+# forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
+_REMEMBERED = 32
 
-# what `share` sets
+# the attributes that `share` sets
 SHARING = ("process_group", "timeout", "debug_consistency", "layer_name", "_seen")
 
 
 class Synchronized(SharesStatistics, BatchNormBase):
-    """What makes a batch norm share its statistics; see `SyncBatchNorm`."""
+    """Base of the batch norms that share their statistics over ranks; see `SyncBatchNorm`."""
 
     timeout: float | None = None
     debug_consistency = False
@@ -38,7 +39,7 @@ class Synchronized(SharesStatistics, BatchNormBase):
         debug_consistency: bool = False,
         name: str | None = None,
     ) -> None:
-        """Say with whom to share; `name` is what errors call the layer, in place of its number."""
+        """Set the ranks to share with; `name` is the layer's name in errors, in place of its number."""
         _checks.timeout(timeout)
         self.process_group, self.timeout = process_group, timeout
         self.debug_consistency = debug_consistency
@@ -59,43 +60,45 @@ class Synchronized(SharesStatistics, BatchNormBase):
         return super()._normalize(input, act, residual)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
-        """A copy shares with the same ranks (a process group itself cannot be copied), and with no past."""
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
+        """The copy shares with the same ranks (a process group cannot be copied) and remembers no passes."""
+        copy = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copy
         memo[id(self.process_group)] = self.process_group
         for name, value in self.__dict__.items():
-            twin.__dict__[name] = deque(maxlen=_REMEMBERED) if name == "_seen" else deepcopy(value, memo)
-        return twin
+            copy.__dict__[name] = deque(maxlen=_REMEMBERED) if name == "_seen" else deepcopy(value, memo)
+        return copy
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": deque(maxlen=_REMEMBERED)}
 
 
 class SyncBatchNorm(Synchronized):
-    r"""Batch norm over (N, C, *) whose statistics are those of all ranks' inputs together.
+    """Batch norm over (N, C, *) whose statistics are those of all ranks' inputs together.
 
-    .. math:: y = (x - \mathrm{E}[x]) / \sqrt{\mathrm{Var}[x] + \epsilon} \cdot \gamma + \beta
+        y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Mean and variance are over the batches of all ranks in `process_group`: a group of torch.distributed,
-    "node" (the ranks on one host), or None (all). The ranks' batches and image sizes may differ, a batch
-    may be empty. With one rank or none it is `BatchNorm`, to the bit. Works on any device whose backend has
-    `all_reduce`: gloo on CPU, NCCL on GPU.
+    E and Var are over the batches of all ranks in `process_group`: a group of torch.distributed, "node" (the
+    ranks on one host), or None (all). The ranks' batches and image sizes may differ, a batch may be empty.
+    With one rank or none it is `BatchNorm`, to the bit. Works on any device whose backend has `all_reduce`:
+    gloo on CPU, NCCL on GPU. Replaces `torch.nn.SyncBatchNorm`, same state_dict both ways; derives from
+    `_BatchNorm`, since DistributedDataParallel refuses torch's class on CPU.
 
-    Cost: one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
-    to a multiple of 4 KiB, whatever the number of ranks; no wait for the device. Evaluation does not
-    communicate, without running statistics either. Kept for the backward pass: as `BatchNorm2d`, and 8 bytes.
+    Costs one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
+    to a multiple of 4 KiB, for any number of ranks; the host does not wait for the device. Evaluation does
+    not communicate, without running statistics either.
 
-    Ranks that disagree (other layer, mode, number of channels, eps, momentum or tracking of statistics) all
-    raise the same `SyncError`, on an accelerator at one of the next calls, or at once with
-    `debug_consistency`. Where a rank does not come,
-    the others raise within `timeout` seconds (default and at most: the group's own) and name it; on NCCL
-    this needs `debug_consistency`, else torch's own watchdog ends the process. A batch of one value a
-    channel over all ranks is an `InputError`.
+    Within `leannorm.distributed.no_sync()` each rank uses its own statistics;
+    `leannorm.distributed.join(model)` lets ranks run out of batches. A pass repeated by
+    `torch.utils.checkpoint` neither communicates nor updates.
 
-    Within `leannorm.distributed.no_sync()` each rank is on its own; `leannorm.distributed.join(model)` lets
-    ranks run out of batches. A pass repeated by `torch.utils.checkpoint` neither communicates nor updates.
-    Replaces `torch.nn.SyncBatchNorm`, same state_dict both ways. Derived from `_BatchNorm`, since
-    DistributedDataParallel refuses torch's class on CPU.
+    Shapes: input (N, C, *), in any memory layout; output as input.
+    Dtypes: as `functional.batch_norm`.
+    Kept: the input (4 bytes an element in float32), 16 bytes a channel, and 8 bytes.
+    Raises: as `functional.batch_norm`. `SyncError`, the same on all ranks, where they disagree (another
+    layer, mode, number of channels, eps, momentum or tracking of statistics): on an accelerator at one of the
+    next calls, or at once with `debug_consistency`. `SyncError` on the other ranks, with its name, where a
+    rank is missing for `timeout` seconds (default and at most: the group's own); NCCL needs
+    `debug_consistency` for this, else torch's watchdog ends the process.
     Source: Ioffe and Szegedy, 2015, arXiv:1502.03167; the merge: Chan, Golub and LeVeque, 1983.
 
     >>> import torch

@@ -1,4 +1,4 @@
-"""Each activation: forward, derivative from its input, derivative from its output where that exists.
+"""Each activation: forward, derivative from its input, and from its output where that determines it.
 
 The derivatives agree with torch's at the kinks (relu'(0) = 0, hardtanh'(±1) = 0), so fusing a norm with
 its activation changes no gradient.
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 
 class Activation(NamedTuple):
-    """`grad(z)` is the derivative at input z; `from_output(y)` too, where the output y tells it.
+    """`grad(z)` is the derivative at input z; `from_output(y)` the same from the output y, or None.
 
-    `module` and `functions` (methods by their names) are what computes it in torch, given `parameters`.
+    `module` and `functions` (methods by their names) compute it in torch, with `parameters`.
     """
 
     forward: Callable[[Tensor], Tensor]
@@ -120,14 +120,14 @@ _LISTS = {
         f"{name} ({', '.join(f'{k} {v}' for k, v in a.parameters.items())})" if a.parameters else name
         for name, a in ACTIVATIONS.items()
     ],
-    "<told>": [name for name, a in ACTIVATIONS.items() if a.from_output and name != "identity"],
-    "<untold>": [name for name, a in ACTIVATIONS.items() if not a.from_output],
+    "<from_output>": [name for name, a in ACTIVATIONS.items() if a.from_output and name != "identity"],
+    "<from_input>": [name for name, a in ACTIVATIONS.items() if not a.from_output],
 }
 Documented = TypeVar("Documented", bound=Callable[..., object])
 
 
 def lists_activations(documented: Documented) -> Documented:
-    """Write the table's names into a docstring: all, those whose output tells the derivative, the others."""
+    """Replace the marks in a docstring by names of the table: all, those with a `from_output`, the others."""
     paragraphs = (documented.__doc__ or "").split("\n\n")
     for i, text in enumerate(paragraphs):
         for mark, names in _LISTS.items():

@@ -1,4 +1,4 @@
-"""How a tensor lies in memory."""
+"""Memory layouts of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from leannorm.ops.plan import Plan, row_plan
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """channels_last(_3d) where x lies so, else contiguous."""
+    """channels_last(_3d) where x has that layout, else contiguous."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -17,22 +17,22 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def dense_rows(x: Tensor, start: int, stop: int) -> Plan | None:
-    """(outer, kept, inner) of the rows over the axes start..stop-1, as they lie in memory.
+    """(outer, kept, inner) of the rows over the axes start..stop-1, in the order of memory.
 
-    None where x is not dense, or where the normalized axes, or the others, do not follow each other there
-    in their own order: then no three integers tell where a row's values and its statistics lie.
+    None where x is not dense, or where memory has the normalized axes, or the others, in another order than
+    the shape: then three integers do not give the address of a row's values and of its statistics.
     """
     if x.is_contiguous():
         return row_plan(x.shape, start, stop)
     size, stride = x.shape, x.stride()
     axes = sorted((d for d in range(x.dim()) if size[d] != 1), key=lambda d: -stride[d])
     expected, outer, kept, inner = x.numel(), 1, 1, 1
-    last = {True: -1, False: -1}  # of the normalized axes, of the others
+    last = {True: -1, False: -1}  # the last axis seen: of the normalized ones, of the others
     for d in axes:
         expected //= size[d]
         normalized = start <= d < stop
-        behind = last[True] >= 0 and inner > 1  # an axis that is not normalized stands behind one that is
-        if stride[d] != expected or d < last[normalized] or (normalized and behind):
+        inner_seen = last[True] >= 0 and inner > 1  # an axis inside of the normalized ones
+        if stride[d] != expected or d < last[normalized] or (normalized and inner_seen):
             return None
         last[normalized] = d
         if normalized:

@@ -1,4 +1,4 @@
-"""What kind of call this is: traced, transformed, or plain eager."""
+"""The mode of a call: compiled, transformed by functorch, recorded by autograd, captured, or plain eager."""
 
 from __future__ import annotations
 
@@ -10,18 +10,28 @@ _functorch = torch._C._functorch
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Is a functorch transform or forward-mode AD at work? Then only plain torch operations will do."""
+    """Is a functorch transform or forward-mode AD active? Then only plain torch operations work."""
     if torch.compiler.is_compiling():
         return False
     if forward_ad._current_level >= 0:
         return True
-    if _functorch.peek_interpreter_stack() is not None:  # also for a tensor that the transform does not see
+    if _functorch.peek_interpreter_stack() is not None:  # even if it wraps none of these tensors
         return True
     wrapped = _functorch.is_functorch_wrapped_tensor
-    for t in tensors:  # noqa: SIM110 (a generator would cost as much again)
+    for t in tensors:  # noqa: SIM110 (a generator would take twice as long)
         if t is not None and wrapped(t):
             return True
     return False
+
+
+def leaving() -> bool:
+    """Is this call written into a graph that leaves: by `torch.export`, or by TorchScript's tracer?
+
+    ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._is_tracing()  # torch.jit.is_tracing, at a third of its time
 
 
 def recorded(*tensors: Tensor | None) -> bool:
@@ -34,15 +44,15 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 
 def differentiable(*tensors: Tensor | None) -> bool:
-    """May autograd, a transform or a compiler look inside? Then nothing may be written in place."""
+    """May autograd, a transform or a compiler record this call? Then nothing may be written in place."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*tensors)
 
 
 def rebuilding() -> bool:
-    """Does a backward pass run this forward pass again (checkpointing), for what it did not keep?"""
+    """Is this forward pass a recompute by a backward pass (checkpointing)?"""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def capturing(x: Tensor) -> bool:
-    """Is a CUDA graph being captured, in which nobody may wait for the device or send it anything new?"""
+    """Is a CUDA graph being captured? Then the host may not wait for the device or copy to it."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -36,6 +36,11 @@ def statistics_shape(shape: Sequence[int], groups: int = 0) -> tuple[int, ...]:
     return (shape[1],) if groups == 0 else (shape[0], groups)
 
 
+def values_per_channel(shape: Sequence[int]) -> int:
+    """How many values of an (N, C, *) tensor each channel's statistics are over."""
+    return shape[0] * prod(shape[2:])
+
+
 def row_plan(shape: Sequence[int], start: int, stop: int) -> Plan:
     """Fold a tensor whose axes start..stop-1 are normalized together."""
     return Plan(prod(shape[:start]), prod(shape[start:stop]), prod(shape[stop:]))

@@ -1,4 +1,4 @@
-"""In which dtype arithmetic is done and statistics are kept, and squares that leave neither's range."""
+"""The dtypes of arithmetic and of statistics, and sums of squares that do not overflow."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def gradient_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Gradients of per-channel parameters: the statistics' dtype, float32 where the weight holds no more."""
+    """Gradients of per-channel parameters: the statistics' dtype, float32 if the weight is not float64."""
     return statistics_dtype(x) if weight is None or weight.dtype == torch.float64 else torch.float32
 
 
 def sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Sum of squares over `dims` (kept as 1), scaled by the largest so that 1e30 squared is no infinity."""
+    """Sum of squares over `dims` (kept as 1), scaled by the largest so that 1e30 does not overflow."""
     if deviation.numel() == 0:
         return deviation.sum(dims, keepdim=True).to(dtype)
     scale = deviation.detach().abs().amax(dims, keepdim=True)
     scale = torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
-    # squares and not a norm: a norm has no second derivative at 0, which constant input reaches
+    # not a norm, which has no second derivative at 0, where constant input is
     squares: Tensor = (deviation / scale).square().sum(dims, keepdim=True)
     return squares.to(dtype) * scale.to(dtype).square()

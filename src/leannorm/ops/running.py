@@ -1,4 +1,4 @@
-"""Running statistics in plain torch: what evaluation reads of them, and how a batch's move them."""
+"""Running statistics in plain torch: what evaluation reads, and the update by a batch's statistics."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from leannorm.ops.precision import statistics_dtype
 
 
 def _move(running: Tensor, value: Tensor, factor: float | Tensor) -> None:
+    """running += factor * (value - running), in place."""
     value = _unwrapped(value, running)
-    dtype = torch.promote_types(running.dtype, torch.float32)  # halves would not move by small steps
+    dtype = torch.promote_types(running.dtype, torch.float32)  # in half precision small steps are lost
     weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
     with _outside_of_transforms(running, value):
         if running.dtype == dtype and not transformed(running, value):  # lerp_ has no batching rule
@@ -23,7 +24,7 @@ def _move(running: Tensor, value: Tensor, factor: float | Tensor) -> None:
 
 
 def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
-    """The plain tensor inside torch.func.grad's wrapper, where the buffer is outside of the transform."""
+    """The tensor inside of torch.func.grad's wrapper, if the buffer is not wrapped."""
     functorch = torch._C._functorch
     if torch.compiler.is_compiling() or functorch.is_functorch_wrapped_tensor(buffer):
         return value
@@ -33,7 +34,7 @@ def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
-    """Lets torch.func.grad write a buffer, where neither it nor the value belongs to a transform."""
+    """Turn functorch off to write to a buffer under torch.func.grad, if none of the tensors is wrapped."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
@@ -42,7 +43,7 @@ def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
 
 
 class RunningVerbs:
-    """What evaluation reads of running statistics, and how a batch's move them."""
+    """What evaluation reads, and the update by a batch's statistics."""
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Mean and rstd of evaluation; copies, so that later training may change the buffers."""
@@ -61,7 +62,7 @@ class RunningVerbs:
     ) -> None:
         """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
 
-        In place, and for what is not None. `momentum=None` weighs the batch by 1 / the number of batches,
+        In place; what is None is skipped. `momentum=None` weighs the batch by 1 / the number of batches,
         computed on the device. An empty batch is counted and moves nothing. The number of batches may have
         any dtype, which then rounds the count, as in torch.
         """
@@ -74,7 +75,7 @@ class RunningVerbs:
             if momentum is None and num_batches is not None:
                 factor = (num_batches + 1).to(mean.dtype).reciprocal()
             degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
-            if isinstance(count, Tensor):  # on the device: empty on all ranks
+            if isinstance(count, Tensor):  # known on the device alone; 0 if the batch is empty on all ranks
                 factor = (count > 0).to(count.dtype) * factor
             for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
                 _move(running, value.detach() if value.requires_grad else value, factor)

@@ -1,9 +1,9 @@
-"""Every kernel's schema and fake, in one torch-only file; compiled backends add implementations.
+"""The schema and the fake of every operator that has kernels; the backends register the kernels.
 
 The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
-given where the derivative is to be read from it. `dz` (the residual's gradient) and `total` (input plus
+given where the derivative is computed from it. `dz` (the residual's gradient) and `total` (input plus
 residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
 and `dbias` of channels are float32 where the weight is, or is narrower, and else float64; of a row they are
 empty where they are not wanted, and `dbias` of RMS norm always is.
@@ -51,7 +51,7 @@ _SCHEMAS = (
 
 OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 
-# what happens to statistics between two kernels (ops/sums.py, ops/running.py) as one call each
+# steps on statistics between two kernels (ops/sums.py, ops/running.py), one operator each
 _BETWEEN = (
     "move_running_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum,"
     " Tensor mean, Tensor m2, int count, Tensor? total_count) -> ()",
@@ -61,7 +61,7 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
-# by name, their overload already looked up
+# the operators by name; looking up the overload at every call would cost time
 OPS = SimpleNamespace(**{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)})
 
 

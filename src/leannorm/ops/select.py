@@ -1,4 +1,4 @@
-"""Which backend serves a call, and why the others were passed by."""
+"""Which backend serves a call, and why the others do not."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ def use_backend(name: str) -> Iterator[None]:
     """Within the context every call is served by the backend `name`, or raises; `auto` chooses again.
 
     Process-wide, as torch's own backend flags are: do not change it from several threads at once.
+
+    Raises: `InputError` for an unknown name; within the context, `BackendUnavailableError` for a call that
+    the backend cannot serve.
+
+    >>> import torch, leannorm
+    >>> with leannorm.use_backend("reference"):
+    ...     leannorm.functional.rms_norm(torch.ones(1, 2), (2,))
+    tensor([[1.0000, 1.0000]])
     """
     global _chosen
     if name != AUTO:
@@ -49,9 +57,14 @@ def pick(*tensors: Tensor | None) -> Backend:
         if reasons:
             raise BackendUnavailableError(_chosen, reasons)
         return backend
+    return first_of_all(*tensors)
+
+
+def first_of_all(*tensors: Tensor | None) -> Backend:
+    """The first backend that can serve these tensors, whichever was named."""
     if torch.compiler.is_compiling():
         return _first(tensors)
-    # asked at every call, and answered by nothing else of the tensors
+    # cached: the choice depends on nothing else of the tensors
     kinds = tuple(None if t is None else (t.device, t.dtype, t.layout) for t in tensors)
     found = _PICKED.get(kinds)
     if found is None:
@@ -73,5 +86,14 @@ def _first(tensors: tuple[Tensor | None, ...]) -> Backend:
 
 
 def backends(*tensors: Tensor | None) -> dict[str, list[str]]:
-    """For every backend, in order of preference, the reasons why it cannot serve (none: it can)."""
+    """For every backend, in order of preference, the reasons why it cannot serve (none: it can).
+
+    With `tensors`, the reasons why it cannot serve a call on these.
+
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> leannorm.backends(torch.ones(2))["reference"]
+    []
+    """
     return {name: backend.why_not(*tensors) for name, backend in BACKENDS.items()}

@@ -1,19 +1,24 @@
-"""Statistics as sums that may be added up in any order, among any number of ranks, and lose nothing.
+"""Statistics as sums that ranks add up in any order without a loss of precision.
 
-The plain sums n, n*mean and M2 + n*mean**2 cancel when they are taken apart again: in float64 the variance
-keeps no digit once mean/std passes 1e8, and at 1e4 it has lost half of them. Here the mean is split into
-its 12 leading bits s and the rest d. The sums of n*s and n*s*s are then whole multiples of one unit, which
+Taking statistics from the plain sums n, n*mean and M2 + n*mean**2 cancels: in float64 the variance has no
+correct digit once mean/std passes 1e8, and at 1e4 it has lost half of them. Here the mean is split into
+its 12 leading bits s and the rest d. The sums of n*s and n*s*s are whole multiples of one unit, which
 float64 adds without rounding up to 2**29 values a channel, and everything else is 2**11 times smaller.
 """
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from leannorm._types import Moments
 
-_SPLIT = float(2**41 + 1)  # Veltkamp's constant: 53 - 41 = 12 bits stay
+HEADER = 7  # values before the sums: active, two tokens and their squares, the size asked for, the count
+
+_SPLIT = float(2**41 + 1)  # Veltkamp's constant, which keeps 53 - 41 = 12 bits
 
 
 def _leading_bits(v: Tensor) -> Tensor:
@@ -22,8 +27,8 @@ def _leading_bits(v: Tensor) -> Tensor:
     return torch.where(lead.isfinite(), lead, v)
 
 
-def _behind(lead: Tensor, rest: Tensor) -> Tensor:
-    """What is added to the leading bits; nothing to those that are no finite number."""
+def _if_finite(lead: Tensor, rest: Tensor) -> Tensor:
+    """The rest to add to the leading bits: 0 where these are infinite or NaN."""
     return torch.where(lead.isfinite(), rest, torch.zeros_like(rest))
 
 
@@ -34,33 +39,61 @@ class SumVerbs:
         """The moments of one set as 4 C sums; add those of several sets (and their counts) to merge them."""
         n, mean = moments.count, moments.mean
         lead = _leading_bits(mean)
-        rest = _behind(lead, mean - lead)
+        rest = _if_finite(lead, mean - lead)
         n_lead, n_rest = n * lead, n * rest
         square_rest = torch.addcmul(moments.m2, rest, torch.add(n_rest, n_lead, alpha=2))
         return torch.cat((n_lead, n_rest, n_lead * lead, square_rest))
 
-    def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Mean, M2, rstd and count of the union of all sets; zeros of none.
+    def message_of(
+        self,
+        sums: Sequence[Tensor],
+        token: tuple[int, int],
+        asked: int,
+        count: int,
+        size: int,
+        device: torch.device,
+    ) -> Tensor:
+        """The header (1, tokens and their squares, `asked`, `count`), the sums, zeros up to `size` values.
 
-        `total` is the count and the `sums_of` of the sets, each added up.
+        On a device the header's numbers are arguments of kernels: copying a tensor of them there would make
+        the host wait for the device, and caching one for every count would grow without end.
         """
-        count, sums = total[0].detach().clone(), total[1:]  # a copy, which keeps no message beyond this call
+        t, u = token
+        header = 1, t, t * t, u, u * u, asked, count
+        room = HEADER + sum(s.numel() for s in sums)
+        if device.type == "cpu":
+            rest = torch.zeros(size - room, dtype=torch.float64)
+            front = torch.frombuffer(array("d", header), dtype=torch.float64)
+            return torch.cat((front, *sums, rest))
+        message = torch.zeros(size, dtype=torch.float64, device=device)
+        for place, value in enumerate(header):
+            message.narrow(0, place, 1).fill_(value)
+        if sums:
+            torch.cat(tuple(sums), out=message.narrow(0, HEADER, room - HEADER))
+        return message
+
+    def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Mean, M2, rstd and count of the union of all sets; zeros if there is no value.
+
+        `total` is the count followed by the `sums_of`, each summed over the sets.
+        """
+        count, sums = total[0].detach().clone(), total[1:]  # a view would keep the whole message alive
         n_lead, n_rest, square_lead, square_rest = sums.chunk(4)
         n = count.clamp_min(1)
         lead = _leading_bits((n_lead + n_rest) / n)
-        # what the leading bits leave of n * mean; small, as the difference is taken before it is rounded
+        # n * mean without its leading part, which is subtracted first: the rest is small and rounds little
         n_merged = n * lead
         n_left = (n_lead - n_merged) + n_rest
         left = n_left / n
         between = torch.addcmul(square_lead, n_merged, lead, value=-1)
         between = torch.addcmul(between, n_left, torch.add(left, lead, alpha=2), value=-1)
         m2 = (square_rest + between).clamp_min(0)
-        return lead + _behind(lead, left), m2, torch.rsqrt(m2 / n + eps), count
+        return lead + _if_finite(lead, left), m2, torch.rsqrt(m2 / n + eps), count
 
     def means_of(self, total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
-        """p and q of the input gradient: the sums of dz and of dz*xhat, weighted, over the count of all sets.
+        """p and q of the input gradient: the sums of dz and of dz*xhat, times the weight, over the count.
 
-        `total` is one value that is not read and the two sums, each added up.
+        `total` is one value that is not read, followed by the two sums, each summed over the sets.
         """
         sums = total[1:].unflatten(0, (2, total.numel() // 2))
         p, q = (sums if weight is None else sums * weight.to(sums.dtype)) / count.clamp_min(1)

@@ -1,4 +1,4 @@
-"""Graphs as JSON and back: only numbers, text and names from closed lists, so that a file cannot run code."""
+"""Graphs as JSON and back: only numbers, text and names from fixed lists, so that a file cannot run code."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _META = ("branch", "scopes", "writes")
 
 
 class RefusedError(Exception):
-    """What was read is not of this format, or asks for something that a program may not do."""
+    """The file is not of this format, or it names something that a program may not use."""
 
 
 def encode_graph(graph: fx.Graph, root: torch.nn.Module) -> dict[str, Any]:
-    """A graph as data, with the graphs that it calls."""
+    """A graph as data, including the graphs that it calls."""
     nodes = []
     for n in graph.nodes:
         entry: dict[str, Any] = {"op": n.op, "name": n.name, "target": n.target}
@@ -57,7 +57,7 @@ def encode_graph(graph: fx.Graph, root: torch.nn.Module) -> dict[str, Any]:
 
 
 def decode_graph(data: Any, root: torch.nn.Module) -> fx.Graph:
-    """The graph that was encoded; the graphs that it calls are put into `root`."""
+    """The graph that was encoded; the graphs that it calls are added to `root`."""
     graph = fx.Graph()
     known: dict[str, fx.Node] = {}
     for entry in data["nodes"]:
@@ -189,7 +189,7 @@ def _decode_target(name: str) -> Any:
 
 
 def _name(text: str, attribute: bool = False) -> str:
-    """A name that is nothing but a name, since it becomes part of generated code."""
+    """The text, if it is a plain identifier: names become part of generated code."""
     allowed = r"[\w :/,+-]+" if attribute else r"[A-Za-z_]\w*"
     if not isinstance(text, str) or not re.fullmatch(allowed, text, re.ASCII):
         raise RefusedError(f"the name {text!r}")

@@ -20,11 +20,11 @@ def export(
     returned: pytree.TreeSpec,
     rewrite: Callable[[fx.GraphModule], torch.nn.Module] | None = None,
 ) -> ExportedProgram:
-    """Export the part that runs a branch again, with the structure in which inputs come and results go."""
+    """Export the part of the graph that runs one branch, with the model's input and output structure."""
     used = {n.target: n for n in part.graph.nodes if n.op == "placeholder"}
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for i in signature.inputs:  # all of them, also those that this branch does not use
+    for i in signature.inputs:  # all inputs, also those that this branch does not use
         node = graph.placeholder(i.name)
         if i.name in used:
             new[used[i.name]] = node
@@ -46,7 +46,7 @@ def export(
 
 
 def example(signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs of the right shapes and dtypes: zeros, and for a size that may vary one that it allows."""
+    """Zeros of the right shapes and dtypes; for a size that may vary, a value in its range."""
 
     def value(input: Input) -> Any:
         if input.dtype is None:
@@ -62,7 +62,7 @@ def example(signature: Signature) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _varying(signature: Signature) -> Any:
-    """`dynamic_shapes` in the structure of the inputs."""
+    """The argument `dynamic_shapes` of torch.export, in the structure of the inputs."""
     dims = {name: Dim(name, min=low, max=high) for name, (low, high) in signature.ranges.items()}
     specs = [
         None

@@ -1,4 +1,4 @@
-"""The fork as text and as a picture: one row for each call of a module, the branches side by side."""
+"""A forked graph as text and as a picture: one row for each call of a module, the branches side by side."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = {SHARED: "shared", TRAIN: "training branch", INFER: "inference branch"
 
 
 class Row(NamedTuple):
-    """Neighbouring operators of one call of one module."""
+    """Consecutive operators of one call of one module; `changes` are the variables that they write."""
 
     path: str
     kind: str
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 def rows(graph: fx.Graph, kinds: Mapping[str, str]) -> dict[str, list[Row]]:
-    """Each branch's rows in the order in which they run."""
+    """The rows of each branch, in the order of execution."""
     variables = {n.name: str(n.target) for n in graph.nodes if n.op == "get_attr"}
     result: dict[str, list[Row]] = {SHARED: [], TRAIN: [], INFER: []}
     for node in graph.nodes:
@@ -67,7 +67,7 @@ def describe(graph: fx.Graph, kinds: Mapping[str, str], inputs: str) -> str:
 
 
 def draw(graph: fx.Graph, kinds: Mapping[str, str], path: str | os.PathLike[str]) -> None:
-    """An SVG file: the shared part in the middle above, the training branch left, the inference right."""
+    """Write an SVG file: the shared part at the top, the training branch left, the inference branch right."""
     Path(path).write_text("\n".join(_picture(rows(graph, kinds))), encoding="utf-8")
 
 

@@ -1,18 +1,16 @@
-"""A program as one file: a zip archive of one JSON text and the variables' raw bytes, each memory once.
+"""A program as one file: a zip archive of one JSON text and the raw bytes of each storage.
 
-Nothing in it is pickled. Reading parses JSON, copies numbers, and looks operators up in closed lists. A last
-part lists every other with its size and CRC-32, which zip computes anyway: a file is read only as it was
-written. The list guards against damage and edits, not against somebody who writes a new list.
+Nothing in it is pickled. Reading parses JSON, copies numbers, and looks operators up in fixed lists. The last
+part lists the size and the CRC-32 of every other part, and a file that does not match it is refused. This
+detects damage and edits, but not a forged list.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import InputError
+from leannorm._files import replacing
 from leannorm.program import codec
 from leannorm.program.join import Joined
 from leannorm.program.signature import Input, Signature
@@ -34,7 +33,7 @@ def write(
     signature: Signature,
     structures: Mapping[str, pytree.TreeSpec],
 ) -> None:
-    """Write the file under another name first, so that there is either a whole one or the old one."""
+    """Write the file; if anything fails, an existing file is unchanged."""
     memories: dict[int, tuple[str, torch.UntypedStorage]] = {}
     text = {
         "format": _FORMAT,
@@ -49,25 +48,19 @@ def write(
         "ranges": dict(signature.ranges),
         "structures": {k: codec.encode_structure(s) for k, s in structures.items()},
     }
-    handle, temporary = tempfile.mkstemp(dir=Path(path).absolute().parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream, zipfile.ZipFile(stream, "w") as archive:
-            archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
-            for name, storage in memories.values():
-                data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
-                with archive.open(name, "w", force_zip64=True) as entry:
-                    entry.write(memoryview(data))
-            archive.writestr(_PARTS, json.dumps(_listed(archive)), zipfile.ZIP_DEFLATED)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(path) as stream, zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr(_TEXT, json.dumps(text), zipfile.ZIP_DEFLATED)
+        for name, storage in memories.values():
+            data: Any = torch.empty(0, dtype=torch.uint8).set_(storage.cpu()).numpy()
+            with archive.open(name, "w", force_zip64=True) as entry:
+                entry.write(memoryview(data))
+        archive.writestr(_PARTS, json.dumps(_listed(archive)), zipfile.ZIP_DEFLATED)
 
 
 def read(
     path: str | os.PathLike[str],
 ) -> tuple[Joined, Signature, dict[str, pytree.TreeSpec]]:
-    """What `write` wrote; `InputError` for any other file."""
+    """Read a file written by `write`; raises `InputError` for any other file."""
     try:
         with zipfile.ZipFile(path) as archive:
             _check_parts(archive)
@@ -82,7 +75,7 @@ def read(
             f"{os.fspath(path)} is refused: it has {error}; take the file as Program.save wrote it, or save "
             "the program again"
         ) from error
-    except Exception as error:  # whatever a damaged or foreign file leads to, nothing is left behind
+    except Exception as error:  # a damaged or foreign file may raise anything
         raise InputError(
             f"{os.fspath(path)} is not a whole file written by Program.save "
             f"({type(error).__name__}: {error}); save the program again"
@@ -176,7 +169,7 @@ def _variable(entry: Any, archive: zipfile.ZipFile, memories: dict[str, torch.Un
         with archive.open(name) as stream:
             while read := stream.readinto(rest):
                 rest = rest[read:]
-            if len(rest) or stream.read(1):  # reading to the end is what compares the checksum
+            if len(rest) or stream.read(1):  # the checksum is compared at the end of the stream
                 raise EOFError(f"{name} has another size than stated")
         memories[name] = data.untyped_storage()
     tensor = torch.empty(0, dtype=codec.decode(entry["dtype"], {})).set_(

@@ -1,4 +1,4 @@
-"""A model becomes one program: exported once for each mode, then joined."""
+"""`fork`: a model is exported in training and in evaluation mode, and both graphs are joined."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def fork(
 
 @contextmanager
 def _counters_stay_on_the_device(model: torch.nn.Module) -> Iterator[None]:
-    """Torch's batch norms with momentum=None are one operator, as torch.export cannot read their counters."""
+    """Within it, torch's batch norms with momentum=None are traced as one operator of leannorm.
+
+    Their own forward reads the counter's value, which torch.export cannot trace.
+    """
     layers = [
         module
         for module in model.modules()

@@ -1,9 +1,9 @@
 """Two exported graphs of one model, joined into one that forks where their operators differ.
 
-A node of the inference graph is shared with the training graph when it is the same operator on the same
-shared arguments. Three rules keep what each graph computes alone: random and writing nodes are shared only
-in their common order; a node whose memory a private node of either graph writes to is not shared; and what
-depends on an unshared node is not shared, so that the branches never merge.
+A node of the inference graph is shared with the training graph if it is the same operator on the same shared
+arguments. Three rules keep each graph's results: nodes that draw random numbers or write in place are shared
+only while both graphs have them in the same order; a node is not shared if an unshared node of either graph
+writes to its memory; a node that depends on an unshared one is not shared, so the branches never merge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from leannorm.program.memory import Memory, asserts, random
+from leannorm.program.memory import GraphMemory, asserts, random
 
 SHARED, TRAIN, INFER = "shared", "train", "infer"
 
@@ -31,7 +31,7 @@ class Joined(NamedTuple):
 
 
 class _Copied(NamedTuple):
-    """A node's place in an argument list, with how often its memory was written before: equal if same."""
+    """A node as an argument, with the number of earlier writes to its memory; its repr is part of a key."""
 
     node: fx.Node
     epoch: int
@@ -41,7 +41,7 @@ class _Copied(NamedTuple):
 
 
 def join(train: ExportedProgram, infer: ExportedProgram, variables: dict[str, Tensor]) -> Joined:
-    """Join both; `variables` are the model's own tensors by name, used in place of the exports' copies."""
+    """Join both graphs; `variables` are the model's tensors by name, which replace the exports' copies."""
     joiner = _Joiner(train, infer, variables)
     forbidden: set[fx.Node] = set()
     while True:
@@ -53,7 +53,7 @@ def join(train: ExportedProgram, infer: ExportedProgram, variables: dict[str, Te
 
 
 class _Side:
-    """One exported program: its nodes in order, and how its inputs are called."""
+    """One exported program: its nodes in order, its inputs and variables by name, what each node writes."""
 
     def __init__(self, program: ExportedProgram, variables: dict[str, Tensor]) -> None:
         self.program = program
@@ -75,13 +75,13 @@ class _Side:
             if n.op not in ("placeholder", "output") and "_assert_tensor_metadata" not in str(n.target)
         ]
         self.placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        first: dict[int, fx.Node] = {}  # a tensor of two names is one variable
+        first: dict[int, fx.Node] = {}  # a tensor with two names is one variable
         self.canonical = {
             node: first.setdefault(id(self.variables[name][1]), node) if name in self.variables else node
             for name, node in self.placeholders.items()
         }
         self.results = list(program.graph.output_node().args[0])
-        self.memory = Memory(program.graph)
+        self.memory = GraphMemory(program.graph)
         self.writes = {n: self.memory.written(n) for n in self.nodes}
         self.epochs = self._epochs()
 
@@ -96,7 +96,8 @@ class _Side:
                 count[storage] = count.get(storage, 0) + 1
         return epochs
 
-    def impure(self, node: fx.Node) -> bool:
+    def is_impure(self, node: fx.Node) -> bool:
+        """Does it write in place, draw random numbers, or check a condition?"""
         return bool(self.writes[node]) or random(node) or asserts(node)
 
 
@@ -136,15 +137,15 @@ class _Joiner:
         return f"{node.target} {args!r} {kwargs!r}"
 
     def match(self, forbidden: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """Which node of train each node of infer can be; those of `forbidden` are not."""
+        """Maps nodes of infer to the nodes of train with which they are shared; `forbidden` ones are not."""
         free: dict[str, list[fx.Node]] = {}
         for node in reversed(self.train.nodes):
             free.setdefault(self._key(self.train, node, None) or "", []).append(node)
-        order = [n for n in self.train.nodes if self.train.impure(n)]
+        order = [n for n in self.train.nodes if self.train.is_impure(n)]
         position, in_step = 0, True
         same = dict(self.same)
         for node in self.infer.nodes:
-            impure = self.infer.impure(node)
+            impure = self.infer.is_impure(node)
             key = None if node in forbidden else self._key(self.infer, node, same)
             candidates = free.get(key, []) if key is not None else []
             match = candidates[-1] if candidates else None
@@ -152,14 +153,14 @@ class _Joiner:
                 in_step = in_step and position < len(order) and match is order[position]
                 position += 1
                 match = match if in_step else None
-            elif match is not None and self.train.impure(match):
+            elif match is not None and self.train.is_impure(match):
                 match = None
             if match is not None:
                 same[node] = candidates.pop()
         return same
 
     def unsafe(self, pairs: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-        """Shared nodes that touch memory which a private node of either branch writes to."""
+        """The shared nodes that use memory to which an unshared node of either graph writes."""
         shared = set(pairs.values())
         train = set().union(*(s for n, s in self.train.writes.items() if n not in shared))
         infer = set().union(*(s for n, s in self.infer.writes.items() if n not in pairs))
@@ -175,7 +176,7 @@ class _Joiner:
         }
 
     def build(self, pairs: dict[fx.Node, fx.Node]) -> Joined:
-        """The joined graph: variables, inputs, training's nodes in order, then inference's own."""
+        """The joined graph: variables, inputs, the training graph's nodes, the unshared inference nodes."""
         root, graph = torch.nn.Module(), fx.Graph()
         variables: dict[str, Tensor] = {}
         kinds: dict[str, str] = {}
@@ -220,7 +221,7 @@ class _Joiner:
         return Joined(root, graph, variables, results, kinds)
 
     def _record_memory(self, new: dict[fx.Node, fx.Node]) -> None:
-        """On every writing node, the names of all nodes whose memory it writes to, as `meta["writes"]`."""
+        """Set `meta["writes"]` of every node that writes: the names of all nodes whose memory it changes."""
         for side in (self.train, self.infer):
             at: dict[int, set[str]] = {}
             for old in (*side.placeholders.values(), *side.nodes):
@@ -233,14 +234,14 @@ class _Joiner:
 
 
 def _same_constant(a: Tensor, b: Tensor) -> bool:
-    """Are these two exports' copies of one constant?"""
+    """Are these two copies of one constant, made by the two exports?"""
     return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 def _scopes(node: fx.Node, kinds: dict[str, str]) -> list[str]:
-    """The calls of modules that a node stands in, outermost first; `kinds` learns the modules' types.
+    """The module calls in which a node was traced, outermost first; adds the modules' types to `kinds`.
 
-    A call is named by the module's path, with @1, @2, ... behind it from the second on, as torch.export does.
+    A call's name is the module's path, with @1, @2, ... from the second call on, as torch.export writes it.
     """
     scopes = []
     for key, (path, kind) in (node.meta.get("nn_module_stack") or {}).items():

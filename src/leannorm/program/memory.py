@@ -1,9 +1,9 @@
-"""What a node of an exported graph reads and writes in memory, beyond its arguments and results.
+"""Which nodes of an exported graph are aliases of the same memory, and to which memory each node writes.
 
-torch.export gives every node a fake value, and fakes that stand for one memory share one storage; the
-operators' schemas tell of further results that may be views. Which arguments an operator writes to its
-schema tells. A few operators' schemas do not tell: norms move their statistics only where they use those of
-the batch (`functional/declare.py` knows when), and dropout may hand back its input.
+torch.export gives every node a fake value, and fake values that share memory share one storage. The
+operators' schemas declare further results that may be views, and the arguments that are written to. For a few
+operators the schema is not enough: a norm writes its running statistics only if it uses the batch's
+(`functional/declare.py` says when), and dropout may return its input.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.utils import _pytree as pytree
 
 from leannorm.functional.declare import NORMS, written_by_schema
 
-# Outside of training dropout hands back its input.
+# operators that return their input itself if their argument `train` is False
 _IDENTITIES = {
     f"aten::{name}": lambda a: not a[2]
     for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 }
 
 
-class Memory:
-    """Which memory stands behind each value of one graph, and what each node writes to."""
+class GraphMemory:
+    """The storages of each value of one graph, and those that each node writes to."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._same: dict[int, int] = {}
@@ -34,11 +34,11 @@ class Memory:
             self._unite(s for n in (node, *_aliased(node)) for s in _storages(n))
 
     def of(self, *nodes: fx.Node) -> set[int]:
-        """Numbers of the memory behind the nodes' values; equal where memory may be shared."""
+        """The storages of the nodes' values, as numbers; storages that may be aliases have one number."""
         return {self._find(s) for node in nodes for s in _storages(node)}
 
     def written(self, node: fx.Node) -> set[int]:
-        """The memory that running this node changes."""
+        """The storages that this node writes to."""
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.of(*_written_inside(node))
         return self.of(*_written(node))
@@ -81,7 +81,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if not isinstance(target, torch._ops.OpOverload):
         return []
     name, given = target._schema.name, arguments(node)
-    if name == "aten::detach_":  # changes what is known about a tensor, not its memory
+    if name == "aten::detach_":  # its schema declares a write, but it changes no memory
         return []
     norm = NORMS.get(name)
     if norm is not None and not norm.by_batch(given):
@@ -109,7 +109,7 @@ def submodules(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def is_graph(node: fx.Node) -> bool:
-    """Does this get_attr node stand for a graph rather than for a tensor?"""
+    """Is the attribute that this get_attr node reads a graph, and not a tensor?"""
     value: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         value = getattr(value, part, None)
@@ -120,7 +120,7 @@ def _written_inside(node: fx.Node) -> list[fx.Node]:
     operands = [n for n in _nodes(node.args) if not (n.op == "get_attr" and is_graph(n))]
     changed = []
     for module in submodules(node):
-        memory = Memory(module.graph)
+        memory = GraphMemory(module.graph)
         inputs = [n for n in module.graph.nodes if n.op == "placeholder"]
         written = set().union(*map(memory.written, module.graph.nodes))
         for inner, outer in zip(inputs, operands[len(operands) - len(inputs) :], strict=True):
@@ -130,7 +130,7 @@ def _written_inside(node: fx.Node) -> list[fx.Node]:
 
 
 def random(node: fx.Node) -> bool:
-    """Does running this node move the random number generator?"""
+    """Does this node draw random numbers?"""
     target = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
         return any(random(n) for module in submodules(node) for n in module.graph.nodes)
@@ -138,7 +138,7 @@ def random(node: fx.Node) -> bool:
 
 
 def asserts(node: fx.Node) -> bool:
-    """Does this node only check something while the program runs?"""
+    """Does this node only check a condition at run time?"""
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and (
         "_assert" in target._schema.name or "sym_constrain_range" in target._schema.name

@@ -1,4 +1,4 @@
-"""One set of variables, one graph, two branches: what to run follows from the targets."""
+"""`Program`: one graph with two branches and one set of variables; the targets decide what runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
 class Program:
     """A network with a training and an inference branch, which share every variable; made by `fork`.
 
-    `train(*x)` and `infer(*x)` run one branch each, `run(targets, feeds)` whatever the targets need:
-    "train", "infer", and any intermediate value by the path of the module that computes it
-    ("layer1.0.bn1", or "train:layer1.0.bn1" behind the fork; "bn@1" is the second call of bn) or by its
-    name in the graph. What no target
-    needs is not executed and changes nothing. The part to run is found once for each set of targets.
+    `train(*x)` and `infer(*x)` run one branch each, `run(targets, feeds)` whatever the targets need: "train",
+    "infer", and any intermediate value by the path of the module that computes it ("layer1.0.bn1", or
+    "train:layer1.0.bn1" behind the fork; "bn@1" is the second call of bn) or by its name in the graph. What
+    no target needs is not executed and changes nothing. The part to run is found once for each set of
+    targets.
 
-    Variables are the model's own tensors: an optimizer over `parameters()` trains the program and the
-    model alike. Modes are the branches' own; `model.train()` and `model.eval()` change nothing here.
+    Variables are the model's own tensors: an optimizer over `parameters()` trains the program and the model
+    alike. Modes are the branches' own; `model.train()` and `model.eval()` change nothing here.
+
+    Raises: `InputError` for inputs that do not fit the exported shapes, and as its methods say.
 
     >>> import torch
     >>> from leannorm import nn, program
@@ -73,7 +75,9 @@ class Program:
         `feeds` are all the inputs in order, or those that the targets need, by name. Where both branches
         are targets the shared part runs once, then the training branch, then the inference branch, which
         sees the statistics that training has just moved. An intermediate value is returned as it was
-        when computed. Raises `InputError` for an unknown target and for feeds that do not fit.
+        when computed.
+
+        Raises: `InputError` for an unknown target and for feeds that do not fit.
         """
         targets = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))
         names = [i.name for i in self.signature.inputs]
@@ -120,8 +124,9 @@ class Program:
         """Read a program written by `save`, without the model's code; new tensors, on the CPU.
 
         The file holds text and raw numbers only and nothing in it is executed before the program is
-        run; operators outside torch's, torchvision's and leannorm's libraries are refused. Raises
-        `InputError` for a file that is no program or is damaged.
+        run; operators outside torch's, torchvision's and leannorm's libraries are refused.
+
+        Raises: `InputError` for a file that is no program or is damaged.
         """
         return cls(*read(path))
 
@@ -183,8 +188,8 @@ class Program:
 def _named_values(joined: Joined) -> dict[str, fx.Node]:
     """Every value by its name in the graph, and each module call's result by the module's path.
 
-    A module's result is the one value computed in it that is used outside; behind the fork its path
-    takes the branch in front. Names of modules that return several values are left out.
+    A module's result is the only value computed in it that is used outside; after the fork, the branch is
+    put before the path. Modules that return several values have no entry.
     """
     state = {n.name for n in joined.graph.nodes if n.op == "get_attr"}
     returned = {v for values in joined.results.values() for v in values if isinstance(v, fx.Node)}

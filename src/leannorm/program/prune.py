@@ -1,4 +1,4 @@
-"""From targets back to what they need: the part of a forked graph that has to run, in its order."""
+"""Pruning: the part of a forked graph that has to run for given targets, in execution order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from leannorm.program.memory import asserts
 
 
 class Dependencies:
-    """Everything a node of a forked graph depends on: its arguments, and earlier writes to what it reads."""
+    """What each node of a forked graph depends on: its arguments, and earlier writes to what it reads."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.nodes = list(graph.nodes)
@@ -33,9 +33,9 @@ class Dependencies:
                 self.effects.append(node)
 
     def of(self, targets: Sequence[fx.Node], branches: Sequence[str]) -> list[fx.Node]:
-        """What has to run for the values `targets` and for all the effects of whole `branches`.
+        """The nodes that have to run for the values `targets` and for all the effects of `branches`.
 
-        A module's state changes as a whole: where any of its nodes run, its other effects do too.
+        A module's state changes as a whole: if one of its nodes runs, all of its effects do.
         """
         needed: set[fx.Node] = set()
         waiting = list(targets)
@@ -52,12 +52,12 @@ class Dependencies:
 
 
 def _call(node: fx.Node) -> tuple[str, str] | None:
-    """The call of a module that a node belongs to, in its branch."""
+    """The branch and the module call to which a node belongs."""
     return (node.meta["branch"], node.meta["scopes"][-1]) if node.meta["scopes"] else None
 
 
 def _run_together(writer: fx.Node, reader: fx.Node) -> bool:
-    """The branches are independent: neither waits for what the other writes."""
+    """Can the reader see the writer's effect? Neither branch depends on the other's writes."""
     return writer.meta["branch"] in (SHARED, reader.meta["branch"])
 
 
@@ -70,8 +70,8 @@ def subgraph(
 ) -> fx.GraphModule:
     """A module that runs `nodes`, takes `inputs` and returns `results` (nodes, or constants).
 
-    It also returns the `intermediates`, as they were when computed: where a node of the graph goes on to
-    overwrite one, it is copied first. Results are what the model returns, overwritten or not.
+    It also returns the `intermediates` with the values that they were computed with: one that a later node
+    overwrites is copied before. The results are not copied: they are what the model returns.
     """
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {n: graph.placeholder(str(n.target)) for n in inputs}

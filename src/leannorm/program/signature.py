@@ -1,4 +1,4 @@
-"""What a program takes: the structure, shapes and dtypes it was made for, checked at every call."""
+"""A program's inputs: the structure, shapes and dtypes for which it was exported, checked at every call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from leannorm._errors import DtypeError, InputError
 
 
 class Input(NamedTuple):
-    """One input: a tensor's sizes (numbers, or names of dimensions that may vary), or a fixed value."""
+    """One input: a tensor's sizes (numbers, or names of dims that may vary) and dtype, or a fixed value."""
 
     name: str
     sizes: tuple[int | str, ...] = ()
@@ -24,14 +24,14 @@ class Input(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """All inputs in order, their structure as (args, kwargs), and the range of each varying dimension."""
+    """All inputs in order, their structure as (args, kwargs), and the range of each dim that may vary."""
 
     inputs: tuple[Input, ...]
     structure: pytree.TreeSpec
     ranges: Mapping[str, tuple[int, int | None]]
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The inputs one after the other, once they have the structure that was exported."""
+        """The inputs as a flat list; raises InputError if their structure is not the exported one."""
         names = self.structure.child(1).context
         if set(names) == set(kwargs):
             kwargs = {name: kwargs[name] for name in names}
@@ -90,7 +90,7 @@ class Signature(NamedTuple):
         return f"({', '.join(map(size, input.sizes))})"
 
     def describe(self) -> str:
-        """The inputs in words: names, shapes, dtypes."""
+        """The inputs as text: names, shapes, dtypes."""
         return ", ".join(
             f"{i.name}={i.value!r}"
             if i.dtype is None
@@ -100,7 +100,7 @@ class Signature(NamedTuple):
 
 
 def signature_of(train: ExportedProgram, infer: ExportedProgram) -> Signature:
-    """The signature that both exports accept: a size that either fixes is fixed, ranges are intersected."""
+    """The signature that both exports accept: a size that one of them fixes is fixed; ranges intersect."""
     call = train.module_call_graph[0].signature
     if call is None:
         raise AssertionError("an exported program states its call signature")

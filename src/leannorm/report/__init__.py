@@ -1,1 +1,1 @@
-"""What a step costs and how far a number is off: data first, text and HTML second."""
+"""Reports: memory and time of a training step, and the error of results. Data first, then text and HTML."""

@@ -1,9 +1,11 @@
-"""How fast every backend is here: answers first, then times beside torch's and the memory's own speed."""
+"""`bench`: checks the results of every backend, then times them against torch and against a memory copy."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import NamedTuple
@@ -13,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional
+from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.select import backends, use_backend
 from leannorm.report.answers import error_of, largest_error, poisoned_memory, within_budget
-from leannorm.report.freed_memory import keep_freed_memory
+from leannorm.report.render import Table, milliseconds
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
 COMPILED = "torch.compile"
@@ -61,9 +64,9 @@ CASES = (
 
 
 class Timing(NamedTuple):
-    """One backend (or torch, eager or compiled) on one case: seconds forward and backward, of torch's.
+    """One backend (or torch, eager or compiled) on one case: seconds of forward and backward, ratio to torch.
 
-    `floor`: the share of its time that moving the bytes alone would take, at the speed of a copy here.
+    `floor`: the share of that time that moving the bytes would take, at the speed of a copy on this device.
     `correct`: are output and gradients within twice torch's error against float64, plus one rounding?
     """
 
@@ -77,29 +80,73 @@ class Timing(NamedTuple):
     correct: bool
 
 
+@dataclass(frozen=True)
+class BenchReport:
+    """What `bench` measured; true where every answer was right.
+
+    >>> import leannorm
+    >>> bool(leannorm.BenchReport("cpu", "float32", threads=2, timings=[]))
+    True
+    """
+
+    device: str
+    dtype: str
+    threads: int
+    timings: list[Timing]
+
+    def __bool__(self) -> bool:
+        return all(one.correct for one in self.timings)
+
+    def to_json(self) -> str:
+        """Every number, as indented JSON."""
+        return json.dumps({**vars(self), "timings": [one._asdict() for one in self.timings]}, indent=2) + "\n"
+
+    def print(self) -> None:
+        """The cases and backends, as a table on the terminal."""
+        from rich.console import Console
+
+        rows = [
+            [
+                f"{one.case} {'x'.join(map(str, one.shape))}",
+                one.backend,
+                milliseconds(one.seconds) if one.seconds else "WRONG",
+                f"{one.ratio:.2f}" if one.ratio else "–",
+                f"{one.floor:.0%}" if one.floor else "–",
+            ]
+            for one in self.timings
+        ]
+        title = f"forward and backward, {self.dtype}, {self.device}, {self.threads} threads"
+        columns = ["", "backend", "time", "of torch's", "of the floor"]
+        Console().print(Table(columns, rows, title, numbers_from=2).rich())
+
+
 def bench(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     turns: int = 9,
+    *,
     cases: Sequence[Case] = CASES,
     compiled: bool = False,
-) -> Iterator[Timing]:
+) -> BenchReport:
     """Time torch and every backend that can serve, case by case; the sides take turns, times are medians.
 
     With `compiled` also what `torch.compile` makes of torch's norm, right within eight times our own budget;
-    compiling is not counted.
+    compiling is not counted. A backend whose answer is wrong is not timed (its seconds are None); answers are
+    checked on memory full of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on
+    the device, on tensors that its cache does not hold. Freed memory is kept from then on.
 
-    A backend whose answer is wrong is not timed (its seconds are None); answers are checked on memory full
-    of NaN, so that one that nobody wrote is wrong. On CUDA times are between events on the device, on
-    tensors that its cache does not hold. Freed memory is kept from then on.
+    Raises: torch's `RuntimeError` for a device that is not there.
 
+    >>> import leannorm
+    >>> from leannorm.report.bench import CASES
     >>> small = CASES[0]._replace(shape=(2, 64, 4, 4))
-    >>> [timing.correct for timing in bench(turns=1, cases=[small])][0]
+    >>> bool(leannorm.bench(turns=1, cases=[small]))
     True
     """
     keep_freed_memory()
-    for case in cases:
-        yield from _bench(case, torch.device(device), dtype, turns, compiled)
+    there = torch.device(device)
+    timings = [one for case in cases for one in _bench(case, there, dtype, turns, compiled)]
+    return BenchReport(device, name_of(dtype), torch.get_num_threads(), timings)
 
 
 def _bench(
@@ -141,7 +188,7 @@ def _bench(
         yield Timing(
             case.name,
             case.shape,
-            str(dtype).removeprefix("torch."),
+            name_of(dtype),
             name,
             took,
             median(a / b for a, b in zip(seconds[name], seconds["torch"], strict=True)) if took else None,
@@ -150,8 +197,12 @@ def _bench(
         )
 
 
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _near(answers: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
-    """Right, though not by the measure that we hold ourselves to: the compiler's sums have other errors."""
+    """Is it within eight times our budget? The compiler orders its sums differently, so its errors differ."""
     outputs = zip(answers, stock, exact, strict=True)
     errors = [error_of(answer, want, largest_error(torchs, want)) for answer, torchs, want in outputs]
     return all(error.found <= 8 * error.allowed for error in errors)

@@ -1,4 +1,4 @@
-"""The memory of a training step without the memory: fake tensors, counted by their storage."""
+"""The memory that a training step would take, counted on fake tensors, which have none."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from leannorm.report.loss import mean_square
 from leannorm.report.memory import StepMemory
-from leannorm.report.models import mean_square
 from leannorm.report.settings import Setting
 
 
 class _Meter(TorchDispatchMode):
-    """Adds up the storages that operations bring into being, until they are gone."""
+    """Adds up the bytes of the storages that operations allocate, while they are alive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive = self.peak = 0
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def know(self, tensors: Any) -> None:
-        """These are there before the step and count as nothing."""
+    def ignore(self, tensors: Any) -> None:
+        """Do not count these tensors, which exist before the step."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._known.add(tensor.untyped_storage())
@@ -37,25 +37,25 @@ class _Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
+                self._count(tensor.untyped_storage())
         return out
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         if storage not in self._known:
             self._known.add(storage)
             nbytes = storage.nbytes()
             self.alive += nbytes
             self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._gone, nbytes)
+            weakref.finalize(storage, self._freed, nbytes)
 
-    def _gone(self, nbytes: int) -> None:
+    def _freed(self, nbytes: int) -> None:
         self.alive -= nbytes
 
 
 def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
-    """The model that `make` makes, with fake tensors for parameters and buffers.
+    """The model that `make` returns, with fake tensors as parameters and buffers.
 
-    Made on the meta device, which takes no memory; for real where its making looks at values.
+    It is made on the meta device, which takes no memory, or, if its constructor reads values, on the CPU.
     """
     try:
         with torch.device("meta"):
@@ -75,15 +75,15 @@ def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module
 
 
 def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, shape: tuple[int, ...]) -> StepMemory:
-    """What a training step on an input of `shape` would hold, and its peak, gradients of parameters included.
+    """The memory of a training step on an input of `shape`: held after forward, and peak; with gradients.
 
-    `model` is of `fake_model`, under the same `mode`; `setting` runs it. Scratch memory inside of single
-    operations is not seen.
+    `model` comes from `fake_model` under the same `mode`; `setting` runs it. Workspace memory inside single
+    operations is not counted.
     """
     with mode:
         images = torch.empty(shape)
         meter = _Meter()
-        meter.know([images, list(model.parameters()), list(model.buffers())])
+        meter.ignore([images, list(model.parameters()), list(model.buffers())])
         with meter:
             with setting.around():
                 loss = mean_square(setting.run(images))

@@ -1,9 +1,11 @@
-"""The largest batch that fits a memory, stock and under lean(), found without that memory."""
+"""`fit`: the largest batch that fits in a given memory, stock and under lean(), found without that memory."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -12,20 +14,59 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leannorm._errors import InputError
 from leannorm.report.fake import fake_model, fake_step
+from leannorm.report.render import Table, megabytes
 from leannorm.report.settings import Setting, settings_for
 
-OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of a parameter's size beside it
-_SMALLEST = 2  # of one sample, a batch norm over 1×1 images refuses to train
+OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
+_SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Fit(NamedTuple):
-    """A setting, the largest batch that fits (0: not even two samples), and the bytes that it takes."""
+    """A setting, the largest batch that fits (0: less than two samples), and the bytes that it takes."""
 
     name: str
     batch: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What `fit` found in `memory` bytes; `fits[0]` is stock.
+
+    >>> import torch, leannorm
+    >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
+    >>> report.memory, report.sample, [one.name for one in report.fits]
+    (1000000, (8,), ['stock', 'norm'])
+    """
+
+    memory: int
+    optimizer: str
+    sample: tuple[int, ...]
+    fits: list[Fit]
+
+    def to_json(self) -> str:
+        """Every number, as indented JSON."""
+        return json.dumps({**vars(self), "fits": [one._asdict() for one in self.fits]}, indent=2) + "\n"
+
+    def print(self) -> None:
+        """The settings side by side, as a table on the terminal."""
+        from rich.console import Console
+
+        stock = self.fits[0].batch
+        rows = [
+            [
+                one.name,
+                str(one.batch) if one.batch else "none",
+                f"{one.batch / stock:.2f}" if stock else "–",
+                megabytes(one.nbytes),
+            ]
+            for one in self.fits
+        ]
+        sizes = "x".join(map(str, self.sample))
+        title = f"samples of {sizes}, {self.optimizer}, {megabytes(self.memory)}"
+        Console().print(Table(["", "largest batch", "of stock", "bytes needed"], rows, title).rich())
 
 
 def bytes_of(text: str) -> int:
@@ -40,27 +81,32 @@ def bytes_of(text: str) -> int:
 def fit(
     make: Callable[[], nn.Module],
     sample: Sequence[int],
-    memory: int,
+    memory: int | str,
     *,
     recompute: Sequence[str] = ("norm", "conv"),
     optimizer: str = "adam",
     progress: Callable[[str], None] = lambda doing: None,
-) -> list[Fit]:
-    """The largest batch of samples of shape `sample` (float32) that trains in `memory` bytes, by setting.
+) -> FitReport:
+    """The largest batch of samples of shape `sample` (float32) that trains in `memory`, by setting.
 
-    Counted are parameters, buffers, gradients, the optimizer's state ("sgd", "momentum" or "adam"), the
-    batch and the peak of the step; not what a GPU's driver, libraries and allocator take beside. Runs on
-    fake tensors: no value is computed, so a small machine answers for a large one.
+    `memory` is bytes, or text like "24GiB". Counted are parameters, buffers, gradients, the optimizer's state
+    ("sgd", "momentum" or "adam"), the batch and the peak of the step; not what a GPU's driver, libraries and
+    allocator take beside. Runs on fake tensors: no value is computed, so a small machine answers for a large
+    one.
 
-    Raises InputError for an unknown optimizer or setting, and for a model that needs values to run.
+    Raises: `InputError` for an unknown optimizer or setting, and for a model that needs values to run.
 
+    >>> import leannorm
+    >>> from torch import nn
     >>> make = lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
-    >>> stock, norm = fit(make, (3, 32, 32), 10**7, recompute=["norm"])
+    >>> report = leannorm.fit(make, (3, 32, 32), "10MB", recompute=["norm"])
+    >>> stock, norm = report.fits
     >>> norm.batch > stock.batch
     True
     """
     if optimizer not in OPTIMIZER_STATE:
         raise InputError(f"optimizer is one of {', '.join(OPTIMIZER_STATE)}; got {optimizer!r}")
+    available = bytes_of(memory) if isinstance(memory, str) else memory
     mode = FakeTensorMode()
     model = fake_model(make, mode)
     parameters = sum(p.nbytes for p in model.parameters())
@@ -74,18 +120,18 @@ def fit(
     results = []
     for setting in settings_for(model, recompute, (), ()):
         try:
-            batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), memory)  # type: ignore[misc]
+            batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), available)  # type: ignore[misc]
         except (RuntimeError, NotImplementedError) as error:
             raise InputError(
                 f"the model does not run on fake tensors of {tuple(sample)} "
                 f"({str(error).strip().splitlines()[0]}): check the input's sizes, or measure it with profile"
             ) from error
         results.append(Fit(setting.name, batch, nbytes))
-    return results
+    return FitReport(available, optimizer, tuple(sample), results)
 
 
 def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:
-    """The largest batch with needed(batch) <= memory, for a need that grows nearly in proportion."""
+    """The largest batch with needed(batch) <= memory, and what it needs; assumes a nearly linear `needed`."""
     known = {_SMALLEST: needed(_SMALLEST)}
     if known[_SMALLEST] > memory:
         return 0, known[_SMALLEST]
@@ -101,7 +147,7 @@ def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:
 
 
 def _next(known: dict[int, int], low: int, high: int | None, memory: int) -> int:
-    """Where a line through the two nearest known points meets the memory, inside of what is open."""
+    """The next batch to try, between low and high: where a line through two known points reaches `memory`."""
     others = [batch for batch in known if batch != low]
     if not others:
         return 2 * low

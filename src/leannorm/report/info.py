@@ -1,4 +1,4 @@
-"""What is installed, as data."""
+"""The installed versions, devices and backends, as data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from leannorm._torch import TESTED, is_tested
 from leannorm.ops.select import backends
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
@@ -21,7 +22,7 @@ class Installation(NamedTuple):
 
 
 def installation() -> Installation:
-    """What a bug report needs to know of this machine.
+    """The facts about this machine that belong in a bug report.
 
     >>> installation().backends["reference"]
     []
@@ -31,6 +32,8 @@ def installation() -> Installation:
     facts = {
         "leannorm": __version__,
         "torch": torch.__version__,
+        "this torch is": "tested" if is_tested(torch.__version__) else "untested: leannorm check tries it",
+        "torch tested": ", ".join(TESTED),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),

@@ -1,4 +1,4 @@
-"""What each layer of a model holds for the backward pass, and what is rebuilt, by kind of operation."""
+"""The bytes that each layer of a model holds for the backward pass, and what is rebuilt, by operation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from leannorm.saving.ledger import Record
 Counts = Callable[[], tuple[int, int]]
 
 
-class Layer(NamedTuple):
-    """Bytes that a module's own operations hold, and bytes of theirs that will be rebuilt."""
+class LayerBytes(NamedTuple):
+    """The bytes that a module's own operations hold, and those that will be rebuilt; without its children."""
 
     name: str
     kind: str
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """Tensors rebuilt from one kind of autograd node: how many, their bytes, the seconds it takes."""
+    """The rebuilt outputs of one kind of autograd node: their number, their bytes, the seconds to rebuild."""
 
     node: str
     tensors: int
@@ -34,10 +34,10 @@ class Operation(NamedTuple):
 
 
 class StockCount(saved_tensors_hooks):
-    """Counts what stock autograd holds: storages, each once, parameters not counted."""
+    """Counts the bytes that stock autograd holds: every storage once, parameters not counted."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, int]] = {}  # storages stay referenced: no address comes twice
+        self._kept: dict[int, tuple[Any, int]] = {}  # references to storages, so that no address is reused
         super().__init__(self._pack, lambda tensor: tensor)
 
     def _pack(self, tensor: Tensor) -> Tensor:
@@ -52,11 +52,11 @@ class StockCount(saved_tensors_hooks):
 
 
 @contextmanager
-def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[Layer]]:
-    """While open, credit every change of `counts()` (kept, rebuilt) to the innermost module at work.
+def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[LayerBytes]]:
+    """Within it, every change of `counts()` (kept, rebuilt) is credited to the innermost running module.
 
-    The list is filled when the context closes, in the order of `named_modules`; a module that holds
-    nothing of its own is left out, and so is what stands outside of the model (the loss).
+    The list is filled when the context closes, in the order of `named_modules`. Modules that hold nothing
+    themselves are left out, and so is what runs outside of the model (the loss).
     """
     names = {module: name for name, module in model.named_modules()}
     sums: dict[nn.Module, list[int]] = defaultdict(lambda: [0, 0])
@@ -78,20 +78,20 @@ def by_layer(model: nn.Module, counts: Counts) -> Iterator[list[Layer]]:
         credit()
         at_work.pop()
 
-    enter.sees_nothing = leave.sees_nothing = True  # type: ignore[attr-defined]  # pairs stay fused
+    enter.sees_nothing = leave.sees_nothing = True  # type: ignore[attr-defined]  # allows fused calls
     handles = [
         handle
         for module in names
         for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave))
     ]
-    layers: list[Layer] = []
+    layers: list[LayerBytes] = []
     try:
         yield layers
     finally:
         for handle in handles:
             handle.remove()
     layers += [
-        Layer(name or "(model)", type(module).__name__, *sums[module])
+        LayerBytes(name or "(model)", type(module).__name__, *sums[module])
         for module, name in names.items()
         if any(sums[module])
     ]

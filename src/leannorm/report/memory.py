@@ -1,4 +1,4 @@
-"""The one way in which leannorm measures the memory of a training step."""
+"""Measures the memory of a training step; everything in leannorm that reports memory uses this."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def measure_step(
 ) -> StepMemory:
     """Run `backward(forward())` once and return what it held and its peak.
 
-    CPU: every block that torch's allocator hands out or takes back, as `torch.profiler` records it
-    (`profile_memory=True`); scratch memory of vendor libraries is not torch's and not seen. A block that
-    was there before the step counts as 0 and stays 0 when it is freed: set gradients to None first.
-    Blocks allocated in threads that `forward` itself starts are not seen.
+    CPU: every allocation and free of torch's allocator, as `torch.profiler` records them
+    (`profile_memory=True`). Not recorded: workspaces of vendor libraries, blocks allocated in threads that
+    `forward` starts, and frees of blocks that existed before the step. So set gradients to None first.
     CUDA: `torch.cuda.memory_allocated` and `torch.cuda.max_memory_allocated`.
 
-    The time that the recording costs is part of `timeline`: never time a step with it.
+    The recording takes time, which is part of `timeline`: do not time a step with it.
 
-    Raises InputError on a device that has neither record.
+    Raises InputError for any other device.
 
     >>> x = torch.zeros(1000, requires_grad=True)
     >>> memory = measure_step(lambda: x.exp().sum())  # keeps exp(x), and the loss
@@ -110,12 +109,12 @@ def _is_cpu_allocation(event: Any) -> bool:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library greets on stderr; it reads its log level when it first starts."""
+    """Keep the profiler's library from logging to stderr; it reads its log level when it first starts."""
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
         yield
         return
-    os.environ[name] = "6"  # above its trace points, the loudest that it has
+    os.environ[name] = "6"  # above its highest level
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""Every equality that the layers promise, measured on this machine against its error budget.
+"""The equalities that the layers promise, measured on this machine, each against its error budget.
 
-The budget of a number is twice the error that torch's own operation makes against float64 in the same
-dtype, plus one rounding of the result. Where two of leannorm's paths must agree bit for bit it is 0.
+The budget is twice the error of torch's operation in the same dtype against float64, plus one rounding of the
+result. Where two paths of leannorm must agree bit for bit, it is 0.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional, nn
+from leannorm.report.answers import error_of, largest_error
 
-# Of the central differences, in float64, and their relative budget: they are themselves off by some 1e-9.
+# The step of the central differences in float64, and their relative budget; their own error is about 1e-9.
 _GRADCHECK_STEP = 1e-6
 
 
@@ -40,7 +41,7 @@ class Check(NamedTuple):
 
 
 def run_checks(seed: int = 0) -> Iterator[Check]:
-    """Measure one check after the other; torch's random state is left as it was.
+    """Run all checks, one after the other; torch's random state is restored.
 
     >>> all(check.passed for check in run_checks())
     True
@@ -56,14 +57,14 @@ def run_checks(seed: int = 0) -> Iterator[Check]:
 
 
 def _within(name: str, ours: Tensor, torchs: Tensor, exact: Tensor) -> Check:
-    budget = 2 * _distance(torchs, exact) + torch.finfo(ours.dtype).eps / 2 * float(exact.abs().max())
-    return Check(name, _distance(ours, exact), budget, "float64")
+    error = error_of(ours.detach(), exact.detach(), largest_error(torchs, exact))
+    return Check(name, error.found, error.allowed, "float64")
 
 
 def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:
     """The largest |a - b| over pairs of tensors, and the largest over max |b| of the same pair.
 
-    Not-a-number anywhere gives not-a-number (which is within no budget).
+    NaN anywhere gives NaN, which is within no budget.
 
     >>> largest_difference([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 4.0])])
     (2.0, 0.5)
@@ -75,10 +76,6 @@ def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tupl
             absolute.append(off)
             relative.append(off if off == 0 else off / b.detach().double().abs().max())
     return float(torch.stack(absolute).max()), float(torch.stack(relative).max())
-
-
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.detach().double() - b.detach().double()).abs().max())
 
 
 def _gradients(run: Callable[..., Tensor], dy: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -95,7 +92,7 @@ def _three_ways(
     formula: Callable[..., Tensor],
     inputs: Sequence[Tensor],
 ) -> Iterator[Check]:
-    """Output and gradients of (x, weight, bias): ours and torch's against the formula in float64."""
+    """Check output and gradients of (x, weight, bias), ours and torch's, against the formula in float64."""
     dy = torch.randn_like(inputs[0])
     exact = _gradients(formula, dy, [v.double() for v in inputs])
     parts = ("forward", "gradient of the input", "gradient of weight", "gradient of bias")
@@ -124,7 +121,7 @@ def _batch_norm() -> Iterator[Check]:
 
 
 def _running_statistics(momentum: float | None) -> Iterator[Check]:
-    """Ten batches, then evaluation by what they left."""
+    """Running statistics after ten batches, and evaluation by them."""
     ours, torchs = nn.BatchNorm2d(3, momentum=momentum), torch.nn.BatchNorm2d(3, momentum=momentum)
     mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     for batch in range(1, 11):
@@ -143,7 +140,7 @@ def _running_statistics(momentum: float | None) -> Iterator[Check]:
 
 
 def _untracked() -> Check:
-    """Evaluation without running statistics normalizes by the batch's own."""
+    """Evaluation without running statistics normalizes by the batch's statistics."""
     x = torch.randn(8, 3, 20, 20) * 2 + 1
     ours = nn.BatchNorm2d(3, track_running_stats=False).eval()(x)
     torchs = torch.nn.BatchNorm2d(3, track_running_stats=False).eval()(x)
@@ -210,5 +207,5 @@ def _fused_against_unfused() -> Iterator[Check]:
         "running_var": (fused.bn.running_var, norm.running_var),
     }
     for name, (a, b) in pairs.items():
-        error = _distance(a, b) if a is not None and b is not None else float("inf")
+        error = largest_error(a, b) if a is not None and b is not None else float("inf")
         yield Check(f"conv-BN fused, {name}", error, 0.0, "unfused")

@@ -1,4 +1,4 @@
-"""What a model's training step costs in memory and time: stock, under each lean setting, and otherwise."""
+"""`profile`: memory and time of a model's training step: stock, under lean(), and with other methods."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from leannorm._errors import InputError
-from leannorm.report.files import write_text
-from leannorm.report.freed_memory import keep_freed_memory
-from leannorm.report.layers import Layer, Operation, StockCount, by_layer, by_operation
+from leannorm._files import write_text
+from leannorm._freed_memory import keep_freed_memory
+from leannorm.report.layers import LayerBytes, Operation, StockCount, by_layer, by_operation
+from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
-from leannorm.report.models import mean_square
 from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
 from leannorm.report.timing import time_step
@@ -27,10 +27,10 @@ from leannorm.report.timing import time_step
 
 @dataclass
 class Measured:
-    """One setting: bytes of a step above its start, seconds of a step, and its ratio to stock's.
+    """One setting: a step's bytes above those at its start, its seconds, and the ratio to stock's seconds.
 
-    `gradient_difference`: the largest to stock's gradients, relative to the largest gradient of the same
-    parameter; 0 says that all are equal bit for bit. `layers` is empty where they cannot be counted.
+    `gradient_difference`: the largest difference from stock's gradients, relative to the largest gradient of
+    the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot be counted.
     """
 
     name: str
@@ -41,13 +41,19 @@ class Measured:
     gradient_difference: float = 0.0
     timeline: list[tuple[float, int]] = field(default_factory=list)
     forward_end: float = 0.0
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerBytes] = field(default_factory=list)
     rebuilt: list[Operation] = field(default_factory=list)
 
 
 @dataclass
 class MemoryReport:
-    """What `profile` measured; `settings[0]` is stock."""
+    """What `profile` measured; `settings[0]` is stock.
+
+    >>> import torch, leannorm
+    >>> report = leannorm.profile(torch.nn.Linear(8, 8), torch.randn(4, 8), recompute=[], steps=1)
+    >>> report.model, report.settings[0].name
+    ('Linear', 'stock')
+    """
 
     model: str
     inputs: list[str]
@@ -69,7 +75,7 @@ class MemoryReport:
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained page: memory over the step, per-layer bars, both tables.
 
-        Raises MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
+        Raises: MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
         """
         from leannorm.report.profile_page import html
 
@@ -100,15 +106,18 @@ def profile(
     """Run training steps of `model(*inputs)` stock and under each lean setting, and report what they cost.
 
     `recompute` and `budgets` are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around
-    every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of
-    the output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios.
-    Freed memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model
-    are as before when it returns. `progress` is told what is being done.
+    every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of the
+    output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
+    memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
+    before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB are
+    measured with rebuilds, too, although `lean` leaves them as they are in training.
 
-    Raises InputError for unknown settings, and for a model without parameters that need gradients.
+    Raises: `InputError` for unknown settings, and for a model without parameters that need gradients.
 
+    >>> import torch, leannorm
+    >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
-    >>> report = profile(model, torch.randn(2, 3, 20, 20), steps=1)
+    >>> report = leannorm.profile(model, torch.randn(2, 3, 20, 20), steps=1)
     >>> [setting.name for setting in report.settings]
     ['stock', 'norm', 'conv']
     >>> report.settings[1].kept < report.settings[0].kept
@@ -129,7 +138,7 @@ def profile(
         stock: list[Tensor | None] = []
         for setting, forward, measured in zip(settings, forwards, results, strict=True):
             progress(f"measuring {setting.name}")
-            for _ in range(2):  # the first pass of a budget plans, and the first of a compiler compiles
+            for _ in range(2):  # with a budget the first pass makes the plan, under torch.compile it compiles
                 restore()
                 forward().backward()
             gradients = [p.grad for p in learned]
@@ -164,7 +173,7 @@ def _forward(setting: Setting, arguments: Sequence[Any], loss: Callable[[Any], T
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Gives a function that puts buffers back and takes gradients away; at the end all is as it was."""
+    """Gives a function that restores buffers and sets gradients to None; at the end all is restored."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     generator = torch.get_rng_state()
@@ -204,7 +213,7 @@ def _count(
         around as saved,
         by_layer(model, lambda: _counts(around if saved is None else saved)) as layers,
     ):
-        result = loss(setting.run(*arguments))  # what was saved lives as long
+        result = loss(setting.run(*arguments))  # keeps the saved tensors alive
     del result
     measured.layers = layers
     measured.rebuilt = by_operation(getattr(saved, "records", ()))

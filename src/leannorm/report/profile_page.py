@@ -1,10 +1,10 @@
-"""A memory report as tables and as one HTML page."""
+"""A `MemoryReport` as tables and as one HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from leannorm.report.layers import Layer
+from leannorm.report.layers import LayerBytes
 from leannorm.report.profile import Measured, MemoryReport
 from leannorm.report.render import (
     Fact,
@@ -17,11 +17,11 @@ from leannorm.report.render import (
     page,
 )
 
-_MOST_POINTS = 3000
+_MAX_POINTS = 3000
 
 
 def setting_table(report: MemoryReport) -> Table:
-    """One row a setting: kept, peak and step time with their ratios to stock, and the gradients."""
+    """One row per setting: kept, peak and step time with their ratios to stock, and the gradients."""
     stock = report.settings[0]
 
     def row(s: Measured) -> list[str]:
@@ -42,7 +42,7 @@ def setting_table(report: MemoryReport) -> Table:
 
 
 def layer_table(report: MemoryReport) -> Table:
-    """One row a layer: what it holds in stock, and under each setting what it holds and what is rebuilt."""
+    """One row per layer: the bytes held in stock, and under each setting the bytes held and rebuilt."""
     counted, names = _counted(report)
 
     def cells(name: str) -> list[str]:
@@ -61,7 +61,7 @@ def layer_table(report: MemoryReport) -> Table:
 
 
 def kind_table(report: MemoryReport) -> Table:
-    """One row a kind of layer, the one that holds most first: what all of them hold under each setting."""
+    """One row per layer type, most bytes first: the bytes that all its layers hold under each setting."""
     counted, names = _counted(report)
     sums = {kind: [0] * len(counted) for kind in names.values()}
     for i, (_, layers) in enumerate(counted):
@@ -72,15 +72,15 @@ def kind_table(report: MemoryReport) -> Table:
     return Table(columns, [[kind, *map(megabytes, kept)] for kind, kept in rows])
 
 
-def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, Layer]]], dict[str, str]]:
-    """Every setting whose layers were counted, by layer; and the kind of every layer, in their order."""
+def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes]]], dict[str, str]]:
+    """The layers of every setting whose layers were counted; and the type of every layer, in model order."""
     settings = [s for s in report.settings if s.layers]
     names = {layer.name: layer.kind for s in settings for layer in s.layers}
     return [(s.name, {layer.name: layer for layer in s.layers}) for s in settings], names
 
 
 def operation_table(report: MemoryReport) -> Table:
-    """One row a kind of operation and setting: what is rebuilt, and what the rebuilding takes."""
+    """One row per setting and kind of operation: the rebuilt tensors, their bytes, the time to rebuild."""
     rows = [
         [
             s.name,
@@ -96,7 +96,7 @@ def operation_table(report: MemoryReport) -> Table:
 
 
 def html(report: MemoryReport) -> str:
-    """One self-contained page; the boxes on top show and hide a setting in every picture."""
+    """One self-contained page; checkboxes at the top show and hide a setting in every picture."""
     stock = report.settings[0]
     best = min(report.settings, key=lambda s: s.peak)
     quickest = min(report.settings[1:] or [stock], key=lambda s: s.time_ratio)
@@ -118,7 +118,7 @@ def html(report: MemoryReport) -> str:
         sections.append(
             Section(
                 "Memory over one step",
-                "Bytes above the step's start. What is held when the forward pass ends stands at 1.",
+                "Bytes above the step's start. The forward pass ends at 1.",
                 line_figure(timelines, "forward pass: 0 to 1, backward pass: 1 to 2", "MB", steps=True),
             )
         )
@@ -127,14 +127,14 @@ def html(report: MemoryReport) -> str:
     sections += [
         Section(
             "What each layer keeps",
-            "In the order of the model; a layer's operations keep their inputs, mostly.",
+            "In the order of the model. Most operations keep their inputs.",
             bar_figure(bars, list(names), "MB", written=len(names) <= 12),
         ),
         Section("Layer by layer", table=layer_table(report)),
     ]
     if any(s.rebuilt for s in report.settings):
         sections.append(
-            Section("What is rebuilt", "Time of rebuilding alone, by trial.", table=operation_table(report))
+            Section("What is rebuilt", "Time of the rebuilds alone, measured.", table=operation_table(report))
         )
     foot = {
         "device": report.device,
@@ -143,22 +143,22 @@ def html(report: MemoryReport) -> str:
         "memory": report.freed_memory,
     }
     title = f"{report.model}: memory of a training step"
-    lead = f"Input {', '.join(report.inputs)}. Stock autograd beside ways to keep less for the backward pass."
+    lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to keep less for the backward pass."
     return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
 
 
-def _per_layer(layers: Mapping[str, Layer], names: Iterable[str]) -> list[float]:
+def _per_layer(layers: Mapping[str, LayerBytes], names: Iterable[str]) -> list[float]:
     return [layers[name].kept / 1e6 if name in layers else 0.0 for name in names]
 
 
 def _thinned(measured: Measured) -> tuple[list[float], list[float]]:
-    """The timeline with the forward pass on 0 to 1 and the backward pass on 1 to 2, so that settings line up.
+    """The timeline with the forward pass scaled to 0..1 and the backward pass to 1..2, to compare settings.
 
-    At most so many points; of those that share a place, the highest stays, so that the peak does.
+    At most `_MAX_POINTS` points: of several neighbours only the highest is kept, so the peak stays.
     """
     timeline, middle = measured.timeline, measured.forward_end
     length = max(timeline[-1][0] - middle, 1e-9)
-    stride = -(-len(timeline) // _MOST_POINTS)
+    stride = -(-len(timeline) // _MAX_POINTS)
     kept = [
         max(timeline[i : i + stride], key=lambda point: point[1]) for i in range(0, len(timeline), stride)
     ]

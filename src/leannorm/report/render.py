@@ -1,4 +1,4 @@
-"""Data to text and HTML: tables for the terminal, and one page with everything inside."""
+"""Data to text and HTML: tables for the terminal, and a self-contained page."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from leannorm._errors import MissingDependencyError
 from leannorm.report.numerics import Check
+from leannorm.report.recipes import ALIVE, RecipeState
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -18,7 +19,7 @@ COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d
 
 
 def megabytes(nbytes: float) -> str:
-    """Decimal megabytes, as the papers and the GPU makers count."""
+    """Decimal megabytes (10^6 bytes), as text."""
     return f"{nbytes / 1e6:,.1f} MB"
 
 
@@ -28,7 +29,7 @@ def milliseconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header; columns from `numbers_from` on are set flush right."""
+    """Rows of text under a header; columns from `numbers_from` on are right-aligned."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -48,12 +49,21 @@ class Table:
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
-    """One row a check: what was measured, what is allowed."""
+    """One row per check: the measured error and its budget."""
     rows = [
         ["ok" if one.passed else "FELL SHORT", one.name, f"{one.error:.1e}", f"{one.budget:.1e}", one.against]
         for one in checks
     ]
     return Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
+
+
+def recipes_table(recipes: Sequence[RecipeState]) -> Table:
+    """One row for all that are alive, one for each that is not, with the reason."""
+    named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
+    alive = [name for name, one in named if one.state == ALIVE]
+    rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]
+    rows += [[one.state, name, one.why] for name, one in named if one.state != ALIVE]
+    return Table(["", "recipe of lean()", "on this torch"], rows, numbers_from=3)
 
 
 @dataclass(frozen=True)
@@ -69,14 +79,14 @@ class Section:
 
 @dataclass(frozen=True)
 class Fact:
-    """One number of the headline row, with what it is measured against."""
+    """One number of the headline row, with its label."""
 
     value: str
     label: str
 
 
 def require_page() -> None:
-    """Raises MissingDependencyError where a page could not be made: ask before the work, not after it."""
+    """Raises MissingDependencyError if jinja2 or plotly is missing; called before the measurements start."""
     for name in ("jinja2", "plotly"):
         try:
             import_module(name)
@@ -94,11 +104,11 @@ def page(
     foot: Mapping[str, str],
     toggles: Sequence[str] = (),
 ) -> str:
-    """One self-contained HTML file: styles, pictures and their script inside, nothing fetched.
+    """One self-contained HTML file, with styles, pictures and their script; it loads nothing.
 
-    `toggles` are names of lines and bars, each with a box that shows and hides it in every picture.
+    `toggles` are names of lines and bars; each gets a checkbox that shows and hides it in every picture.
 
-    Raises MissingDependencyError where jinja2 or plotly is not installed.
+    Raises MissingDependencyError if jinja2 or plotly is not installed.
     """
     require_page()
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -129,7 +139,7 @@ def line_figure(
     *,
     steps: bool = False,
 ) -> Any:
-    """Named lines (xs, ys) in one frame: points of integer x, or `steps`, values that hold until the next."""
+    """Named lines (xs, ys) in one plot: points at integer x, or with `steps` a staircase."""
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, (xs, ys)) in enumerate(lines.items()):
@@ -140,7 +150,11 @@ def line_figure(
             mode="lines" if steps else "lines+markers",
             line={
                 "color": COLORS[i % len(COLORS)],
-                "width": 1.6 if steps else 2.5 if i else 6,  # the first shows under those that cover it
+                "width": 1.6
+                if steps
+                else 2.5
+                if i
+                else 6,  # the first line is wider, so that it shows under the others
                 "shape": "hv" if steps else "linear",
             },
             marker={"size": 7 if i else 11},
@@ -153,7 +167,7 @@ def line_figure(
 def bar_figure(
     bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: str, *, written: bool = True
 ) -> Any:
-    """Named bars side by side, one cluster a group; `written`, with names below and the value above each."""
+    """Named bars side by side, in groups; with `written`, group names below and values above the bars."""
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, values) in enumerate(bars.items()):

@@ -1,4 +1,4 @@
-"""The ways to run a model's training step that `profile` compares: stock, lean, and what else there is."""
+"""The ways to run a training step that `profile` compares: stock, lean, checkpointed, compiled."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torch import nn
 from leannorm._errors import InputError
 from leannorm.saving import lean
 from leannorm.saving.policy import check
+from leannorm.saving.small import NEVER_SMALL
 
 AGAINST = ("checkpoint", "compile")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Setting(NamedTuple):
-    """`run(*inputs)` is the model's forward pass; `around()` stands around it and the loss."""
+    """`run(*inputs)` is the model's forward pass; `around()` is a context for it and the loss."""
 
     name: str
     run: Callable[..., Any]
@@ -27,7 +28,7 @@ class Setting(NamedTuple):
 
     @property
     def eager(self) -> bool:
-        """Does autograd save tensors layer by layer, so that they can be counted so?"""
+        """Does autograd save tensors layer by layer, so that they can be counted by layer?"""
         return self.name not in AGAINST
 
 
@@ -38,15 +39,22 @@ def settings_for(
     made = [Setting("stock", model)]
     for kind in recompute:
         check(kind, None)
-        made.append(Setting(kind, model, partial(lean, kind)))  # type: ignore[arg-type]  # checked above
+        made.append(Setting(kind, model, partial(_lean, recompute=kind)))
     for budget in budgets:
         check("norm", budget)
-        made.append(Setting(f"budget {budget:g}", model, partial(lean, budget=budget)))
+        made.append(Setting(f"budget {budget:g}", model, partial(_lean, budget=budget)))
     for other in against:
         if other not in AGAINST:
             raise InputError(f"against is one of {', '.join(AGAINST)}; got {other!r}")
         made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
     return made
+
+
+def _lean(**settings: Any) -> lean:
+    """`lean()` that also rebuilds in small passes: a small model or batch mostly stands for a larger one."""
+    context = lean(**settings)
+    context.place = NEVER_SMALL
+    return context
 
 
 def _checkpointed(model: nn.Module) -> Callable[..., Any]:
@@ -66,7 +74,7 @@ def _checkpointed(model: nn.Module) -> Callable[..., Any]:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that stand in a container and are made of others, as a user would cut a model."""
+    """The outermost modules that are in a container and have children, as a user would checkpoint a model."""
     for child in module.children():
         inside = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
         if inside and any(True for _ in child.children()):
@@ -85,11 +93,11 @@ def _wrapped(blocks: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for block in blocks:
-            del block.forward  # the class's own shows again
+            del block.forward  # back to the class's forward
 
 
 def _compiled(model: nn.Module) -> Callable[..., Any]:
-    """torch.compile, told to keep half of the activations."""
+    """The model under torch.compile with an activation memory budget of 0.5."""
     from torch._functorch import config
 
     compiled = torch.compile(model)

@@ -1,4 +1,4 @@
-"""The one way in which leannorm measures time: a step by the clock, a call by the device's own."""
+"""Measures time: a training step by the host's clock, a single call by device events."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from itertools import pairwise
 import torch
 from torch._C._autograd import DeviceType
 
-_HEAD_START = 30_000_000  # cycles, about 15 ms: longer than the host takes to launch what is timed at once
-_AT_ONCE = 8
+_HEAD_START = 30_000_000  # cycles, about 15 ms: longer than the host needs to launch one group of calls
+_GROUP = 8
 
 
 def time_step(step: Callable[[], object], device: torch.device | str = "cpu") -> float:
-    """Seconds that one call of `step` takes, the device's queue waited for on both sides."""
+    """Seconds that one call of `step` takes; the device is synchronized before and after."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -31,12 +31,11 @@ def device_seconds(
     turns: int,
     head_start: bool = True,
 ) -> list[float]:
-    """Seconds of each of `turns` calls, which go round `calls`: the same work on tensors of their own each.
+    """Seconds of each of `turns` calls. They cycle through `calls`: the same work on different tensors.
 
-    On CUDA between two events on the stream. The device is kept busy until the host has launched several
-    calls (`head_start`), so that what is counted is the device's work and not its wait for the host;
-    without it a call that the host launches too slowly counts as slow, as it would in training. On the
-    CPU by the clock.
+    On CUDA the time is taken between two events on the stream. With `head_start` the device is kept busy
+    until the host has launched a group of calls, so the device's work is timed without its wait for the host.
+    Without it, slow launches count as they would in training. On the CPU the time is the clock's.
 
     >>> [seconds > 0 for seconds in device_seconds([lambda: sum(range(1000))], "cpu", 2)]
     [True, True]
@@ -47,8 +46,8 @@ def device_seconds(
         return [time_step(call, device) for call in order]
     seconds = []
     with torch.cuda.device(device):
-        for first in range(0, turns, _AT_ONCE):
-            part = order[first : first + _AT_ONCE]
+        for first in range(0, turns, _GROUP):
+            part = order[first : first + _GROUP]
             events = [torch.cuda.Event(enable_timing=True) for _ in range(len(part) + 1)]
             torch.cuda.synchronize()
             if head_start:
@@ -63,7 +62,7 @@ def device_seconds(
 
 
 def sets_past_the_cache(nbytes: int, device: torch.device | str) -> int:
-    """How many sets of `nbytes` to go round, so that the device's last cache holds none of the next one."""
+    """How many sets of `nbytes` to cycle through, so that the L2 cache holds nothing of the next set."""
     device = torch.device(device)
     if device.type != "cuda":
         return 1
@@ -72,14 +71,14 @@ def sets_past_the_cache(nbytes: int, device: torch.device | str) -> int:
 
 
 def launches(call: Callable[[], object], device: torch.device | str) -> int | None:
-    """How many kernels, copies and fills a call starts on the device, as the profiler counts; CPU: None."""
+    """How many kernels, copies and fills a call starts on a GPU, counted by the profiler; None on the CPU."""
     from torch.profiler import ProfilerActivity, profile
 
     device = torch.device(device)
     if device.type != "cuda":
         return None
     call()
-    for _ in range(2):  # the first profile of a process may miss what starts before its library is ready
+    for _ in range(2):  # the first profile of a process may miss kernels, until its library is ready
         torch.cuda.synchronize(device)
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
             call()

@@ -1,4 +1,4 @@
-"""Does a model train under lean() as stock, to the bit? All rebuilt tensors and gradients are compared."""
+"""Does a model train under lean() bit for bit as in stock? Compares rebuilt tensors and gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from leannorm.report.models import mean_square
+from leannorm.report.loss import mean_square
 from leannorm.report.numerics import Check
 from leannorm.saving import lean
 from leannorm.saving.verify import RebuildError
@@ -27,8 +27,8 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]:
     """Train copies of the model, stock and under each setting, and compare gradients and buffers.
 
-    One check a setting and step; its error is the number of tensors that differ in any bit, of which none
-    may, as long as stock itself repeats its bits. A rebuilt tensor that differs is an error without bound.
+    One check per setting and step. Its error is the number of tensors that differ in any bit; it must be 0 if
+    two stock runs give equal bits. A rebuilt tensor that differs gives the error infinity.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     >>> all(check.passed for check in verify_model(model, torch.randn(4, 8)))
@@ -54,16 +54,15 @@ def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]
 def _steps(
     model: nn.Module, x: Tensor, steps: int, context: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[dict[str, Tensor]]:
-    """Gradients and buffers after each of some steps of gradient descent."""
+    """Gradients and buffers after each step of gradient descent."""
     model = copy.deepcopy(model)
     for i in range(steps):
         model.zero_grad()
         with torch.random.fork_rng():
             torch.manual_seed(i)
             with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "leannorm: budget="
-                )  # what is out of reach is verified, too
+                # a budget that is out of reach is verified, too
+                warnings.filterwarnings("ignore", "leannorm: budget=")
                 with context():
                     loss = mean_square(model(x))
             loss.backward()

@@ -1,48 +1,70 @@
-"""What a norm of torch was called with, where its node does not keep it: eps, and the bias.
+"""The arguments of a torch norm's call that its node does not keep: eps and the bias.
 
-While a node saves its tensors, the frame of the Python function that called it is one step up. Where that is
-torch's own function (`torch.nn.functional`), its arguments are there to be read.
+The pack hook runs inside the call. The frame above it is the Python function that made the call; where that
+is a function of `torch.nn.functional`, its local variables are the arguments.
 """
 
 from __future__ import annotations
 
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_WITH_BIAS = {f.__code__ for f in (F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)}
-_WITHOUT = F.rms_norm.__code__
+
+def _codes(*functions: Any) -> set[Any]:
+    """By which frames are known; of what others have put in a function's place, perhaps none."""
+    return {function.__code__ for function in functions if hasattr(function, "__code__")}
 
 
-class Call(NamedTuple):
-    """The arguments; `bias` is a copy, as nobody else keeps what it holds now."""
+_WITH_BIAS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
+_WITHOUT = _codes(F.rms_norm)
+
+
+class NormArguments(NamedTuple):
+    """The arguments; `bias` is a copy, since the parameter may change before the backward pass."""
 
     eps: float | None
     bias: Tensor | None
-    reads_buffers: bool  # of running statistics, as in evaluation
+    reads_buffers: bool  # normalizes by the running statistics, as in evaluation, or has frozen parameters
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_SOFTMAXES = _codes(F.cross_entropy, F.log_softmax, F.softmax)
+
+
+def logits_of(frame: FrameType) -> Tensor | None:
+    """The input of the softmax call in `frame`, the caller of the pack hook; None if it is no such call."""
+    return frame.f_locals.get("input") if frame.f_code in _SOFTMAXES else None
+
+
+# `Function.apply` is written in Python; from torch 2.15 on in C, and then the frame is its caller's
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def is_compiled(frame: FrameType) -> bool:
-    """Does `frame`, which is saving tensors now, run what torch.compile has made of a model?"""
+    """Is `frame`, the caller of the pack hook, code that torch.compile generated?"""
+    if _APPLY is None:
+        return str(frame.f_globals.get("__name__")).startswith("torch._functorch.")
     if frame.f_code is not _APPLY:
         return False
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
 
-def call_of(frame: FrameType) -> Call | None:
-    """The call that is saving tensors now, if `frame` belongs to one of these functions."""
+def call_of(frame: FrameType) -> NormArguments | None:
+    """The arguments of the norm call in `frame`, the caller of the pack hook; None if it is no such call."""
     code = frame.f_code
-    if code is _WITHOUT:
-        return Call(frame.f_locals["eps"], None, False)
+    if code in _WITHOUT:
+        return NormArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
     if code not in _WITH_BIAS:
         return None
     arguments = frame.f_locals
     bias = arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
-    return Call(arguments["eps"], None if bias is None else bias.detach().clone(), not training)
+    reads_buffers = not training or _frozen(arguments["weight"]) or _frozen(bias)
+    return NormArguments(arguments["eps"], None if bias is None else bias.detach().clone(), reads_buffers)
+
+
+def _frozen(parameter: Tensor | None) -> bool:
+    return parameter is not None and not parameter.requires_grad

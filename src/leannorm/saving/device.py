@@ -1,4 +1,4 @@
-"""Where the host does not wait for the device: whoever looks at a tensor's values there stalls the step."""
+"""Devices that run asynchronously: reading a tensor's values there makes the host wait."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from leannorm.ops.modes import capturing as capturing
 
 
 def asynchronous(tensor: Tensor) -> bool:
-    """Would a look at the tensor's values make the host wait?"""
+    """Does reading the tensor's values make the host wait?"""
     return tensor.device.type not in ("cpu", "meta")
 
 
 def synchronize(tensor: Tensor) -> None:
-    """Wait until the tensor's device has done all that it was given."""
+    """Wait until the tensor's device has finished all queued work."""
     if asynchronous(tensor):
         torch.accelerator.synchronize(tensor.device)

@@ -1,7 +1,8 @@
-"""What proves that a tensor still holds what a node read: version counters, samples, leaves seen in time.
+"""Checks that a tensor still holds what a node read: by its version counter, a sample of its bytes, a leaf's
+contents at the start of the pass.
 
-Autograd's version counter tells every edit but those through `.data`, which keep it. Those are told by a
-sample of the elements, as long as they touch one of them: an optimizer's or an average's do.
+Every in-place edit raises autograd's version counter, except edits through `.data`. Those are found by the
+sample if they change a sampled byte, as an optimizer's step or a weight average does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from leannorm.saving.device import asynchronous
 
 RUNS, RUN = 4, 256
-"""Of a sample: runs, and bytes of each; in float32, 256 elements. Read past torch, it takes a microsecond."""
+"""A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,19 +28,19 @@ _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def version_of(tensor: Tensor) -> Tensor | None:
-    """A tensor without memory that shares `tensor`'s version counter; None for a fake one."""
+    """A tensor without memory that shares `tensor`'s version counter; None for a fake tensor."""
     if type(tensor) not in _PLAIN:
         return None
     kind = tensor.device, tensor.dtype
     if kind not in _EMPTY:
         _EMPTY[kind] = torch.empty(0, device=kind[0], dtype=kind[1])
     counter = tensor.detach()
-    counter.data = _EMPTY[kind]  # changes its memory and keeps its version counter
+    counter.data = _EMPTY[kind]  # replaces the memory and keeps the version counter
     return counter
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, of which a NaN equals itself."""
+    """The same memory as integers, so that a NaN equals itself."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
@@ -53,7 +54,7 @@ class Sample(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
-        """None for what is not on the CPU, or whose elements do not fill its memory."""
+        """A sample of the tensor; None if it is not on the CPU or has gaps between its elements."""
         if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return None
         if not _fills_its_memory(tensor) or tensor.untyped_storage().nbytes() == 0:
@@ -61,7 +62,7 @@ class Sample(NamedTuple):
         return Sample(tensor.numel(), _bytes_of(tensor))
 
     def matches(self, tensor: Tensor) -> bool:
-        """Are these bytes still what they were?"""
+        """Does the tensor still hold the sampled bytes?"""
         if tensor.numel() != self.numel or tensor.untyped_storage().nbytes() == 0:
             return False
         return _bytes_of(tensor) == self.content
@@ -83,10 +84,10 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 
 
 class Leaves:
-    """The leaves that steps read, and what they held when a pass began.
+    """The leaves that steps read, and their contents when a forward pass began.
 
-    A node that was made in the pass has read what a leaf holds, if the leaf has not changed since. Of a node
-    that was made before (a cast that autocast or the user keeps) nothing is known.
+    If a leaf has not changed since, every node made in this pass read what the leaf holds now. A node made
+    before the pass (a cast that autocast or the user keeps) may have read something else.
     """
 
     _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -105,11 +106,11 @@ class Leaves:
             unchanged = leaf._version == version and (sample is None or sample.matches(leaf))
             return unchanged and self._since <= node
         with self._lock:
-            self._known[leaf] = None  # from the next pass on
-        return leaf._version == 0 and asynchronous(leaf)  # never edited; nobody may look there
+            self._known[leaf] = None  # sampled from the next pass on
+        return leaf._version == 0 and asynchronous(leaf)  # never edited; a sample would stall the step
 
     def forget(self) -> None:
-        """The pass is over."""
+        """Drop what was recorded when the pass began: the pass is over."""
         self._before.clear()
 
 
@@ -117,12 +118,12 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of t
 
 
 def owner_of(tensor: Tensor, made_by: str) -> str:
-    """A parameter's name in the largest model that holds it; for messages, as it looks at every object."""
+    """A parameter's name in the largest model that holds it. For error messages only: scans all objects."""
     what = f"{made_by or 'a leaf'} of shape {list(tensor.shape)}"
     names = [
         (len(name), f"the parameter {name} of {type(module).__name__}, of shape {list(tensor.shape)},")
         for module in gc.get_objects()
-        if issubclass(type(module), torch.nn.Module)  # isinstance would ask lazy objects
+        if issubclass(type(module), torch.nn.Module)  # isinstance would trigger lazy objects
         for name, parameter in module.named_parameters()
         if parameter is tensor
     ]

@@ -1,4 +1,4 @@
-"""Torch's global flags that decide the bits of a kernel: as a forward pass found them, and set again."""
+"""Torch's global flags on which a kernel's bits depend: recorded in the forward pass, set for a rebuild."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class _Flag(NamedTuple):
 
 
 def _plain(get: str, set_: str) -> list[_Flag]:
-    """A flag of torch's C part; none where this release has it no more."""
+    """A flag of `torch._C`; an empty list where this release of torch lacks it."""
     there = hasattr(torch._C, get) and hasattr(torch._C, set_)
     return [_Flag(getattr(torch._C, get), getattr(torch._C, set_))] if there else []
 
 
 def _precision(backend: str, operation: str) -> list[_Flag]:
-    """The arithmetic inside a float32 product."""
+    """The precision inside float32 products (TF32, bfloat16 or full)."""
     get = getattr(torch._C, "_get_fp32_precision_getter", None)
     set_ = getattr(torch._C, "_set_fp32_precision_setter", None)
     if get is None or set_ is None:
@@ -51,14 +51,14 @@ _GETTERS = tuple(flag.get for flag in _FLAGS)
 
 
 class Flags(tuple[Any, ...]):
-    """One state of all flags; equal states are the same object."""
+    """The values of all flags; equal values are the same object."""
 
     __slots__ = ()
     __hash__ = tuple.__hash__
 
     @contextmanager
     def set(self) -> Iterator[None]:
-        """Within the context they are set; those that are set anyway are not touched."""
+        """Set these flags within the context; those that have the value already are not touched."""
         changes = [
             (flag, ours, theirs)
             for flag, ours, theirs in zip(_FLAGS, self, current(), strict=True)
@@ -84,10 +84,10 @@ def current() -> Flags:
 
 
 class FlagLog:
-    """The flags over one forward pass, by the sequence numbers of its nodes.
+    """The flags during one forward pass, by the sequence numbers of its nodes.
 
-    A norm or a product saves its inputs while it runs, so a look at every tensor that is saved sees the
-    flags under which each of them ran.
+    A norm or a product saves its inputs while it runs. So the flags read at each save are those under which
+    the saving node ran.
     """
 
     def __init__(self, since: int) -> None:
@@ -95,9 +95,9 @@ class FlagLog:
         self._from, self._flags = [-1], [current()]
         self._last = -1
 
-    def look(self, number: int) -> None:
-        """A tensor is being saved, and the next node will have this sequence number."""
-        if number == self._last:  # by the node that the last one was saved by
+    def record(self, number: int) -> None:
+        """Record the flags while a tensor is saved; `number` is the next node's sequence number."""
+        if number == self._last:  # the same node saves another tensor
             return
         self._last, now = number, current()
         if now is not self._flags[-1]:
@@ -105,9 +105,10 @@ class FlagLog:
             self._flags.append(now)
 
     def of(self, node: int) -> tuple[Flags, bool]:
-        """Under which the node with this sequence number ran; those of now, and False, if that is not sure.
+        """The flags under which the node with this sequence number ran, and True.
 
-        While the node runs, the next number is 1 above its own, or a little more if it made others inside.
+        If that is not sure: the flags now, and False. While a node runs, the next number is 1 above the
+        node's, or a little more if it made inner nodes.
         """
         i = bisect_right(self._from, node + 1) - 1
         soon = i + 1 < len(self._from) and self._from[i + 1] <= node + 3

@@ -1,4 +1,4 @@
-"""Reading autograd's graph: what kind a node is, what it saved, and which value stands for its output."""
+"""Reading autograd's graph: a node's kind, what it saved, and the value that represents its output."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
+from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
 _KEY, _WAITING = "leannorm", "leannorm waiting"
@@ -15,15 +16,15 @@ _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
 
 
-def ours(function: type) -> str:
-    """Make the nodes of an autograd function of ours known, by their class; returns the kind's name."""
+def kind_of_function(function: type) -> str:
+    """Register one of leannorm's autograd functions; returns the kind that `kind_of` gives its nodes."""
     return _OURS.setdefault(function._backward_cls, f"leannorm.{function.__name__}")  # type: ignore[attr-defined]
 
 
 def kind_of(node: Any) -> str:
-    """The class of one of torch's own nodes, "leannorm.…" for ours, and "" for a user's function.
+    """The class name of a torch node, "leannorm.…" for leannorm's nodes, "" for a user's autograd function.
 
-    By the class itself: a user's function may have any name.
+    Functions are told apart by class, since a user's function may have any name.
     """
     if isinstance(node, BackwardCFunction):
         return _OURS.get(type(node), "")
@@ -31,7 +32,7 @@ def kind_of(node: Any) -> str:
 
 
 def constant(node: Any, name: str) -> Any:
-    """A number or a list of numbers that the node saved; C++ hands negative ones over as unsigned."""
+    """A number or a list of numbers that the node saved; C++ returns negative ones as unsigned."""
     value = getattr(node, f"_saved_{name}")
     if isinstance(value, (list, tuple)):
         return tuple(_signed(v) for v in value)
@@ -43,22 +44,22 @@ def _signed(value: Any) -> Any:
 
 
 def saved(node: Any, name: str) -> Value | None:
-    """The value that was packed for what the node saved under `name`.
+    """The packed value of the tensor that the node saved under `name`.
 
-    None where it was saved outside of `lean()` or by others' hooks, while the node is still saving it, and
-    where it was edited unseen: before the node read it, or after.
+    None if it was saved outside of `lean()` or under other hooks, if the node is still saving it, or if it
+    was found edited without autograd's notice, before or after the node read it.
     """
     packed = getattr(node, f"_raw_saved_{name}").data
     return packed if type(packed) is Value and packed.memory is None else None
 
 
 def is_saving(node: Any, name: str) -> bool:
-    """Is the node only now saving a tensor under `name`?"""
+    """Is the node still saving its tensor `name`?"""
     return getattr(node, f"_raw_saved_{name}").data is None
 
 
 def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
-    """All that a `torch.autograd.Function` of ours saved; None while it is still saving."""
+    """The packed values of all that one of leannorm's autograd functions saved; None while it is saving."""
     try:
         packed = [tensor.data for tensor in node._raw_saved_tensors]
     except RuntimeError:  # freed
@@ -67,25 +68,45 @@ def saved_by_function(node: Any, count: int) -> list[Value | None] | None:
     return packed if ours and len(packed) == count else None
 
 
-# ------------------------------------------------ from a node's output to the value that stands for it
+# ------------------------------------------------ from a node's output to the value that represents it
+
+
+class Packed(weakref.ref[Value]):
+    """A reference to the value of a packed tensor. The sample stays when the value is gone."""
+
+    __slots__ = ("sample",)
+    sample: Sample | None
 
 
 def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
-    """Let `find` answer with `lookup()`: a weak reference, since the value may hold the node."""
-    node.metadata.setdefault(_KEY, {})[output] = lookup
+    """Make `find` return `lookup()`, a weak reference: the value may hold the node.
+
+    A reference to a packed value is only replaced by another one, when the tensor is packed again.
+    """
+    known = node.metadata.setdefault(_KEY, {})
+    if type(lookup) is Packed or type(known.get(output)) is not Packed:
+        known[output] = lookup
+
+
+def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
+    """What `register` recorded for this output of the node, also if the value is gone."""
+    known = node.metadata.get(_KEY)
+    return known.get(output) if known else None
 
 
 def find(node: Any, output: int) -> Value | None:
+    """The value registered for this output of the node, if it is still alive."""
     known = node.metadata.get(_KEY)
     lookup = known.get(output) if known else None
     return lookup() if lookup else None
 
 
 def wait(node: Any, output: int, value: weakref.ref[Value]) -> None:
-    """Note that `value` could be rebuilt if only that output were at hand."""
+    """Record that `value` can be rebuilt once this output of the node has a value."""
     node.metadata.setdefault(_WAITING, {}).setdefault(output, []).append(value)
 
 
-def waiting(node: Any, output: int) -> list[Value]:
+def pop_waiting(node: Any, output: int) -> list[Value]:
+    """Take out the values that `wait` recorded for this output."""
     references = node.metadata.get(_WAITING, {}).pop(output, ())
     return [value for value in (reference() for reference in references) if value is not None]

@@ -1,22 +1,23 @@
-"""What is held for the backward pass and what will be rebuilt, in bytes, while both come and go."""
+"""The bytes that are held for the backward pass, and those that it will rebuild."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from leannorm.saving.small import Kept
 from leannorm.saving.values import Value
 
 
 class Record(NamedTuple):
-    """One tensor that the forward pass saved: what made it, what it weighs, and what became of it.
+    """One tensor that the forward pass saved: the node that made it, its bytes, and whether it is rebuilt.
 
-    `bytes`: of its storage, where no record before has counted that; so records add up to `kept_bytes` and
-    `rebuilt_bytes`. `seconds`: of one rebuild, measured when a step of its kind was first met.
+    `bytes`: of its storage, or 0 if an earlier record has counted that storage; so records add up to
+    `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind.
     """
 
     node: str
@@ -27,60 +28,70 @@ class Record(NamedTuple):
     seconds: float | None
 
 
-_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None]  # a record that nobody has asked for yet
+_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None]  # the fields of a Record
 
 
 class Ledger:
-    """Counts storages, not tensors; parameters, which are there anyway, are not counted as held."""
+    """Counts storages, not tensors. Parameters are not counted: they exist without autograd, too."""
 
     def __init__(self) -> None:
         self._values: list[weakref.ref[Value]] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._closed: list[_Row] | None = None
+        self._plain: list[_Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
-        """Storages are looked at when somebody asks: all at one time, and out of the forward pass."""
+        """Record a held tensor. Its storage is read later, when the bytes are asked for."""
         base = tensor if tensor._base is None else tensor._base
         if not (base.requires_grad and base.is_leaf):  # no parameter
             self._values.append(weakref.ref(value))
+            if value.step is not None:
+                self._rebuilt[value] = tensor.nbytes  # moved elsewhere
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
-        """`value`, of `tensor`, is not held, or is held no more."""
-        if nbytes is None:  # a view would hold the whole
+        """Record that `value` (of `tensor`) is rebuilt; it may have been held before."""
+        if nbytes is None:  # a view would hold its whole storage
             nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
         self._rebuilt[_root(value)] = nbytes
         self._values.append(weakref.ref(value))
         self._closed = None
 
     def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
-        """The rebuilt values by the memory that they share: what it belongs to, their places among the
-        tensors that were packed, its bytes, and the seconds of the slowest of them."""
+        """The rebuilt values grouped by storage: the value that owns it, the group's indices among the packed
+        tensors, the storage's bytes, and the price of the most expensive rebuild."""
         places: dict[Value, dict[int, float]] = {}
         for value in self._alive():
-            if value.step is not None and value.place >= 0:
-                places.setdefault(_root(value), {})[value.place] = value.seconds
+            if not value.is_held and value.place >= 0:
+                places.setdefault(_root(value), {})[value.place] = value.price
         for root, sharing in places.items():
             yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
 
-    def close(self) -> None:
-        """Remember what each value weighs, which stays when the backward pass has let everything go."""
-        self._closed = list(self._rows())
+    def close(self, kept: Iterable[Kept] = ()) -> None:
+        """Store the bytes of each value, to be read also after the backward pass has freed the tensors.
+
+        `kept` are tensors of a small pass, which were held without a value.
+        """
+        self._plain = [*self._plain, *_plain_rows(kept)]
+        self._closed = [*self._plain, *self._rows()]
 
     def records(self) -> list[Record]:
-        return [Record._make(row) for row in self._look()]
+        """One record for each saved tensor."""
+        return [Record._make(row) for row in self._all_rows()]
 
     def kept(self) -> int:
-        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._look() if not rebuilt)
+        """Bytes held for the backward pass."""
+        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._all_rows() if not rebuilt)
 
     def rebuilt(self) -> int:
-        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._look() if rebuilt)
+        """Bytes that the backward pass rebuilds."""
+        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._all_rows() if rebuilt)
 
-    def _look(self) -> list[_Row]:
-        return list(self._rows()) if self._closed is None else self._closed
+    def _all_rows(self) -> list[_Row]:
+        return [*self._plain, *self._rows()] if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
-        """The bytes of every storage that is held now."""
+        """The bytes of every storage that is held now, by storage."""
         tensors = (value.tensor for value in self._alive())
         storages = [t.untyped_storage() for t in tensors if t is not None and t.layout == torch.strided]
         return {storage._cdata: storage.nbytes() for storage in storages}
@@ -92,7 +103,7 @@ class Ledger:
                 yield value
 
     def _rows(self) -> Iterator[_Row]:
-        """Every value that is alive, with the bytes of its storage if it is the first one of that storage."""
+        """Every value that is alive; the first of each storage has that storage's bytes, the others 0."""
         seen: set[object] = set()
         for value in self._alive():
             tensor = value.tensor if value.step is None else value.memory
@@ -103,15 +114,25 @@ class Ledger:
                     nbytes = 0 if storage._cdata in seen else storage.nbytes()
                     seen.add(storage._cdata)
                 yield value.name, tensor.shape, tensor.dtype, nbytes, False, None
-            elif value not in seen:  # one that was held first has come twice
+            elif value not in seen:  # a value that was held first is listed twice
                 root = _root(value)
                 nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
                 seen.update((value, (root, "memory")))
-                yield value.name, value.shape, value.dtype, nbytes, True, value.seconds
+                seconds = None if value.is_held else value.seconds
+                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds
+
+
+def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
+    seen = set()
+    for tensor, _ in kept:
+        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
+        seen.add(None if storage is None else storage._cdata)
+        yield "", tensor.shape, tensor.dtype, nbytes, False, None
 
 
 def _root(value: Value) -> Value:
-    """The rebuilt tensor whose memory a rebuilt view shows."""
+    """The rebuilt value whose storage a rebuilt view shares."""
     root = value
     while root.step is not None and root.step.view and root.step.inputs:
         root = root.step.inputs[0]

@@ -9,14 +9,15 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from leannorm.ops.modes import leaving
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
-from leannorm.saving.policy import check
 
 _ATTRIBUTE = "_leannorm_lean"
-_OF_A_METHOD = {
+_METHOD_ATTRIBUTES = {
     "__code__",
     "__defaults__",
     "__func__",
@@ -29,35 +30,49 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class _LeanForward:
-    """Stands in a model's `forward` attribute and runs the model's own in `lean()`.
+    """A model's `forward` attribute: runs the class's forward in `lean()`.
 
-    A `with` statement around the call closes on every exit, KeyboardInterrupt included, where torch's
-    forward hooks do not run. A hook says which module is called, as replicas share this object.
+    A `with` statement around the call closes on every exit, also on KeyboardInterrupt, where torch's
+    forward hooks do not run. Replicas of a model share this object, so a pre-hook records which module is
+    called.
     """
 
     def __init__(self, model: nn.Module, settings: dict[str, Any]) -> None:
         self.settings = settings
-        self.inner = model.__dict__.get("forward")  # somebody else's stand-in
+        self.inner = model.__dict__.get("forward")  # a `forward` that other code has set on the instance
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
         self._model, self._local = weakref.ref(model), threading.local()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            _say_compiled()
-            return self._forward()(*args, **kwargs)
-        with lean(**self.settings):
-            return self._forward(self._local.__dict__.pop("module", None))(*args, **kwargs)
+            if not leaving():
+                _warn_compiled()
+            return self._run(None, *args, **kwargs)
+        if leaving():
+            return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
+        context = lean(**self.settings)
+        context.place = _LeanForward, id(self)
+        with context:
+            return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
     def _called(self, module: nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._local.module = module
 
-    def _forward(self, module: nn.Module | None = None) -> Any:
+    def _run(self, module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
-            return self.inner
+            return self.inner(*args, **kwargs)
         module = self._model() if module is None else module
         assert module is not None
-        return type(module).forward.__get__(module)
+        return type(module).forward(module, *args, **kwargs)  # torch 2.10 compiles no method bound by hand
+
+    def _forward(self) -> Any:
+        """The model's own, for who looks at it."""
+        if self.inner is not None:
+            return self.inner
+        model = self._model()
+        assert model is not None
+        return type(model).forward.__get__(model)
 
     def remove(self, model: nn.Module) -> None:
         self.handle.remove()
@@ -71,7 +86,7 @@ class _LeanForward:
         return inspect.signature(self._forward())
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OF_A_METHOD:  # exporters look at the method that they take this for
+        if name in _METHOD_ATTRIBUTES:  # exporters read these of a model's `forward`
             return getattr(self._forward(), name)
         raise AttributeError(name)
 
@@ -83,11 +98,11 @@ class _LeanForward:
         self.__dict__.update(state, _model=weakref.ref(state["_model"]), _local=threading.local())
 
 
-def _say_compiled() -> None:
-    reasons.say(reasons.COMPILED)
+def _warn_compiled() -> None:
+    reasons.warn_once(reasons.COMPILED)
 
 
-_say_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run once, while it is traced
+_warn_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs once, during tracing
 
 
 def make_lean(
@@ -95,22 +110,35 @@ def make_lean(
     recompute: Literal["norm", "conv"] = "norm",
     *,
     budget: float | None = None,
+    overhead: float | None = None,
+    held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
 ) -> _Model:
-    """Let every forward pass of `model` run in `lean(recompute, budget=budget)`, and return the model.
+    """Let every forward pass of `model` run in `lean` with these settings, and return the model.
 
     For training loops that cannot be edited. A forward hook and an attribute `forward` are added; parameters,
     state_dict and class stay as they are. On a model that is lean already the new settings replace the old
     ones. Compiled, the model runs as without, and a warning says so once.
 
-    Raises InputError as `lean` does; the model is unchanged then.
+    Passes that save less than 4 MiB in all are left as they are from this model's second one on, unless
+    `budget`, `overhead`, `held` or `verify` is given.
 
-    >>> model = make_lean(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)))
+    Args:
+        model: any model; it is changed in place.
+        recompute, budget, overhead, held, verify: as in `lean`: what is rebuilt, the share of stock's bytes
+            to keep, the share of stock's step time to spend, the hooks for what must be held, and a check.
+
+    Raises: `InputError` as `lean` does; the model is unchanged then.
+
+    >>> import torch, leannorm
+    >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
-    check(recompute, budget)
+    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead}
+    settings |= {"held": held, "verify": verify}
+    lean(**settings)  # raises where there are no such settings
     unmake_lean(model)
-    around = _LeanForward(model, {"recompute": recompute, "budget": budget, "verify": verify})
+    around = _LeanForward(model, settings)
     model.__dict__["forward"] = model.__dict__[_ATTRIBUTE] = around
     return model
 
@@ -118,7 +146,10 @@ def make_lean(
 def unmake_lean(model: _Model) -> _Model:
     """Undo `make_lean` and return the model; a model that is not lean stays as it is.
 
-    >>> model = unmake_lean(make_lean(nn.Linear(2, 2)))
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> model = leannorm.unmake_lean(leannorm.make_lean(torch.nn.Linear(2, 2)))
     """
     around = model.__dict__.pop(_ATTRIBUTE, None)
     if around is not None:

@@ -1,4 +1,5 @@
-"""Whole numbers, such as a pooling window's positions, held in as few bytes as they need."""
+"""Tensors held in fewer bytes: integers in a narrower dtype, widening casts in their source's dtype, masks
+as bits."""
 
 from __future__ import annotations
 
@@ -12,11 +13,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm.saving.device import asynchronous
+from leannorm.saving.evidence import bits
+from leannorm.saving.flags import current
+from leannorm.saving.graph import constant, kind_of
+from leannorm.saving.masks import mask_as_bits
+from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Step, Value
+
+_SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torch.softmax}
 
 
 class _Probe:
-    """Counts as `Packing.pack` would, and in the same depth of calls."""
+    """Counts references as `Packing.pack` does, at the same call depth."""
 
     references = 0
 
@@ -26,13 +35,13 @@ class _Probe:
 
 
 def references(tensor: Tensor) -> int:
-    """How many hold the tensor, where a pack hook hands on what it was given."""
+    """The tensor's reference count, to be called with a pack hook's own argument."""
     return sys.getrefcount(tensor)
 
 
 @lru_cache
 def references_when_alone() -> int:
-    """The same for a tensor that no variable of the caller's holds."""
+    """What `references` gives for a tensor that only autograd holds."""
     probe = _Probe()
     with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
         torch.relu(torch.zeros(1, requires_grad=True))
@@ -40,21 +49,25 @@ def references_when_alone() -> int:
 
 
 def narrowed(tensor: Tensor) -> Step | None:
-    """By the numbers themselves."""
+    """A step from a smaller copy, chosen by the values: integers in a narrower dtype, masks as bits."""
     if not tensor.is_contiguous():
         return None
-    fake = isinstance(tensor, FakeTensor)  # of a window's positions, by far the most fit in two bytes
+    if tensor.dtype is torch.bool or tensor.is_floating_point():
+        return mask_as_bits(tensor)
+    if tensor.dtype is not torch.int64 or asynchronous(tensor):
+        return None
+    fake = isinstance(tensor, FakeTensor)  # has no values; nearly all pooling indices fit in int16
     low, high = (0, 0) if fake else (int(v) for v in tensor.aminmax())
     return _in_fewer_bytes(tensor, low, high)
 
 
-POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their windows' axes
+POOLS = {"MaxPool2DWithIndicesBackward0": 2, "MaxPool3DWithIndicesBackward0": 3}  # and their spatial dims
 
 
 def narrowed_positions(tensor: Tensor, node: Any, axes: int) -> Step | None:
-    """The same of a pooling node's own positions, which say by the input's size what they need.
+    """The same for a max pooling node's indices, which are bounded by the input's spatial size.
 
-    For devices, where a look at the numbers themselves would stall the step.
+    For devices, where reading the numbers themselves would stall the step.
     """
     producer, number = node.next_functions[0]
     if producer is None:
@@ -71,5 +84,63 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
     for dtype in (torch.int16, torch.int32):
         span = torch.iinfo(dtype)
         if span.min <= low and high <= span.max:
-            return Step(_widened, (Value(tensor.to(dtype), 0, name="whole numbers"),))
+            return Step(_widened, (Value(tensor.to(dtype), 0, name="integers in a narrower dtype"),))
     return None
+
+
+_MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
+
+
+def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | None:
+    """A step for a widening cast, or for a softmax of one, from a copy of the cast in its source's dtype.
+
+    `logits` is the input of the softmax call that is running, if one is.
+    """
+    kind = kind_of(node)
+    if kind == "ToCopyBackward0":
+        return _before_the_cast(tensor, node)
+    if logits is None or kind not in _SOFTMAXES or logits.grad_fn is None:
+        return None
+    if (logits.grad_fn, logits.output_nr) != node.next_functions[0]:
+        return None
+    cast = _before_the_cast(logits, logits.grad_fn)
+    if cast is None:
+        return None
+    value = Value(None, 0, cast, name=kind_of(logits.grad_fn))
+    dim = constant(node, "dim")
+    return Step(_SOFTMAXES[kind], (value,), (), (dim,), flags=current())
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
+
+
+def _before_the_cast(tensor: Tensor, node: Any) -> Step | None:
+    """The step from a copy in the source's dtype; None if this is no widening cast, or a view or copy of it.
+
+    On a CPU the step is compared every time, since the cast may have been edited.
+    """
+    while node is not None and kind_of(node) in _MOVE_ONLY:
+        node = node.next_functions[0][0]
+    if node is None or kind_of(node) != "ToCopyBackward0" or node.next_functions[0][0] is None:
+        return None
+    producer, number = node.next_functions[0]
+    source = producer._input_metadata[number].dtype
+    widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
+    if not widened or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return None
+    narrow = tensor.detach().to(source)
+    if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, tensor)):
+        return None
+    return Step(_cast, (Value(narrow, 0, name="source of a cast"),), (), (tensor.dtype,))
+
+
+_CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made
+
+
+def _widens_to(narrow: Tensor, tensor: Tensor) -> bool:
+    """Are the bits of the narrow tensor, cast back, those of the wide one? Both lie alike in their memory."""
+    size = (tensor.numel(),)
+    narrow, wide = (t.detach().as_strided(size, (1,)) for t in (narrow, tensor))
+    parts = zip(narrow.split(_CHUNK), wide.split(_CHUNK), strict=True)
+    return all(torch.equal(bits(a.to(tensor.dtype)), bits(b)) for a, b in parts)

@@ -1,4 +1,4 @@
-"""The two hooks: what becomes of each tensor that autograd saves, and what it gets back."""
+"""The two saved-tensor hooks: pack turns a saved tensor into a `Value`, unpack turns it back."""
 
 from __future__ import annotations
 
@@ -15,52 +15,67 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import Call, call_of, is_compiled
-from leannorm.saving.device import asynchronous
+from leannorm.saving.calls import NormArguments, call_of, is_compiled, logits_of
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
-from leannorm.saving.graph import find, kind_of, register, saved, wait, waiting
+from leannorm.saving.graph import Packed, find, kind_of, pop_waiting, register, registered, saved, wait
 from leannorm.saving.ledger import Ledger
-from leannorm.saving.narrowed import POOLS, narrowed, narrowed_positions, references, references_when_alone
-from leannorm.saving.plan import Part, Plan, plan, sums_in_a_row
+from leannorm.saving.moved import Hooks, move
+from leannorm.saving.narrowed import (
+    POOLS,
+    narrow_source,
+    narrowed,
+    narrowed_positions,
+    references,
+    references_when_alone,
+)
+from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
 from leannorm.saving.policy import Policy
+from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
-from leannorm.saving.search import Missing, Search, as_made, in_memory
+from leannorm.saving.search import Missing, Search, as_made, is_view_of_held
+from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
 from leannorm.saving.values import EditedError, Step, Value, held
 from leannorm.saving.verify import Layers, check_equal
 
-SMALLEST = 1024  # elements: below, a recipe weighs as much as the tensor
+SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class Packing:
-    """One forward pass's packing, by one policy; `choose(i, call)` may rule out rebuilding tensor i."""
+    """The packing of one forward pass, by one policy. A tensor is held where `choose(calls)` is False."""
 
     def __init__(
         self,
         policy: Policy,
         ledger: Ledger,
-        choose: Callable[[int, Hashable], bool] | None,
+        choose: Callable[[list[tuple[Any, ...]]], bool] | None,
         layers: Layers | None = None,
+        hooks: Hooks | None = None,
+        since: int = 0,
     ) -> None:
         self.policy, self.ledger, self.choose, self.layers = policy, ledger, choose, layers
+        self.hooks = hooks
         self.calls: list[tuple[Any, ...]] = []
+        self.nodes: list[Node] = []
+        self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
-        self.search = Search(policy, self._narrow_positions)
+        self.search = Search(policy, self._narrow_positions, since)
         self._anything_waits = False
         self._largest = 0
-        self._call: tuple[int, Call | None] = -1, None
+        self._call: tuple[int, NormArguments | None] = -1, None
 
     def pack(self, tensor: Tensor) -> Value:
-        """The pack hook. Whatever fails in it, the tensor is held as in stock autograd."""
+        """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen += 1
         try:
-            alone = tensor.dtype is torch.int64 and references(tensor) <= references_when_alone()
+            alone = tensor.grad_fn is None or tensor.dtype is torch.int64
+            alone = alone and references(tensor) <= references_when_alone()
             return self._pack(tensor, alone, sys._getframe(1)).used()
-        except EditedError:  # what a step would read was edited since: no evidence
+        except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._hold(tensor).used()
         except Exception as error:
             self.reasons[reasons.failed(tensor, error)] += 1
@@ -68,25 +83,33 @@ class Packing:
 
     def _pack(self, tensor: Tensor, alone: bool, frame: FrameType) -> Value:
         node, number = tensor.grad_fn, sequence_number()
-        self.search.flags.look(number)
+        self.search.flags.record(number)
         if node is None:
             return self._without_node(tensor, alone, frame, number)
         kind = kind_of(node)
-        if type(tensor) not in _PLAIN or tensor.numel() < SMALLEST:
+        if type(tensor) not in _PLAIN:
             value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
-        place, call = len(self.calls), (kind, *seen_as)
-        self.calls.append(call)
-        known = find(node, output)
+        lookup = registered(node, output)
+        known = lookup() if lookup else None
+        size, place, may = tensor.numel(), -1, False
+        if size >= SMALLEST:
+            place = len(self.calls)
+            self.calls.append((kind, *seen_as))
+            if self.choose is not None:
+                self.nodes.append(node)
+                self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
         unedited = version == 0 or as_made(node, output, version)
-        size = tensor.numel()
-        self._largest = max(self._largest, size)
-        may = self.policy.is_worth(size, self._largest)
-        may = may and (self.choose is None or self.choose(place, call)) and unedited
+        if known is None and type(lookup) is Packed:  # the nodes that saved it are gone
+            unedited = unedited and (lookup.sample is None or lookup.sample.matches(tensor))
+        if size >= SMALLEST:
+            self._largest = max(self._largest, size)
+            may = self.policy.is_worth(size, self._largest)
+            may = may and (self.choose is None or self.choose(self.calls)) and unedited
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, tensor) or found
@@ -95,40 +118,58 @@ class Packing:
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
-        if isinstance(found, Step) and spent is not None:
-            value = Value(None, version, found, name=kind)
+        from_narrow = None
+        if spent is None and may:
+            from_narrow = narrow_source(node, tensor, logits_of(frame))
+            spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
+        step = from_narrow or found
+        if isinstance(step, Step) and spent is not None:
+            value = Value(None, version, step, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
-            self.ledger.rebuilds(value, tensor)
+            if self.choose is not None:
+                value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
+            if from_narrow is None:
+                self.ledger.rebuilds(value, tensor)
+            else:
+                self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
-            value.sample = Sample.of(tensor)  # it may be edited unseen before a step rests on it
+            value.sample = Sample.of(tensor)  # it may be edited through .data before a step reads it
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
         self._mark(value, tensor)
-        register(node, output, weakref.ref(value))
-        if value.step is None and unedited:
-            missing = found.outputs if isinstance(found, Missing) else ()
-            self._offer(value, tensor, node, kind, missing if may else ())
+        if known is not None and known.step is not None and known.layout is None:
+            known.packed = value
+        packed = Packed(value)
+        packed.sample = value.sample
+        register(node, output, packed)
+        if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
+            missing = found.outputs if isinstance(found, Missing) and may else ()
+            if value.is_held and self._offers(value, tensor, node, kind):
+                missing = ()
+            self._await(value, node, tensor.output_nr, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
         return value
 
     def _again(self, known: Value, tensor: Tensor) -> Value:
-        """A tensor that was packed before; edited unseen since, it is held: all read what stock's would."""
+        """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
+        that every reader gets what stock autograd would give."""
         rebuilt = known.step is not None and known.memory is None
         if rebuilt and known.sample is not None and not known.sample.matches(tensor):
             known.memory = tensor.detach()
         return known
 
     def _mark(self, value: Value, tensor: Tensor) -> None:
+        """Under `verify`: store the running layer and the original tensor."""
         if self.layers is not None:
             value.where = self.layers.at_work()
             if value.step is not None:
                 value.original = tensor.detach()
 
-    def _call_of(self, frame: FrameType, number: int) -> Call | None:
-        """The same for all that one node saves: no node is made meanwhile."""
+    def _call_of(self, frame: FrameType, number: int) -> NormArguments | None:
+        """The call that saves this tensor. One node saves all its tensors under one sequence number."""
         if self._call[0] != number:
             self._call = number, call_of(frame)
             if is_compiled(frame):
@@ -136,112 +177,138 @@ class Packing:
         return self._call[1]
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
-        """The seconds of a rebuild, if it is worth it and exact."""
-        if in_memory(step) or not self.policy.allows(step, tensor.nbytes):
+        """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
+        if is_view_of_held(step) or not self.policy.allows(step, tensor.nbytes):
             return None
         return seconds(step, tensor, seen_as)
 
-    def plan(self, budget: float) -> Plan:
-        """What later passes like this one should rebuild."""
+    def passed(self) -> Pass:
+        """What this pass saved, from which plans are made."""
         known: dict[Value, int] = {}
-        # every view of a memory that nobody packed takes all of it anew
-        parts = [
-            Part(places, nbytes, spent, sums_in_a_row(root, known))
-            for root, places, nbytes, spent in self.ledger.parts()
-        ]
-        kept, stock = self.ledger.kept(), self.ledger.kept() + self.ledger.rebuilt()
-        return plan(budget, self.calls, parts, kept, stock)
+        # if the base of several views was not packed, every view rebuilds the whole base
+        parts = tuple(
+            Part(tuple(places), nbytes, price, longest_chain_of_sums(root, known))
+            for root, places, nbytes, price in self.ledger.parts()
+        )
+        seconds = of_step(self.nodes, self.device) if self.nodes else 0.0
+        return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds)
 
     # ------------------------------------------------ held
 
     def _without_node(self, tensor: Tensor, alone: bool, frame: FrameType, number: int) -> Value:
-        """Parameters, inputs, statistics, positions: nothing that could be rebuilt."""
-        if tensor.requires_grad:  # a parameter, most often: not counted
+        """Parameters, inputs, statistics, pooling indices: held, since no node made them."""
+        if tensor.requires_grad:  # mostly a parameter: not counted
             value = Value(tensor, tensor._version)
-            if tensor.dim() == 1 or self.policy.reads_weights:  # also a norm's, for its output
+            # a norm's weight has one dim; a leaf that is no parameter may be in this pass for the first time
+            if tensor.dim() == 1 or self.policy.reads_weights or type(tensor) is Tensor:
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
-        if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
-            value = self._hold(tensor)
-            call = value.call = self._call_of(frame, number)
-            if tensor.numel() >= SMALLEST or (call is not None and call.reads_buffers):
-                value.sample = Sample.of(tensor)
+        # if the caller holds the tensor too, a narrow copy would add memory
+        step = narrowed(tensor) if alone and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST else None
+        if step is not None:
+            value = Value(None, 0, step)
+            value.shape, value.dtype = tensor.shape, tensor.dtype
+            self._narrow(value, step, tensor)
             return value
-        # a narrow copy beside the caller's own tensor would be memory added
-        if alone and not asynchronous(tensor) and tensor.numel() >= SMALLEST:
-            step = narrowed(tensor)
-            if step is not None:
-                value = Value(None, 0, step)
-                value.shape, value.dtype = tensor.shape, tensor.dtype
-                self._narrow(value, step, tensor)
-                return value
+        if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
+            filled = not alone or tensor._version > 0  # rrelu fills its noise only after it was saved
+            value = self._hold(tensor, movable=filled)
+            call = value.call = self._call_of(frame, number)
+            if call is None or call.reads_buffers or tensor.numel() >= SMALLEST:
+                value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
+            return value
         value = self._hold(tensor)
         value.alone = alone
         return value
 
-    def _hold(self, tensor: Tensor, kind: str = "") -> Value:
+    @staticmethod
+    def _is_large_activation(tensor: Tensor) -> bool:
+        """No parameter, nor a view of one: the caller holds those anyway, and may edit them."""
+        base = tensor if tensor._base is None else tensor._base
+        parameter = base.requires_grad and base.is_leaf
+        return type(tensor) in _PLAIN and tensor.numel() >= SMALLEST and not parameter
+
+    def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
+        if self.hooks is not None and movable and self._is_large_activation(tensor):
+            move(value, tensor, self.hooks)
         self.ledger.holds(value, tensor)
         return value
 
     def _narrow(self, value: Value, step: Step, tensor: Tensor) -> None:
         narrow = step.inputs[0]
+        while narrow.step is not None:
+            narrow = narrow.step.inputs[0]
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
 
     def _narrow_positions(self, node: Node) -> None:
-        """Where windows had their maxima, in as few bytes as positions in the input need."""
+        """Hold a max pooling node's indices in the narrowest dtype that can index its input."""
         value = saved(node, "result1")
         if value is None or not value.alone or value.tensor is None or value.tensor.numel() < SMALLEST:
             return
         tensor = value.tensor
         step = narrowed_positions(tensor, node, POOLS[kind_of(node)])
         if step is not None:
-            value.becomes(step)
+            value.becomes(step, tensor)
             self._narrow(value, step, tensor)
 
-    def _offer(
-        self, value: Value, tensor: Tensor, node: Node, kind: str, missing: tuple[tuple[Node, int], ...]
-    ) -> None:
-        """What a held tensor brings within reach: the parts of a `cat`, the whole that a view is a part of.
+    def _offers(self, value: Value, tensor: Tensor, node: Node, kind: str) -> bool:
+        """Register what a held tensor gives access to: the parts of a `cat`, the base of a view.
 
-        And the other way round: if the tensor itself could be rebuilt from something that is not held
-        now, it waits for the case that it will be (attention scales q and k before v is saved, a view of
-        the memory that q and k came from).
+        False if it has no base.
         """
         if kind == "CatBackward0":
             find_parts_in(value, node)
-        base = tensor._base
-        if base is not None and base.grad_fn is not None and base.grad_fn is not node:
-            if find(base.grad_fn, base.output_nr) is None:
-                value.whole = whole = held(base)
-                whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
-                whole.seen_at = value.seen_at
-                register(base.grad_fn, base.output_nr, weakref.ref(whole))
-                self._retry(base.grad_fn, base.output_nr)
-        elif len(missing) == 1 and kind not in SAVE_THEIR_OUTPUT:
-            value.origin = node, tensor.output_nr
+        base = tensor._base if value.tensor is not None else None
+        if base is None or base.grad_fn is None or base.grad_fn is node:
+            return False
+        if find(base.grad_fn, base.output_nr) is None:
+            value.whole = whole = held(base, kind_of(base.grad_fn))
+            whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
+            whole.seen_at, whole.sample = value.seen_at, Sample.of(base)
+            register(base.grad_fn, base.output_nr, weakref.ref(whole))
+            self._retry(base.grad_fn, base.output_nr)
+        return True
+
+    def _await(
+        self, value: Value, node: Node, output: int, kind: str, missing: tuple[tuple[Node, int], ...]
+    ) -> None:
+        """If the tensor could be rebuilt from a single output that has no value yet, record it to be tried
+        again when that output gets one.
+
+        Attention scales q and k before v is saved, which is a view of the memory that q and k came from.
+        """
+        if len(missing) == 1 and kind not in SAVE_THEIR_OUTPUT:
+            value.origin = node, output
             wait(*missing[0], weakref.ref(value))
             self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
-        for value in waiting(node, output):
-            tensor = value.tensor
-            if value.step is not None or tensor is None or value.origin is None or not value.current:
+        """Try again the values that waited for this output of the node."""
+        for value in pop_waiting(node, output):
+            if value.origin is None or not value.current:
                 continue
+            tensor = value.look()  # rebuilt, if it is held in fewer bytes
+            if value.sample is not None and not value.sample.matches(tensor):
+                continue  # edited unseen: what its own node reads cannot be rebuilt
             step = self.search.step(*value.origin, tensor)
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
-                    value.becomes(step)
+                    value.becomes(step, tensor)
                     value.seconds = spent
+                    if self.choose is not None:
+                        value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
 
 
-def unpack(value: Value) -> Tensor:
+def unpack(value: Value | Kept) -> Tensor:
     """The unpack hook."""
+    if isinstance(value, tuple):
+        return read(value)
     if value.at_hand:
         tensor = value.read()
     elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):

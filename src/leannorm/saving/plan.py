@@ -1,35 +1,100 @@
-"""What a budget chooses: the cheapest set of tensors to rebuild, from what one forward pass measured."""
+"""What `budget` and `overhead` choose: the cheapest set of tensors to rebuild, of one forward pass's.
+
+A pass without a plan rebuilds all that it can; from its sizes and prices the plan for the next ones is made.
+The prices go by shapes alone, so equal passes have equal plans, in every run and on every rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
-from leannorm.saving.policy import of_held
+from leannorm.saving.policy import needs_no_norm
 from leannorm.saving.values import Value
 
 LONGEST_CHAIN = 3
-"""`budget=`: of so many residual blocks in a row, each rebuilt from the one before, one is held."""
+"""Every third residual block is held; the others are rebuilt, each from the one before."""
 
 
-def sums_in_a_row(value: Value, known: dict[Value, int]) -> int:
-    """How many sums of other than held tensors lie on the way to it, at most; `known` are earlier answers."""
+def longest_chain_of_sums(value: Value, known: dict[Value, int]) -> int:
+    """The largest number of sums of rebuilt tensors on any path to this value; `known` caches results."""
     step = value.step
     if step is None:
         return 0
     if value not in known:
-        before = max((sums_in_a_row(v, known) for v in step.inputs), default=0)
-        known[value] = before + (step.kind == "sum" and not of_held(value))
+        before = max((longest_chain_of_sums(v, known) for v in step.inputs), default=0)
+        known[value] = before + (step.kind == "sum" and not needs_no_norm(value))
     return known[value]
 
 
-class Plan(NamedTuple):
-    """For every tensor that a forward pass saved, in order, whether it is rebuilt.
+class Goal(NamedTuple):
+    """What to reach: a share of stock's bytes or of stock's step time; the other one is None."""
 
-    `calls` tells one forward pass from another: the node and layout of each of its tensors.
+    budget: float | None = None
+    overhead: float | None = None
+
+
+class Part(NamedTuple):
+    """The rebuilt tensors of one storage (a tensor and its views), by their index in the forward pass.
+
+    `seconds`: the price of a rebuild. `sums`: how many sums of rebuilt tensors in a row it depends on. In a
+    chain of residual blocks, each rebuilt from the one before, all blocks are in memory at once when the
+    backward pass reaches the last: this raises peak memory.
     """
 
-    calls: tuple[Hashable, ...]
+    places: tuple[int, ...]
+    nbytes: int
+    seconds: float
+    sums: int
+
+
+class Pass(NamedTuple):
+    """What a forward pass saved: node and layout of every tensor, and the parts that can be rebuilt.
+
+    `kept`: bytes that stay if every part is rebuilt. `seconds`: the price of stock's whole step.
+    """
+
+    calls: tuple[tuple[Any, ...], ...]
+    parts: tuple[Part, ...]
+    kept: int
+    seconds: float
+
+    @property
+    def stock(self) -> int:
+        """Bytes that stock autograd keeps."""
+        return self.kept + sum(part.nbytes for part in self.parts)
+
+    def resized(self, calls: Sequence[tuple[Any, ...]]) -> Pass:
+        """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
+        ratios = [size(new) / max(size(old), 1) for new, old in zip(calls, self.calls, strict=True)]
+        parts = [
+            part._replace(nbytes=round(part.nbytes * ratio), seconds=part.seconds * ratio)
+            for part in self.parts
+            for ratio in [ratios[part.places[0]]]
+        ]
+        whole = sum(map(size, calls)) / max(sum(map(size, self.calls)), 1)
+        return Pass(tuple(calls), tuple(parts), round(self.kept * whole), self.seconds * whole)
+
+
+def size(call: tuple[Any, ...]) -> int:
+    """Elements of a call's tensor."""
+    return prod(call[1])
+
+
+def structure(call: tuple[Any, ...]) -> Hashable:
+    """A call without its sizes: node, number of dims, dtype."""
+    kind, shape, _, dtype = call
+    return kind, len(shape), dtype
+
+
+class RebuildPlan(NamedTuple):
+    """For every tensor that a forward pass saved, in order, whether it is rebuilt.
+
+    `kept_bytes`, `stock_bytes`: of the pass that it was made for. `seconds`: the price of what is rebuilt.
+    """
+
+    made_for: Pass
     rebuild: tuple[bool, ...]
     kept_bytes: int
     stock_bytes: int
@@ -40,43 +105,45 @@ class Plan(NamedTuple):
         """Planned kept bytes over those of stock autograd."""
         return self.kept_bytes / max(self.stock_bytes, 1)
 
-
-class Part(NamedTuple):
-    """Tensors of one memory (a tensor and its views), by their place in the forward pass.
-
-    `sums`: so many sums of rebuilt tensors in a row does it rest on. A chain of residual blocks, each rebuilt
-    from the one before, is alive as a whole when the backward pass reaches its end: it costs peak memory.
-    """
-
-    places: list[int]
-    nbytes: int
-    seconds: float
-    sums: int
+    @property
+    def overhead(self) -> float:
+        """The price of what is rebuilt over that of stock's step."""
+        return self.seconds / self.made_for.seconds if self.made_for.seconds else 0.0
 
 
-def _cost(part: Part) -> tuple[bool, float, list[int]]:
+def _cost(part: Part) -> tuple[bool, float, tuple[int, ...]]:
     return part.sums > 0, part.seconds / max(part.nbytes, 1), part.places
 
 
-def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: int, stock: int) -> Plan:
-    """The cheapest set, in seconds per byte, that brings what is kept down to `budget` of stock.
+def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
+    """The cheapest set of parts, in seconds per byte, that meets the goal.
 
-    What needs sums comes last, whatever its cost, and of a chain of sums every third is held
-    unless only without it the budget can be met.
-    `kept` are the bytes that stay if every part is rebuilt. Costs add up, since a tensor that several steps
-    need is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of
-    what can be rebuilt is a plan. What the last, large parts brought too much of is given back: the
-    dearest that there is room for.
+    Parts that depend on sums come last, whatever their cost. In a chain of sums every third one is held,
+    unless a budget can only be met by rebuilding it too. Costs add up, since a tensor that several steps need
+    is rebuilt once. Holding a tensor never makes another one harder to rebuild, so every subset of the parts
+    is a valid plan. If the last, large parts free more than a budget asks, the slowest chosen parts that fit
+    in the difference are held.
     """
-    most, starts = budget * stock, dict[int, Part]()
-    for part in sorted(parts):  # the first that rests on so many sums is the last of those sums
+    parts, starts = made_for.parts, dict[int, Part]()
+    for part in sorted(parts):  # the first part that depends on n sums is the n-th sum itself
         starts.setdefault(part.sums, part)
     links = [part for sums, part in starts.items() if sums and sums % LONGEST_CHAIN == 0]
     candidates = sorted((part for part in parts if part not in links), key=_cost)
-    kept += sum(part.nbytes for part in parts)
-    if kept - sum(part.nbytes for part in candidates) > most >= kept - sum(part.nbytes for part in parts):
-        candidates += links
-    chosen = []
+    if goal.budget is not None:
+        chosen = _within_bytes(goal.budget * made_for.stock, made_for.stock, candidates, links)
+    else:
+        chosen = _within_seconds((goal.overhead or 0.0) * made_for.seconds, candidates)
+    rebuilt = {place for part in chosen for place in part.places}
+    kept = made_for.stock - sum(part.nbytes for part in chosen)
+    flags = tuple(i in rebuilt for i in range(len(made_for.calls)))
+    return RebuildPlan(made_for, flags, kept, made_for.stock, sum(part.seconds for part in chosen))
+
+
+def _within_bytes(most: float, stock: int, candidates: list[Part], links: list[Part]) -> list[Part]:
+    kept, chosen = stock, []
+    without = stock - sum(part.nbytes for part in candidates)
+    if without > most >= without - sum(part.nbytes for part in links):
+        candidates = [*candidates, *links]
     for part in candidates:
         if kept <= most:
             break
@@ -86,6 +153,13 @@ def plan(budget: float, calls: Sequence[Hashable], parts: Sequence[Part], kept: 
         if kept + part.nbytes <= most:
             chosen.remove(part)
             kept += part.nbytes
-    rebuilt = {place for part in chosen for place in part.places}
-    seconds = sum(part.seconds for part in chosen)
-    return Plan(tuple(calls), tuple(i in rebuilt for i in range(len(calls))), kept, stock, seconds)
+    return chosen
+
+
+def _within_seconds(most: float, candidates: Iterable[Part]) -> list[Part]:
+    chosen, spent = [], 0.0
+    for part in candidates:
+        if spent + part.seconds <= most:
+            chosen.append(part)
+            spent += part.seconds
+    return chosen

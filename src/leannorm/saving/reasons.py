@@ -1,4 +1,4 @@
-"""Why nothing, or less than asked, was saved: sentences for `saved.reasons`, and a warning once per cause."""
+"""Why `lean()` saved nothing, or less than asked: sentences for `saved.reasons`, one warning per cause."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-
-from leannorm.saving.values import Value
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -20,11 +18,11 @@ TRANSFORMED = (
 )
 HOOKS_AROUND = (
     "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
-    " go on as without lean(); open lean() outside of them"
+    " go on as without lean(); open lean() outside of them, or hand them over: lean(held=save_on_cpu())"
 )
 HOOKS_WITHIN = (
     "other saved-tensor hooks (such as save_on_cpu) were opened within lean(): what was saved there is"
-    " theirs, and lean() neither saw nor rebuilt it"
+    " theirs, and lean() neither saw nor rebuilt it; hand them over instead: lean(held=save_on_cpu())"
 )
 COMPILED_WITHIN = (
     "compiled code ran within lean(): what it saves is the compiler's choice and was held; lean() rebuilds"
@@ -38,14 +36,23 @@ BACKWARD_WITHIN = (
     "nothing of what was saved was left when lean(budget=...) closed, since backward() ran inside it or its"
     " result was dropped: no plan could be made; move backward() out of it"
 )
+SMALL = (
+    "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
+    " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
+)
 OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
-    """A recipe or its trial raised: the tensor is held."""
+    """A recipe raised an error, or its trial did: the tensor is held."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
     text = " ".join(str(error).split())
     return f"an output of {made_by} is held, since rebuilding it failed with {type(error).__name__}: {text}"
+
+
+def no_plan(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"no plan could be made of this pass, since it failed with {type(error).__name__}: {text}"
 
 
 def out_of_reach(budget: float, ratio: float) -> str:
@@ -55,28 +62,31 @@ def out_of_reach(budget: float, ratio: float) -> str:
     )
 
 
+_MODULES = ("leannorm.saving.packing", "torch.utils.checkpoint")
+
+
 def of_hooks_within(node: Any) -> list[str]:
-    """Was what the node saved packed by others' hooks? A checkpoint's are left out: they save memory, too."""
+    """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
     kind: Any = type(node)
-    for name in _raw_names(kind):
+    for name in _saved_names(kind):
         raw = getattr(node, name)
         hook = getattr(raw, "unpack_hook", None)
-        if hook is not None and type(raw.data) is not Value and hook.__module__ != "torch.utils.checkpoint":
+        if hook is not None and hook.__module__ not in _MODULES:
             return [HOOKS_WITHIN]
     return []
 
 
 @lru_cache(maxsize=1024)
-def _raw_names(kind: Any) -> tuple[str, ...]:
+def _saved_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-_SAID: set[str] = set()
+_WARNED: set[str] = set()
 
 
-def say(reason: str) -> None:
-    """Warn once per cause in this process, with the line that opened `lean()`."""
+def warn_once(reason: str) -> None:
+    """Warn once per cause in this process, at the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _SAID:
-        _SAID.add(cause)
+    if cause not in _WARNED and reason != SMALL:  # a small pass needs no action
+        _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

@@ -1,8 +1,8 @@
-"""Is a rebuilt tensor the original, bit for bit? Tried once for every kind of step, layout and dtype.
+"""Does a step rebuild its tensor bit for bit? Tried once for every kind of step, layout and dtype.
 
-Rounding depends on kernels, compilers and processors; rather than trust a table of them, a step is run
-the first time that its like is met and its answer compared with the tensor. What differs is held.
-A step that may read something else than its node read is compared every time.
+Rounding depends on kernels, compilers and processors. So the first step of each kind is run, and its result
+is compared with the saved tensor; if they differ, tensors of that kind are held. A step that is not proved to
+read what its node read is compared every time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from leannorm.saving.device import asynchronous, capturing, synchronize
 from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
-from leannorm.saving.values import Memory, Step, Value, run
+from leannorm.saving.values import Owner, Step, Value, run
 
 _SEEN: dict[Hashable, float | None] = {}
-_MOST = 1 << 14
+_MAX_SEEN = 1 << 14
 _AS_IT_IS = nullcontext()
 
 
 class NotTriedError(Exception):
-    """A CUDA graph is being captured, and nobody may look at a value."""
+    """A CUDA graph is being captured, so no value can be read for a comparison."""
 
 
 def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
-    """The time of one rebuild, measured at the first of its kind; None if it is not exact."""
+    """The time of one rebuild, measured at the first of its kind; None if its bits differ."""
     if isinstance(tensor, FakeTensor):
         return 0.0
     key = (_key(step), seen_as, tensor.device)
@@ -43,8 +43,8 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
             )
         found = _try(step, tensor)
         if found is None and not (proved or asynchronous(tensor)):
-            return None  # the step may be exact, and what it read stale; on a device nobody looks twice
-        if len(_SEEN) >= _MOST:  # shapes that never repeat: forget rather than grow
+            return None  # not stored: the step may be exact, its input stale; a device is not asked twice
+        if len(_SEEN) >= _MAX_SEEN:  # shapes that never repeat: start over rather than grow
             _SEEN.clear()
         _SEEN[key] = found
         return found
@@ -56,7 +56,7 @@ def layout(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Rebuilding repeats kernels on given dtypes; a surrounding autocast may not change them."""
+    """Turns autocast off, as a rebuild repeats kernels with the dtypes of the forward pass."""
     if not torch._C._is_any_autocast_enabled():
         return _AS_IT_IS
     stack = ExitStack()
@@ -75,15 +75,15 @@ def _try(step: Step, tensor: Tensor) -> float | None:
         packed = [value.look() if value.layout or value.step is None else None for value in step.inputs]
 
         def rebuilt() -> Tensor:
-            pairs = zip(packed, step.inputs, strict=True)  # what nobody packed is part of this rebuild
-            inputs = [(value.look() if tensor is None else tensor, Memory.HELD) for tensor, value in pairs]
+            pairs = zip(packed, step.inputs, strict=True)  # an input that was not packed is rebuilt here
+            inputs = [(value.look() if tensor is None else tensor, Owner.HELD) for tensor, value in pairs]
             return run(step, inputs, current())[0]
 
         spent, again = _timed(rebuilt, tensor)
         if layout(again) != layout(tensor) or not same_bits(again, tensor.detach()):
             return None
         del again
-        second, _ = _timed(rebuilt, tensor)  # the first call may have compiled its kernel, or chosen it
+        second, _ = _timed(rebuilt, tensor)  # the first call may have compiled or selected its kernel
         return min(spent, second)
 
 
@@ -96,14 +96,14 @@ def _timed(rebuilt: Callable[[], Tensor], like: Tensor) -> tuple[float, Tensor]:
 
 
 def _key(step: Step) -> Hashable:
-    """All that decides the bits of a rebuild but the numbers themselves."""
+    """All that decides the bits of a rebuild, except its inputs' values."""
     captured = tuple([None if t is None else layout(t) for t in step.captured])
     inputs = tuple([_signature_of(value) for value in step.inputs])
     return step.function, step.constants, captured, inputs, step.flags
 
 
 def _signature_of(value: Value) -> Hashable:
-    """Of a value that was packed, its layout: it is exact itself. Of another, how it is rebuilt."""
+    """The layout of a packed value, which was compared itself; for another value, the key of its step."""
     if value.layout is not None:
         return value.layout
     if value.step is not None:
@@ -112,7 +112,7 @@ def _signature_of(value: Value) -> Hashable:
 
 
 def _proved(step: Step) -> bool:
-    """Is it certain that all tensors behind the step hold what its nodes read?"""
+    """Is it proved that every tensor that the step depends on holds what its node read?"""
     return step.proved and all(
         value.step is None or value.layout is not None or _proved(value.step) for value in step.inputs
     )

@@ -1,4 +1,4 @@
-"""What autograd saves, as values: a tensor that is held, or a step that rebuilds it from other values."""
+"""A saved tensor as a `Value`: the tensor itself (held), or a step that rebuilds it from other values."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
 
 
-class Memory(IntEnum):
-    """Whose memory a tensor has, in a rebuild."""
+class Owner(IntEnum):
+    """Who owns a tensor's memory during a rebuild, and so whether a step may overwrite it."""
 
-    OWN = 0  # allocated in this rebuild, and read by nobody else
-    SHARED = 1  # allocated in a rebuild, and kept for other readers
+    OWN = 0  # allocated by this rebuild, without other readers
+    SHARED = 1  # allocated by a rebuild, and kept for other readers
     HELD = 2  # held since the forward pass, perhaps by the user
 
 
 class EditedError(RuntimeError):
-    """In the forward pass: a tensor does not hold any more what a node had read, so no step may read it."""
+    """In the forward pass: a tensor no longer holds what a node read, so no step may read it."""
 
 
 class Step(NamedTuple):
     """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
 
-    `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are what
-    can be hashed. `in_place` computes the same in the memory of the first input. `kind` is what policies
-    go by: "norm" (also activations and casts), "scale", "sum", "product", "view" (shares its input's
-    memory) or "copy" (a view that is laid out anew where that is needed). `flops` are those of one rebuild
-    of a product. `then_act` gives the step with an activation in the same pass, where there is one.
-    `flags` are the global ones under which the node ran. `proved` is False where the step reads a tensor
-    that may not be what the node read: then only a comparison can tell.
+    `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are
+    hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
+    (also activations and casts), "scale", "sum", "product", "view" (shares its input's memory), "copy" (a
+    view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are those of
+    one rebuild of a product; it `narrows` if it has fewer outputs than inputs. `then_act(act)` returns the
+    step with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
+    `proved` is False where the step may read something else than the node read: then it is compared every
+    time.
     """
 
     function: Callable[..., Tensor]
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     in_place: Callable[..., Tensor] | None = None
     kind: str = "norm"
     flops: int = 0
+    narrows: bool = False
     then_act: Callable[[str], Step | None] | None = None
     flags: Flags | None = None
     proved: bool = True
@@ -58,27 +60,29 @@ class Value:
     """One tensor of the forward pass, shared by every node that saved it.
 
     Either `tensor` is held, or `step` rebuilds it. A rebuilt tensor is kept from its first use to its last,
-    so that several users cost one rebuild; stock autograd would have held it all the while.
+    so that several readers cost one rebuild; stock autograd would hold it during that time, too.
     """
 
-    layout: Hashable = None  # of the tensor that was packed; None: nobody packed it
-    shape = torch.Size()  # of a tensor that is rebuilt, and its dtype, for who asks
+    layout: Hashable = None  # of the packed tensor; None for a value that was not packed
+    shape = torch.Size()  # shape and dtype of a rebuilt tensor, for records
     dtype = torch.float32
-    seconds = 0.0  # of one rebuild
-    place = -1  # among the tensors that were packed
-    as_made = True  # was it what its node had put out, when it was packed?
+    seconds = 0.0  # of one rebuild, measured
+    price = 0.0  # of one rebuild, by the table
+    place = -1  # index among the packed tensors
+    as_made = True  # when it was packed, did it hold its node's output, unedited?
     seen_at = 0  # sequence number of the first node made after it was packed
     made_at = -1  # sequence number of the node that made it
-    products = 0  # convolutions and matrix products in a row, at most, that its rebuild takes
-    whole: Value | None = None  # what this is a view of
-    origin: tuple[Node, int] | None = None  # the node to ask again, if what was missing turns up
-    call: Hashable = None  # what the norm that saved this was called with
-    alone = False  # does nobody else hold the tensor?
-    where = ""  # the layer at work when it was packed; known under `verify` only
-    watch: Tensor | None = None  # shares the tensor's version counter, and none of its memory
-    sample: Sample | None = None  # of what was packed
-    memory: Tensor | None = None  # rebuilt, but edited unseen and packed again: what stock would read
-    original: Tensor | None = None  # under `verify`: what the rebuild is compared with
+    products = 0  # the longest chain of convolutions and matrix products in its rebuild
+    whole: Value | None = None  # the base, if this is a view
+    origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
+    call: Hashable = None  # the arguments of the norm call that saved this
+    alone = False  # does only autograd hold the tensor?
+    where = ""  # the layer that was running when it was packed; under `verify` only
+    watch: Tensor | None = None  # shares the tensor's version counter, without its memory
+    sample: Sample | None = None  # of the packed tensor's bytes
+    memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
+    packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
+    original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
     _rebuilt: Tensor | None = None
     _rebuilt_version = 0
 
@@ -88,23 +92,24 @@ class Value:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
         if step is not None:
-            self._rests_on(step)
+            self._add_as_reader(step)
 
     def used(self) -> Value:
-        """One more node, or one more step, will read this value."""
+        """Count one more reader (a node or a step) and return self."""
         self.users += 1
         self._left += 1
         return self
 
-    def becomes(self, step: Step) -> None:
-        """Let go of the tensor: from now on it is rebuilt."""
-        assert self.tensor is not None
-        self.watch, self.sample = version_of(self.tensor), Sample.of(self.tensor)
-        self.shape, self.dtype = self.tensor.shape, self.tensor.dtype
+    def becomes(self, step: Step, tensor: Tensor) -> None:
+        """Free the tensor, if it is held: from now on `step` rebuilds it."""
+        if self.tensor is not None:
+            self.watch, self.sample = version_of(tensor), Sample.of(tensor)
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.step, self.tensor, self.origin = step, None, None
-        self._rests_on(step)
+        self._add_as_reader(step)
 
-    def _rests_on(self, step: Step) -> None:
+    def _add_as_reader(self, step: Step) -> None:
+        """Count this value as a reader of the step's inputs; sample the held ones."""
         for value in step.inputs:
             value.used()
             if value.step is None and value.sample is None and value.tensor is not None:
@@ -113,41 +118,54 @@ class Value:
         self.products += step.kind == "product"
 
     @property
+    def is_held(self) -> bool:
+        """Is the tensor held, here or by others' hooks?"""
+        return self.step is None or self.step.kind == "held"
+
+    @property
     def current(self) -> bool:
-        """Has autograd counted no edit since it was packed?"""
+        """Is the version counter still what it was when the tensor was packed?"""
         counter = self.tensor if self.step is None else self.watch
         return counter is None or counter._version == self.version
 
     @property
     def at_hand(self) -> bool:
-        """Is there a tensor to be read, without rebuilding it?"""
+        """Can the tensor be read without a rebuild?"""
         return self.step is None or self._rebuilt is not None or self.memory is not None
 
     def read(self, flags: Flags | None = None) -> Tensor:
         """The tensor, for a node that saved it; raises autograd's error if it was edited in place.
 
-        `flags` are the global ones that are set now, where a rebuild may be needed.
+        `flags` are the global flags that are set now; needed only where the tensor must be rebuilt.
         """
         self._check_version()
-        if self.memory is not None:
-            return self.memory
         if self.step is None:
             assert self.tensor is not None
             return self.tensor
-        return self._rebuild(flags)[0]
+        edited = self._edited_unseen()
+        return self._rebuild(flags)[0] if edited is None else edited
+
+    def _edited_unseen(self) -> Tensor | None:
+        """What stock's memory holds in place of the rebuilt tensor; a view shows what its whole holds."""
+        if self.packed is not None:
+            return self.packed._edited_unseen()
+        if self.memory is not None or self.step is None or self.step.kind != "view":
+            return self.memory
+        whole = self.step.inputs[0]._edited_unseen()
+        return None if whole is None else run(self.step, [(whole, Owner.HELD)], None)[0]
 
     def look(self) -> Tensor:
-        """The tensor, without counting as a use."""
+        """The tensor, in the forward pass; not counted as one of its readers."""
         if self.step is None:
             return self._proved(EditedError)
-        return run(self.step, [(value.look(), Memory.HELD) for value in self.step.inputs], current())[0]
+        return run(self.step, [(value.look(), Owner.HELD) for value in self.step.inputs], current())[0]
 
-    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
-        """The tensor for a step, and whose memory it is."""
-        return self._rebuild(flags) if self.step is not None else (self._proved(), Memory.HELD)
+    def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
+        """The tensor for a step, and who owns its memory."""
+        return self._rebuild(flags) if self.step is not None else (self._proved(), Owner.HELD)
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
-        """What is held, if it is still what was packed."""
+        """The held tensor; raises `error` if it was edited since it was packed."""
         tensor = self.tensor
         assert tensor is not None
         if tensor._version != self.version:
@@ -162,12 +180,12 @@ class Value:
                 )
         return tensor
 
-    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Memory]:
-        """The tensor, kept for its other readers where it has memory of its own, and whose memory it is."""
+    def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
+        """The rebuilt tensor and its owner; kept for other readers, unless it is a view of a held tensor."""
         assert self.step is not None
         if self._rebuilt is not None:
-            tensor, memory = self._rebuilt, Memory.SHARED
-            if tensor._version != self._rebuilt_version:  # by a backward function of the user's
+            tensor, memory = self._rebuilt, Owner.SHARED
+            if tensor._version != self._rebuilt_version:  # edited by a user's backward function
                 raise RuntimeError(self._edited(tensor))
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
@@ -175,8 +193,8 @@ class Value:
         self._left -= 1
         if self._left <= 0:
             self._rebuilt, self._left = None, self.users
-        elif memory is not Memory.HELD:  # which may change before the next reader comes
-            self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Memory.SHARED
+        elif memory is not Owner.HELD:  # held memory may be edited before the next read
+            self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Owner.SHARED
         return tensor, memory
 
     def _check_version(self) -> None:
@@ -196,7 +214,7 @@ class Value:
 
 
 def _check_there(tensor: Tensor, name: str) -> None:
-    """Raises where sharding has freed a weight since the forward pass."""
+    """Raises if the tensor's memory was freed since the forward pass, as sharding does with weights."""
     if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes == 0:
@@ -207,12 +225,11 @@ def _check_there(tensor: Tensor, name: str) -> None:
             )
 
 
-def run(step: Step, inputs: list[tuple[Tensor, Memory]], flags: Flags | None) -> tuple[Tensor, Memory]:
-    """The tensor that a step makes of its inputs, and whose memory it is.
+def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> tuple[Tensor, Owner]:
+    """Run a step on its inputs, each with its owner; returns the result and the owner of its memory.
 
-    Each input comes with the same answer for itself. What a step may overwrite is decided by the memory
-    at hand, not by what a recipe says of itself. `flags` are those that are set now; the step's own are set
-    where they differ.
+    Whether the first input may be overwritten follows from its memory, not from what the recipe declares.
+    `flags` are the global flags that are set now; the step's flags are set where they differ.
     """
     tensors = [tensor for tensor, _ in inputs]
     function = step.in_place if step.in_place is not None and _may_overwrite(*inputs[0]) else step.function
@@ -221,21 +238,26 @@ def run(step: Step, inputs: list[tuple[Tensor, Memory]], flags: Flags | None) ->
     else:
         with step.flags.set():
             result = function(*tensors, *step.captured, *step.constants)
-    place = _place_of(result)
-    others = [*inputs, *((tensor, Memory.HELD) for tensor in step.captured if tensor is not None)]
+    if step.kind == "held":  # other readers of what the hooks unpack may hold it, too
+        return result, Owner.SHARED
+    storage = _storage_of(result)
+    others = [*inputs, *((tensor, Owner.HELD) for tensor in step.captured if tensor is not None)]
     return result, max(
-        (memory for tensor, memory in others if _place_of(tensor) == place), default=Memory.OWN
+        (memory for tensor, memory in others if _storage_of(tensor) == storage), default=Owner.OWN
     )
 
 
-def _may_overwrite(tensor: Tensor, memory: Memory) -> bool:
-    return memory is Memory.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+def _may_overwrite(tensor: Tensor, memory: Owner) -> bool:
+    return memory is Owner.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-def _place_of(tensor: Tensor) -> int | None:
+def _storage_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def held(tensor: Tensor, name: str = "") -> Value:
-    """Without the graph that made it, which may lead back to the node that saved it; `name` is the node's."""
+    """A value that holds the tensor, detached: its graph may lead back to the node that saved it.
+
+    `name` is the name of the node that made it.
+    """
     return Value(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version, None, name)

@@ -37,7 +37,7 @@ def check_equal(rebuilt: Tensor, original: Tensor, value: Value) -> None:
 
 
 class Layers:
-    """Which module is at work, while it is open; by hooks that see every module of this thread."""
+    """Tracks the innermost module that is running, by global module hooks; this thread's modules only."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -57,7 +57,7 @@ class Layers:
         self._handles, self._at_work = [], []
 
     def at_work(self) -> str:
-        """The innermost module, as it prints itself."""
+        """The repr of the innermost running module."""
         return " ".join(repr(self._at_work[-1]).split()) if self._at_work else ""
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Model to model: layers swapped in place, everything restored on error."""
+"""Model to model: swap norm layers in place (`convert`), fold batch norms for inference (`fold`)."""
 
 from leannorm.transforms.conversion import convert as convert
 from leannorm.transforms.conversion import preview as preview

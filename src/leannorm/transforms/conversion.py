@@ -1,8 +1,8 @@
 """`convert`: swap a model's norm layers in place, and back.
 
 A layer is swapped by changing its class. It stays the same object, so parameters, buffers, hooks, flags,
-optimizers, shared modules and names stay without any doing. What is not undone by the table of classes
-is noted on the layer (`_swapped`).
+names, optimizers and modules that share it stay as they are. Where the table of classes is not enough to
+swap back, the original class is stored on the layer (`_swapped`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
 from leannorm._errors import InputError
+from leannorm.nn._leaving import takes_back
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.fuse import find_fusions
-from leannorm.transforms.known import KNOWN, TO_TORCH, Entry, is_norm, why_not
+from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
 from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
     inside_convolutions,
@@ -34,7 +35,7 @@ _SWAPPED = "_swapped"
 
 
 class Swapped(NamedTuple):
-    """What a layer was, and the attributes that it was given."""
+    """A layer's original class, and the attributes that were added to it."""
 
     cls: type[Module]
     attributes: tuple[str, ...]
@@ -103,14 +104,16 @@ class Preview(NamedTuple):
         return "\n".join([*lines, *(f"{name}: left, {reason}" for name, reason in self.left.items())])
 
 
-class _TakeBackError(Exception):
-    """Ends a dry run."""
+class _DryRunError(Exception):
+    """Ends a dry run, so that all changes are undone."""
 
 
 def preview(
     model: Module, to: str = "leannorm", process_group: Any = None, fuse: str | None = "certain"
 ) -> Preview:
     """What `convert` would do to the model with the same arguments, which is left as it is.
+
+    Raises: as `convert`.
 
     >>> import torch
     >>> from leannorm.transforms import preview
@@ -120,14 +123,14 @@ def preview(
     left: dict[str, list[str]] = defaultdict(list)
     names = {name or "the model itself": module for name, module in model.named_modules()}
     before, swapped = {name: type(module) for name, module in names.items()}, {}
-    with suppress(_TakeBackError), _all_or_nothing(model):
+    with suppress(_DryRunError), _all_or_nothing(model):
         _swap(model, to, process_group, fuse, left)
         for name, module in names.items():
             if type(module) is not before[name]:
                 after = type(module).__name__
                 joins = getattr(type(module), "unfused", None) is before[name]
                 swapped[name] = before[name].__name__, f"{after} with fused calls" if joins else after
-        raise _TakeBackError
+        raise _DryRunError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
 
@@ -141,7 +144,7 @@ def _swap(model: Module, to: str, process_group: Any, fuse: str | None, left: di
 
 
 def _to_sync(model: Module, process_group: Any, left: dict[str, list[str]]) -> None:
-    """Batch norms alone; each is named by its path, which is what errors between ranks call it."""
+    """Swap batch norms only. Each gets its path as a name, for the error messages of other ranks."""
     inside = inside_convolutions(model)
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
@@ -171,7 +174,7 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
         if entry is not None:
             reason = why_not(module)
         elif is_norm(module) and not _is_ours(module):
-            reason = _unknown(module)
+            reason = _reason_unknown(module)
         if reason is not None:
             left[reason].append(name or "the model itself")
         elif entry is not None:
@@ -198,13 +201,14 @@ def _become(module: Module, entry: Entry) -> None:
 
 
 def _note(module: Module, attributes: tuple[str, ...]) -> None:
-    """These go when the swap is taken back."""
+    """Record added attributes, which are deleted when the swap is undone."""
     earlier: Swapped = vars(module)[_SWAPPED]
     new = (name for name in attributes if name not in earlier.attributes)
     vars(module)[_SWAPPED] = Swapped(earlier.cls, (*earlier.attributes, *new))
 
 
 def _stop_sharing(module: Module) -> None:
+    """Undo `to="sync"` for one layer, and keep the record of an earlier swap."""
     gone = unsync(module)
     earlier: Swapped = vars(module).pop(_SWAPPED)
     kept = tuple(name for name in earlier.attributes if name not in gone)
@@ -214,35 +218,37 @@ def _stop_sharing(module: Module) -> None:
 
 def _to_torch(model: Module, left: dict[str, list[str]]) -> None:
     for name, module in model.named_modules():
-        while not _is_original(module):
+        while _undo_swap(module):
             pass
         if _is_ours(module) and is_norm(module):
             left[f"{type(module).__name__}, torch has no such layer"].append(name or "the model itself")
 
 
-def _is_original(module: Module) -> bool:
-    """Take one swap back; True where there is none."""
+@takes_back
+def _undo_swap(module: Module) -> bool:
+    """Undo the layer's last swap; False if there is none."""
     swapped: Swapped | None = vars(module).pop(_SWAPPED, None)
     before = getattr(type(module), "unfused", None)
     if swapped is not None:
         before = swapped.cls
         if issubclass(before, LazyModuleMixin) and "_initialize_hook" not in vars(module):
-            before = before.cls_to_become  # it has had its first batch since
+            before = before.cls_to_become  # a lazy layer that has been materialized since
         for attribute in swapped.attributes:
             del vars(module)[attribute]
     elif getattr(module, "dim", None) is None:
         before = before or TO_TORCH.get(type(module))
     if before is None:
-        return True
+        return False
     object.__setattr__(module, "__class__", before)
-    return False
+    return True
 
 
 def _is_ours(module: Module) -> bool:
+    """Is its class, or a base of it, leannorm's?"""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
 
 
-def _unknown(module: Module) -> str:
+def _reason_unknown(module: Module) -> str:
     name = name_of(type(module))
     if isinstance(module, LazyModuleMixin):
         return f"{name} without a size yet; run one batch first"
@@ -251,7 +257,7 @@ def _unknown(module: Module) -> str:
 
 @contextmanager
 def _all_or_nothing(model: Module) -> Iterator[None]:
-    """Give every module its class and attributes back where an error comes up."""
+    """On any exception, restore the class and the attributes of every module."""
     before = [(m, type(m), dict(vars(m))) for m in model.modules()]
     try:
         yield

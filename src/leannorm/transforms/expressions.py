@@ -1,8 +1,8 @@
-"""Expressions in which a norm's output goes straight into an activation, written as steps.
+"""Rewrites expressions in which a norm's output goes straight into an activation as calls of `steps`.
 
-Two kinds of expression: a waiting one, whose value may be a norm that is yet to run (the norm's call, an
-`Identity` around it, a sum with it), and a done one, whose value is a tensor (the activation of a waiting
-one). Steps evaluate the parts of an expression in the order in which it was written.
+There are two kinds of expression. The value of a deferred one may be a norm that has not run yet: the norm's
+call, an `Identity` around it, a sum with it. The value of a finished one is a tensor: the activation of a
+deferred one. The parts of an expression are evaluated in their original order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from leannorm.transforms.steps import METHODS, is_activation_function
 
 
 class Roles(NamedTuple):
-    """Names below `self`, of what may be joined: batch norms, activations, identities."""
+    """Attribute paths below `self` of the modules that may be fused: batch norms, activations, identities."""
 
     norms: frozenset[str]
     acts: frozenset[str]
-    idle: frozenset[str]
+    identities: frozenset[str]
 
 
 class Scope(NamedTuple):
-    """What a function's names are."""
+    """What the names in a method refer to."""
 
     cls: type[Module]
     self: str
@@ -37,7 +37,7 @@ class Scope(NamedTuple):
     steps: str
 
     def path(self, node: ast.expr) -> str | None:
-        """The name below `self` of an attribute that no code of the class computes."""
+        """The path of `self.a.b`; None for other expressions, and if the class defines `a` (a property)."""
         names: list[str] = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node.attr)
@@ -47,10 +47,10 @@ class Scope(NamedTuple):
         plain = inspect.getattr_static(self.cls, names[0], None) is None
         return ".".join(names) if plain else None
 
-    def is_pure(self, node: ast.expr, *but: str) -> bool:
-        """Is reading it no act, and is it none of the names in `but`?"""
+    def is_pure(self, node: ast.expr, *except_for: str) -> bool:
+        """Is it free of side effects, and none of the names in `except_for`?"""
         if isinstance(node, ast.Name):
-            return node.id not in but
+            return node.id not in except_for
         return isinstance(node, ast.Constant) or self.path(node) is not None
 
     def is_local(self, node: ast.expr) -> bool:
@@ -59,8 +59,8 @@ class Scope(NamedTuple):
     def is_norm(self, node: ast.expr) -> bool:
         return self.is_local(node) or self.path(node) in self.roles.norms
 
-    def is_idle(self, node: ast.expr) -> bool:
-        return self.path(node) in self.roles.idle
+    def is_identity(self, node: ast.expr) -> bool:
+        return self.path(node) in self.roles.identities
 
     def is_act(self, node: ast.expr) -> bool:
         return (
@@ -70,7 +70,7 @@ class Scope(NamedTuple):
         )
 
     def _global(self, node: ast.expr) -> Any:
-        """What a dotted name of the function's globals stands for, where modules alone are on the way."""
+        """The value of a global name, or of an attribute of a global Python module; else None."""
         if isinstance(node, ast.Name):
             return None if node.id in self.local else self.globals.get(node.id)
         if isinstance(node, ast.Attribute):
@@ -79,28 +79,28 @@ class Scope(NamedTuple):
         return None
 
     def call(self, name: str, *arguments: ast.expr, keywords: list[ast.keyword] | None = None) -> ast.expr:
-        """A call of a step."""
+        """An expression that calls the function `name` of `steps`."""
         function = ast.Attribute(ast.Name(self.steps, ast.Load()), name, ast.Load())
         return ast.copy_location(ast.Call(function, list(arguments), keywords or []), arguments[0])
 
 
 def unary(node: ast.AST) -> ast.Call | None:
-    """A call with one argument, and perhaps keywords."""
+    """The node, if it is a call with one positional argument; it may have keywords."""
     if isinstance(node, ast.Call) and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred):
         return node
     return None
 
 
-def waiting(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr | None:
-    """A waiting expression around a norm's call, or around the name `leaf`; None where it is no such."""
+def deferred(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr | None:
+    """A deferred expression around a norm's call or the name `leaf`, rewritten; None if it is no such one."""
     if leaf is not None and isinstance(node, ast.Name) and node.id == leaf:
         return node
     call = unary(node)
     if call is not None and not call.keywords:
         if leaf is None and scope.is_norm(call.func):
-            return scope.call("step", call.func, eager(scope, call.args[0]))
-        if scope.is_idle(call.func):
-            inner = waiting(scope, call.args[0], leaf)
+            return scope.call("step", call.func, with_steps(scope, call.args[0]))
+        if scope.is_identity(call.func):
+            inner = deferred(scope, call.args[0], leaf)
             return inner and scope.call("step", call.func, inner)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sum(scope, node, leaf)
@@ -108,48 +108,48 @@ def waiting(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr |
 
 
 def _sum(scope: Scope, node: ast.BinOp, leaf: str | None) -> ast.expr | None:
-    """Nothing may run between the norm's place and the addition's."""
-    right = waiting(scope, node.right, leaf)
+    """A sum with a deferred operand. The other operand must be a name or be evaluated before the norm."""
+    right = deferred(scope, node.right, leaf)
     if right is not None and leaf is None:
-        return scope.call("plus", eager(scope, node.left), right)
+        return scope.call("plus", with_steps(scope, node.left), right)
     if right is not None and isinstance(node.left, ast.Name) and node.left.id != leaf:
         return scope.call("plus", node.left, right)
-    left = waiting(scope, node.left, leaf)
+    left = deferred(scope, node.left, leaf)
     if left is not None and isinstance(node.right, ast.Name) and node.right.id != leaf:
         return scope.call("plus", left, node.right)
     return None
 
 
-def done(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr | None:
-    """The activation of a waiting expression; None where it is no such."""
+def finished(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr | None:
+    """The activation of a deferred expression, rewritten; None if it is no such one."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
-        inner = None if node.args or node.keywords else waiting(scope, node.func.value, leaf)
+        inner = None if node.args or node.keywords else deferred(scope, node.func.value, leaf)
         if inner is not None:
-            return scope.call("method", ast.Constant(node.func.attr), inner)
+            return scope.call("finish_method", ast.Constant(node.func.attr), inner)
     call = unary(node)
     if call is None or not scope.is_act(call.func):
         return None
     if not all(k.arg is not None and scope.is_pure(k.value, leaf or "") for k in call.keywords):
         return None
-    inner = waiting(scope, call.args[0], leaf)
-    return inner and scope.call("last", call.func, inner, keywords=call.keywords)
+    inner = deferred(scope, call.args[0], leaf)
+    return inner and scope.call("finish", call.func, inner, keywords=call.keywords)
 
 
-def eager(scope: Scope, node: ast.expr) -> ast.expr:
-    """The expression with every done expression in it as steps."""
-    new = done(scope, node)
+def with_steps(scope: Scope, node: ast.expr) -> ast.expr:
+    """The expression with every finished expression in it rewritten."""
+    new = finished(scope, node)
     return _Inside(scope).generic_visit(node) if new is None else new  # type: ignore[return-value]
 
 
 class _Inside(ast.NodeTransformer):
-    """The parts of an expression."""
+    """Rewrites finished expressions among an expression's parts, into new nodes."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.expr):
-            new = done(self.scope, node)
+            new = finished(self.scope, node)
             if new is not None:
                 return new
         return self.generic_visit(node)
@@ -165,7 +165,7 @@ class _Inside(ast.NodeTransformer):
 
 
 def loads(node: ast.AST) -> Counter[str]:
-    """How often each name is read, or deleted, which needs it."""
+    """How often each name is read or deleted."""
     return Counter(
         name.id
         for n in ast.walk(node)

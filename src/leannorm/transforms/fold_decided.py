@@ -1,7 +1,7 @@
-"""Which control flow the example decided: the model runs once, and what its Python tests read is noted.
+"""Which control flow the example decided: the model runs once, and what its Python tests read is recorded.
 
-Sizes that the model's own code reads from a tensor are numbers that note where they are compared. Globals,
-and attributes that the forward pass itself assigns, are found in the source of the functions that ran.
+When the model's code reads a size from a tensor, it gets a number that records its comparisons. Globals, and
+attributes that the forward pass assigns, are found in the source of the functions that ran.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from leannorm.transforms.fold_source import asked_at, function_of, global_read, tests_in
+from leannorm.transforms.fold_source import function_of, global_read, test_at, tests_in
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OPERATORS = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<frozen")  # no code of the model
@@ -46,13 +46,13 @@ def decided(model: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Decided, .
             with watch:
                 model(*copy.deepcopy(inputs))
             watch.read_source()
-        except Exception as error:  # the model's own; what was met before it stays known
+        except Exception as error:  # raised by the model; what was recorded before it is kept
             watch.add(type(model).__name__, "all later tests", f"{type(error).__name__}: {error}")
     return tuple(Decided(*where, "; ".join(values)) for where, values in watch.found.items())
 
 
 class _Watch(TorchFunctionMode):
-    """Within it, sizes that the model's code reads are tracked, and what its tests read is noted."""
+    """Within it, the sizes that the model's code reads are tracked, and what its tests read is recorded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Watch(TorchFunctionMode):
         self._remember(frame)
         result = func(*args, **(kwargs or {}))
         if not _is_models(frame) or (args and id(args[0]) in self._own):
-            return result  # a parameter's size is a setting of the model
+            return result  # a parameter's size does not depend on the example
         name = getattr(func, "__name__", "")
         if name == "__get__" or not name.startswith("__"):
             tracked = self.tracked(result)
@@ -80,7 +80,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def tracked(self, value: Any) -> Any:
-        """Numbers that note their comparisons, where the value is a number or a tuple of numbers."""
+        """A number, or a tuple of numbers, that records comparisons; other values unchanged."""
         if type(value) in (int, float):
             number: Any = _Size(value) if type(value) is int else _Ratio(value)
             number.watch = self
@@ -89,10 +89,10 @@ class _Watch(TorchFunctionMode):
             return type(value)(map(self.tracked, value))
         return value
 
-    def note(self, frame: FrameType, value: str, unseen: bool = False) -> None:
-        """What the example gave was read here; it counts where it stands in a test."""
-        if _is_models(frame) and (asked := asked_at(frame, unseen)) is not None:
-            self.add(_place(frame.f_code, asked[0]), asked[1], value)
+    def note(self, frame: FrameType, value: str, without_source: bool = False) -> None:
+        """Record that a value from the example was read here, if it was read in a test."""
+        if _is_models(frame) and (test := test_at(frame, without_source)) is not None:
+            self.add(_place(frame.f_code, test[0]), test[1], value)
 
     def add(self, place: str, test: str, value: str) -> None:
         self.found.setdefault((place, test), {})[value] = None
@@ -105,7 +105,7 @@ class _Watch(TorchFunctionMode):
             frame = frame.f_back
 
     def read_source(self) -> None:
-        """Note the tests, in the functions that ran, of globals and of attributes that these assign."""
+        """Record the tests of globals, and of attributes that the forward pass assigns, in what ran."""
         ran = [(function_of(code), code, *rest) for (code, _), rest in self._ran.items()]
         before, self._before, self._ran = self._before, {}, {}
         assigned = {
@@ -122,7 +122,7 @@ class _Watch(TorchFunctionMode):
                         known = (type(module), node.attr) in assigned
                         values = [before.get(id(module), {}).get(node.attr)] if known else []
                     for value in values:
-                        place = _place(code, test.asked_by.lineno)
+                        place = _place(code, test.evaluator.lineno)
                         self.add(place, test.text, f"{ast.unparse(node)} is {_short(value)}")
 
 
@@ -147,7 +147,7 @@ def _comparison(name: str, sign: str) -> Any:
         left, right = _plain(self), _plain(other)
         result = getattr(operator, name)(left, right)
         if isinstance(result, bool):
-            self.watch.note(sys._getframe(1), f"{left} {sign} {right} is {result}", unseen=True)
+            self.watch.note(sys._getframe(1), f"{left} {sign} {right} is {result}", without_source=True)
         return result
 
     return compare
@@ -165,7 +165,7 @@ def _computation(base: type, name: str) -> Any:
 
 def _truth(self: Any) -> bool:
     value = _plain(self)
-    self.watch.note(sys._getframe(1), f"{value} is {bool(value)}", unseen=True)
+    self.watch.note(sys._getframe(1), f"{value} is {bool(value)}", without_source=True)
     return bool(value)
 
 
@@ -180,15 +180,15 @@ for _kind, _base in ((_Size, int), (_Ratio, float)):
 
 
 def _is_models(frame: FrameType) -> bool:
-    """Is this code the model's? The functions of torch and of this library count as operators.
+    """Is this the model's code? Functions of torch and leannorm count as operators.
 
-    So does code outside of any module: torch.export and torch.fx generate such.
+    So does code without a module name, which torch.export and torch.fx generate.
     """
     return "__name__" in frame.f_globals and not frame.f_code.co_filename.startswith(_OPERATORS)
 
 
 def _self(frame: FrameType) -> Any:
-    """The module whose method runs, if it is one."""
+    """The torch module whose method runs in the frame; None if it is no such method."""
     code = frame.f_code
     first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
     return first if isinstance(first, torch.nn.Module) else None

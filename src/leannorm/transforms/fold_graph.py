@@ -1,4 +1,4 @@
-"""Folding in a graph: every call gets variables of its own, so a layer called twice is no difficulty."""
+"""Folding in a graph. Every call gets new variables, so a layer that is called twice can be folded."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from leannorm.transforms.fold_match import Match, Norm, Skip, find
+from leannorm.transforms.fold_match import Fold, NormCall, Skip, find
 from leannorm.transforms.fold_math import Affine, affine, into_layer_after, into_layer_before
 
 
-def affine_of(norm: Norm, variables: Mapping[str, Tensor]) -> Affine:
+def affine_of(norm: NormCall, variables: Mapping[str, Tensor]) -> Affine:
     """The norm's call as scale and shift, from its variables' values."""
 
     def value(node: fx.Node | None) -> Tensor | None:
@@ -22,13 +22,13 @@ def affine_of(norm: Norm, variables: Mapping[str, Tensor]) -> Affine:
     return affine(mean, var, value(norm.weight), value(norm.bias), norm.eps)
 
 
-def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Match], list[Skip]]:
-    """`find`, with the variables' values at hand."""
+def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Fold], list[Skip]]:
+    """`find` for a graph whose variables have these values."""
     return find(graph, lambda norm: not bool(affine_of(norm, variables).shift.any()))
 
 
-def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], list[Skip]]:
-    """A new module on new variables where something was folded; `module` keeps its own."""
+def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list[Skip]]:
+    """A folded copy of the module, with new variables where something was folded; `module` is unchanged."""
     variables = all_variables(module)
     matches, skips = find_all(module.graph, variables)
     graph, new = _copied(module.graph)
@@ -62,7 +62,7 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Match], lis
 
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
-    """The module with its floating variables in float64; what it calls stays as it is."""
+    """The module with its floating-point variables in float64, and the same operators."""
     values = {
         str(n.target): _attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"
     }
@@ -85,8 +85,13 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
+def owner(variable: Any) -> str:
+    """The path of the module that has this variable; "" for what is no node of a graph."""
+    return str(variable.target).rpartition(".")[0] if isinstance(variable, fx.Node) else ""
+
+
 def all_variables(module: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under all of their names."""
+    """Parameters and buffers by name; a shared tensor is listed under each of its names."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),

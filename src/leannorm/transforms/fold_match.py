@@ -1,8 +1,8 @@
-"""Which batch norms of an evaluation graph a neighbouring layer can take in, by the flow of data.
+"""Which batch norms of an evaluation graph can be folded into a neighbouring layer, by the flow of data.
 
-A norm by constants is y = s * x + t for each channel. The layer before it can take it in if nobody else
-reads that layer's result; the layers after it can if they alone read the norm's, and if padding with
-zeros does not stand between (a padded zero is not shifted).
+In evaluation a batch norm is y = s * x + t for each channel. It can be folded into the layer before it if
+nothing else reads that layer's output. It can be folded into the layers after it if nothing else reads the
+norm's output, and if they do not pad with zeros (a padded zero is not shifted by t).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import fx
 from leannorm.functional.declare import NORMS
 from leannorm.program.memory import arguments
 
-# operator -> what it is, and the number of axes with which its features are on axis 1
+# operator -> its kind, and the number of dims of an input whose features are on dim 1
 _LAYERS = {
     **{f"aten::conv{n}d": ("conv", n + 2) for n in (1, 2, 3)},
     **{f"aten::conv_transpose{n}d": ("transposed", n + 2) for n in (1, 2, 3)},
@@ -24,7 +24,7 @@ _LAYERS = {
 }
 
 
-class Layer(NamedTuple):
+class LinearCall(NamedTuple):
     """A call of a convolution, a transposed convolution or a linear layer."""
 
     node: fx.Node
@@ -37,7 +37,7 @@ class Layer(NamedTuple):
     groups: int
 
 
-class Norm(NamedTuple):
+class NormCall(NamedTuple):
     """A call of a batch norm whose statistics are constants; `result` is its normalized output."""
 
     node: fx.Node
@@ -50,11 +50,11 @@ class Norm(NamedTuple):
     eps: float
 
 
-class Match(NamedTuple):
-    """A norm's call and the calls that take it in: the one before it, or all that follow."""
+class Fold(NamedTuple):
+    """A norm's call and the calls into which it is folded: the one before it, or all that follow."""
 
-    norm: Norm
-    layers: tuple[Layer, ...]
+    norm: NormCall
+    layers: tuple[LinearCall, ...]
     before: bool
 
 
@@ -65,12 +65,12 @@ class Skip(NamedTuple):
     reason: str
 
 
-def find(graph: fx.Graph, only_scales: Callable[[Norm], bool]) -> tuple[list[Match], list[Skip]]:
+def find(graph: fx.Graph, only_scales: Callable[[NormCall], bool]) -> tuple[list[Fold], list[Skip]]:
     """Every batch norm of the graph, matched or skipped with the reason.
 
-    Where a norm `only_scales`, padding behind it is no hindrance.
+    A norm that `only_scales` (its shift is 0) may also be folded into layers that pad.
     """
-    matches: list[Match] = []
+    matches: list[Fold] = []
     skips: list[Skip] = []
     for node in graph.nodes:
         norm = norm_of(node)
@@ -80,19 +80,19 @@ def find(graph: fx.Graph, only_scales: Callable[[Norm], bool]) -> tuple[list[Mat
             skips.append(Skip(node, norm))
             continue
         before = _layer_before(norm)
-        if isinstance(before, Layer):
-            matches.append(Match(norm, (before,), True))
+        if isinstance(before, LinearCall):
+            matches.append(Fold(norm, (before,), True))
             continue
         after = _layers_after(norm, only_scales)
         if isinstance(after, tuple):
-            matches.append(Match(norm, after, False))
+            matches.append(Fold(norm, after, False))
         else:
             skips.append(Skip(node, f"{before}; {after}"))
     return matches, skips
 
 
-def norm_of(node: fx.Node) -> Norm | str | None:
-    """The norm that a node is, or why it cannot be folded; None where it is no such norm."""
+def norm_of(node: fx.Node) -> NormCall | str | None:
+    """The node as a norm's call, or the reason why it cannot be folded; None if it is no batch norm."""
     operator = NORMS.get(_name(node))
     if operator is None:
         return None
@@ -113,13 +113,13 @@ def norm_of(node: fx.Node) -> Norm | str | None:
         if len(results) != 1 or len(node.users) != 1:
             return "its statistics are used as well"
         result = results[0]
-    return Norm(node, result, x, mean, var, weight, bias, eps)
+    return NormCall(node, result, x, mean, var, weight, bias, eps)
 
 
-def _layer_before(norm: Norm) -> Layer | str:
+def _layer_before(norm: NormCall) -> LinearCall | str:
     layer = _layer_of(norm.input)
     if isinstance(layer, str):
-        return f"before it stands {layer}"
+        return f"before it comes {layer}"
     if len(layer.node.users) > 1:
         return f"the result of the {layer.kind} layer before it is used elsewhere too"
     if norm.input.meta["val"].dim() != layer.axes:
@@ -127,7 +127,7 @@ def _layer_before(norm: Norm) -> Layer | str:
     return layer
 
 
-def _layers_after(norm: Norm, only_scales: Callable[[Norm], bool]) -> tuple[Layer, ...] | str:
+def _layers_after(norm: NormCall, only_scales: Callable[[NormCall], bool]) -> tuple[LinearCall, ...] | str:
     if not norm.result.users:
         return "nothing follows it"
     layers = []
@@ -138,12 +138,12 @@ def _layers_after(norm: Norm, only_scales: Callable[[Norm], bool]) -> tuple[Laye
         if norm.input.meta["val"].dim() != layer.axes:
             return f"the {layer.kind} layer after it works on another axis"
         if (layer.padded or layer.kind == "transposed") and not only_scales(norm):
-            return f"the {layer.kind} layer after it meets zeros at its border that the norm would shift"
+            return f"the {layer.kind} layer after it has zeros at its border, which the norm would shift"
         layers.append(layer)
     return tuple(layers)
 
 
-def _layer_of(node: fx.Node) -> Layer | str:
+def _layer_of(node: fx.Node) -> LinearCall | str:
     if _name(node) not in _LAYERS:
         kinds = {"call_function": str(node.target), "placeholder": "an input", "output": "an output"}
         return kinds.get(node.op, node.op)
@@ -152,7 +152,7 @@ def _layer_of(node: fx.Node) -> Layer | str:
         return f"a {kind} layer whose weight is computed (a parametrization)"
     padding = a.get("padding", 0)
     padded = padding != "valid" if isinstance(padding, str) else any(_each(padding))
-    return Layer(node, kind, axes, a["input"], a["weight"], a["bias"], padded, a.get("groups", 1))
+    return LinearCall(node, kind, axes, a["input"], a["weight"], a["bias"], padded, a.get("groups", 1))
 
 
 def _name(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""A batch norm by constants, taken into the weight and bias of a neighbouring linear map."""
+"""The arithmetic of folding a batch norm in evaluation into a neighbouring layer's weight and bias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Affine(NamedTuple):
 
 
 def affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Affine:
-    """What evaluation-mode batch norm does to a channel."""
+    """Evaluation-mode batch norm as scale and shift of each channel."""
     mean, var = mean.detach().double(), var.detach().double()
     scale = torch.rsqrt(var + eps)
     scale = scale if weight is None else scale * weight.detach().double()
@@ -27,10 +27,10 @@ def affine(mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None
 def into_layer_before(
     norm: Affine, kind: str, weight: Tensor, bias: Tensor | None, groups: int
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the layer that does layer, then norm; in the layer's dtype.
+    """Weight and bias of one layer that computes the layer, then the norm; in the layer's dtype.
 
-    A convolution's weight is (out, in / groups, *), a transposed one's (in, out / groups, *) with a group's
-    outputs beside each other, a linear layer's (out, in).
+    A convolution's weight is (out, in / groups, *), a linear layer's (out, in), a transposed convolution's
+    (in, out / groups, *), where the outputs of a group are neighbours.
     """
     w = weight.detach().double()
     if kind == "transposed":
@@ -47,7 +47,10 @@ def into_layer_before(
 def into_layer_after(
     norm: Affine, kind: str, weight: Tensor, bias: Tensor | None, groups: int
 ) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the layer that does norm, then layer; where nothing is padded, or the shift is 0."""
+    """Weight and bias of one layer that computes the norm, then the layer.
+
+    Exact only if the layer does not pad, or the norm's shift is 0.
+    """
     w = weight.detach().double()
     after = (1,) * (w.dim() - 2)
     if kind == "transposed":

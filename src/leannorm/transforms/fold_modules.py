@@ -1,4 +1,4 @@
-"""Folding in a model of modules: the layers' parameters change, the norms' places become empty."""
+"""Folding in a model of modules: the layers get new parameters, and `Identity` replaces the norms."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import torch
 from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
-from leannorm.transforms.fold_graph import affine_of, all_variables
-from leannorm.transforms.fold_match import Layer, Match, Skip
+from leannorm.transforms.fold_graph import affine_of, all_variables, owner
+from leannorm.transforms.fold_match import Fold, LinearCall, Skip
 from leannorm.transforms.fold_math import into_layer_after, into_layer_before
+from leannorm.transforms.steps import name_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def fold_modules(
-    model: torch.nn.Module, graph: fx.Graph, matches: list[Match], skips: list[Skip]
-) -> tuple[list[Match], list[Skip]]:
-    """Fold, in place, every norm module all of whose calls match; returns what was folded and what not."""
-    calls: dict[str, list[Match]] = {}
+    model: torch.nn.Module, graph: fx.Graph, matches: list[Fold], skips: list[Skip]
+) -> tuple[list[Fold], list[Skip]]:
+    """Fold, in place, every norm module all of whose calls match; returns the folded and the skipped."""
+    calls: dict[str, list[Fold]] = {}
     for match in matches:
-        calls.setdefault(_owner(match.norm.mean), []).append(match)
-    unmatched = {_owner(s.norm.args[i]): s.reason for s in skips for i in _statistics(s.norm)}
+        calls.setdefault(owner(match.norm.mean), []).append(match)
+    unmatched = {owner(s.norm.args[i]): s.reason for s in skips for i in _statistics(s.norm)}
     folded = []
     for path, own in calls.items():
         reason = unmatched.get(path) or _why_not(model, graph, path, own)
@@ -39,8 +40,8 @@ def fold_modules(
     return folded, skips
 
 
-def _fold_one(model: torch.nn.Module, match: Match, layer: Layer, variables: Mapping[str, Any]) -> None:
-    module: Any = model.get_submodule(_owner(layer.weight))
+def _fold_one(model: torch.nn.Module, match: Fold, layer: LinearCall, variables: Mapping[str, Any]) -> None:
+    module: Any = model.get_submodule(owner(layer.weight))
     into = into_layer_before if match.before else into_layer_after
     weight, bias = into(
         affine_of(match.norm, variables), layer.kind, module.weight, module.bias, layer.groups
@@ -50,10 +51,10 @@ def _fold_one(model: torch.nn.Module, match: Match, layer: Layer, variables: Map
     module.bias = torch.nn.Parameter(bias, requires_grad=trained)
 
 
-def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match]) -> str | None:
-    """What stands against replacing the norm at `path`, whose calls are `own`."""
+def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]) -> str | None:
+    """Why the norm at `path`, whose calls are `own`, cannot be replaced; None if it can."""
     if len({match.before for match in own}) > 1:
-        return "its calls stand before and behind layers"
+        return "some of its calls come before a layer and some after one"
     norm = model.get_submodule(path)
     inside = {n for m in own for n in (m.norm.node, m.norm.result)}
     others = [
@@ -65,7 +66,7 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match
     own_calls = {layer.node for match in own for layer in match.layers}
     for match in own:
         for layer in match.layers:
-            where = _owner(layer.weight)
+            where = owner(layer.weight)
             modules[where] = module = model.get_submodule(where)
             if not isinstance(module, _ConvNd | torch.nn.Linear):
                 return f"{where or 'the model'} ({type(module).__name__}) is no layer of torch.nn"
@@ -89,8 +90,8 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Match
 
 
 def _remainder(norm: torch.nn.Module) -> torch.nn.Module | None:
-    """What is left of a norm module once it no longer normalizes; None if that is not known."""
-    name = f"{type(norm).__module__}.{type(norm).__qualname__}"
+    """The rest of a norm module without its normalization; None if that is not known."""
+    name = name_of(type(norm))
     if name == "timm.layers.norm_act.BatchNormAct2d":
         kept: Any = norm
         return torch.nn.Sequential(kept.drop, kept.act)
@@ -99,21 +100,18 @@ def _remainder(norm: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module | None) -> None:
-    """Put `new` into every place where `old` is."""
+    """Put `new`, or an Identity, into every place of `old`."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is old:
                 parent._modules[name] = (new or torch.nn.Identity()).train(old.training)
 
 
-def _owner(variable: Any) -> str:
-    return str(variable.target).rpartition(".")[0] if isinstance(variable, fx.Node) else ""
-
-
 def _statistics(norm: fx.Node) -> list[int]:
-    """Where among a norm's arguments its variables stand."""
+    """The indices of the running statistics among a norm's arguments."""
     return [i for i, a in enumerate(norm.args) if isinstance(a, fx.Node) and a.op == "get_attr"][:2]
 
 
 def _scopes(node: fx.Node) -> list[str]:
+    """The paths of the modules in whose forward the node was traced."""
     return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

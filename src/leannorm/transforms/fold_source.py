@@ -1,4 +1,4 @@
-"""The tests in a model's source: `if`, `while`, conditional expressions, comparisons that are kept."""
+"""The tests in a model's source: `if`, `while`, conditional expressions, and comparisons used as values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NOT_THE_MODELS = {*sys.stdlib_module_names, "torch"}  # modules whose attribute
 
 
 class Test(NamedTuple):
-    """A test's expression, its text, and the statement or expression that asks it."""
+    """A test's expression, its text, and the statement or expression that evaluates it."""
 
     expression: Any
     text: str
-    asked_by: Any
+    evaluator: Any
 
 
 class _File(NamedTuple):
     lines: list[str]
-    tree: ast.Module | None  # None: this is no Python
+    tree: ast.Module | None  # None: the file is no valid Python
     tests: list[Test]
     checks: list[Test]
 
@@ -41,19 +41,19 @@ def _file(name: str) -> _File:
             tree = ast.parse("".join(lines)) if lines else None
         except SyntaxError:  # a notebook's cell with magic commands
             tree = None
-        found = ([*tests_in(tree), *_kept_in(tree)], list(_checks_in(tree))) if tree else ([], [])
+        found = ([*tests_in(tree), *_comparisons_in(tree)], list(_checks_in(tree))) if tree else ([], [])
         _FILES[name] = _File(lines, tree, *found)
     return _FILES[name]
 
 
-def _only_fails(node: ast.AST) -> bool:
+def _only_raises(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and all(isinstance(n, ast.Raise) for n in node.body)
 
 
 def tests_in(tree: ast.AST) -> Iterator[Test]:
-    """Tests that choose what runs, outermost first; one that only raises an error chooses nothing."""
+    """The tests that decide which code runs, outermost first; not those that only raise an error."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.While | ast.IfExp) and not _only_fails(node):
+        if isinstance(node, ast.If | ast.While | ast.IfExp) and not _only_raises(node):
             yield Test(node.test, ast.unparse(node.test), node)
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
             yield from (Test(e, ast.unparse(e), node) for g in node.generators for e in g.ifs)
@@ -62,8 +62,8 @@ def tests_in(tree: ast.AST) -> Iterator[Test]:
             yield from (Test(e, text, node) for e in (node.subject, *(case.pattern for case in node.cases)))
 
 
-def _kept_in(tree: ast.AST) -> Iterator[Test]:
-    """Answers that are kept for later: a comparison, `and`, `or`, `not`, `bool`."""
+def _comparisons_in(tree: ast.AST) -> Iterator[Test]:
+    """Boolean expressions, whose result may be tested later: a comparison, `and`, `or`, `not`, `bool`."""
     for node in ast.walk(tree):
         called = isinstance(node, ast.Call) and ast.unparse(node.func) == "bool"
         negated = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
@@ -72,37 +72,38 @@ def _kept_in(tree: ast.AST) -> Iterator[Test]:
 
 
 def _checks_in(tree: ast.AST) -> Iterator[Test]:
+    """Tests that can only raise: `assert`, `torch._check`, an `if` that raises."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_fails(node)):
+        if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node)):
             yield Test(node.test, "", node)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_CHECKS):
             yield Test(node, "", node)
 
 
-def asked_at(frame: FrameType, unseen: bool) -> tuple[int, str] | None:
-    """Line and text of the outermost test that the frame is evaluating; None if it is none, or a check.
+def test_at(frame: FrameType, without_source: bool) -> tuple[int, str] | None:
+    """Line and text of the outermost test that the frame is evaluating; None if there is none, or a check.
 
-    Where there is no source everything counts as a test if `unseen`, else nothing.
+    Without source, everything counts as a test if `without_source`, and nothing otherwise.
     """
     code, line = frame.f_code, frame.f_lineno
     low, high = (line, 0), (line, 0)
-    columns = hasattr(code, "co_positions")  # Python 3.11; before, the line has to do
+    columns = hasattr(code, "co_positions")  # since Python 3.11; before, only the line is known
     if columns:
         first, last, left, right = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
         low, high = (first or line, left or 0), (last or line, right or 0)
 
-    def asked(test: Test) -> bool:
+    def is_evaluated(test: Test) -> bool:
         start, end = _span(test.expression)
         if not columns:
             return start[0] <= line <= end[0]
-        return (start <= low and high <= end) or (low, high) == _span(test.asked_by)
+        return (start <= low and high <= end) or (low, high) == _span(test.evaluator)
 
     file = _file(code.co_filename)
     if file.tree is None:
-        return (line, "a test without source") if unseen else None
-    if any(map(asked, file.checks)):
+        return (line, "a test without source") if without_source else None
+    if any(map(is_evaluated, file.checks)):
         return None
-    return next(((test.asked_by.lineno, test.text) for test in file.tests if asked(test)), None)
+    return next(((test.evaluator.lineno, test.text) for test in file.tests if is_evaluated(test)), None)
 
 
 def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -110,7 +111,7 @@ def _span(node: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def function_of(code: CodeType) -> ast.FunctionDef | None:
-    """The definition of a function; None for a lambda and where there is no source."""
+    """The definition of a function; None for a lambda or without source."""
     for node in ast.walk(_file(code.co_filename).tree or ast.Module([], [])):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
             first = [node.lineno, *(d.lineno for d in node.decorator_list)]
@@ -120,7 +121,7 @@ def function_of(code: CodeType) -> ast.FunctionDef | None:
 
 
 def global_read(node: ast.AST, code: CodeType, names: dict[str, Any]) -> list[Any]:
-    """The value, in a list of one, where the expression reads data from a global or an imported module."""
+    """A list with the value, if the node reads data from a global or an imported module; else empty."""
     local = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
     name = node.value if isinstance(node, ast.Attribute) else node
     if not isinstance(name, ast.Name) or name.id in local or name.id not in names:

@@ -1,4 +1,4 @@
-"""Batch norms folded into the layers beside them, for inference, and the check that nothing else changed."""
+"""`fold`: batch norms folded into neighbouring layers for inference, and the check of the outputs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.program.program import Program
 from leannorm.transforms.fold_decided import Decided, decided
-from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64
-from leannorm.transforms.fold_match import Match, Skip
+from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64, owner
+from leannorm.transforms.fold_match import Fold, Skip
 from leannorm.transforms.fold_modules import fold_modules
 
-ROUNDINGS = 1e4  # a hundred layers, some ten roundings each and as much again for what they are amplified by
-TIMES_ONE_ROUNDING = 10.0  # folding rounds a weight some times where the comparison moves it once
+ROUNDINGS = 1e4  # a hundred layers, ten roundings each, amplified ten times
+TIMES_ONE_ROUNDING = 10.0  # folding rounds a weight several times, the comparison once
 
 
 class Folded(NamedTuple):
-    """A norm that is gone, and the layers that took it in."""
+    """A norm that was folded, and the layers into which it was folded."""
 
     norm: str
     into: tuple[str, ...]
@@ -42,12 +42,18 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldReport:
-    """What `fold` did. `model` is the result; `difference` is the largest one between the outputs.
+    """What `fold` did: the result, which norms were folded and which were not, and how exact the result is.
 
-    `difference` is in the outputs' own units and dtype; it and `checked` (the same in float64, where
-    possible) are None where nothing was verified. `scale` is the largest output. `decided` are the tests in
-    the model's Python code whose outcome the example gave: another input may take another way through the
-    model, for which the folding was neither made nor checked.
+    `model` is the result. `difference` is the largest one between the outputs, in the outputs' own units and
+    dtype; it and `checked` (the same in float64, where possible) are None where nothing was verified. `scale`
+    is the largest output. `decided` are the tests in the model's Python code whose outcome the example gave:
+    another input may take another way through the model, for which the folding was neither made nor checked.
+
+    >>> import torch, leannorm
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8))
+    >>> report = leannorm.fold(net, (torch.randn(2, 3),))
+    >>> len(report.folded), report.skipped, report.difference < 1e-5
+    (1, (), True)
     """
 
     model: Any = field(repr=False)
@@ -70,27 +76,28 @@ class FoldReport:
 
 
 def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: bool = True) -> FoldReport:
-    r"""Fold every batch norm that can be folded into the convolution or linear layer before or after it.
+    """Fold every batch norm that can be folded into the convolution or linear layer before or after it.
 
-    .. math:: s = \gamma / \sqrt{v + \epsilon}, \quad W' = s W, \quad b' = s (b - m) + \beta
+        s = weight / sqrt(running_var + eps)
+        W' = s * W,  b' = s * (b - running_mean) + bias          the layer before the norm
+        W' = W * s,  b' = b + W (bias - s * running_mean)        the layer behind it, if it pads no zeros
 
-    and behind a norm :math:`W' = W s`, :math:`b' = b + W t` with :math:`t = \beta - s m`, where no zeros are
-    padded in between. Neighbours are found by the flow of data in the model's evaluation graph
-    (`torch.export`), not by the order of declaration.
-
-    `model` is a module, or a `Program`. A module gives a folded copy in evaluation mode, of the same
-    classes, with `torch.nn.Identity` in the norms' places; what has hooks or parametrizations, is called
-    both with and without its norm, or shares parameters, stays and is named. A program gives its folded
-    inference branch as a `torch.export.ExportedProgram`; there each call has weights of its own. The
-    original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
+    Neighbours are found by the flow of data in the model's evaluation graph (`torch.export`), not by the
+    order of declaration. `model` is a module, or a `Program`. A module gives a folded copy in evaluation
+    mode, of the same classes, with `torch.nn.Identity` in the norms' places; what has hooks or
+    parametrizations, is called both with and without its norm, or shares parameters, stays and is named. A
+    program gives its folded inference branch as a `torch.export.ExportedProgram`; there each call has weights
+    of its own. The original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
 
     The graph is the one that the example took. Tests in the model's Python code that read the input's shape
     or dtype, a global, or an attribute that the forward pass assigns are named in `report.decided`.
 
-    `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and raises
-    `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten times what
-    one rounding of every weight changes, in float64 where the model runs in it. Returns a `FoldReport`.
-    Raises `InputError` where the model cannot be exported.
+    `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and compares,
+    in float64 where the model runs in it.
+
+    Returns: a `FoldReport`.
+    Raises: `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten
+    times what one rounding of every weight changes; `InputError` where the model cannot be exported.
     Source: Jacob et al., 2018, arXiv:1712.05877, section 3.2.
 
     >>> import torch, leannorm
@@ -112,7 +119,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
         )
     original = copy.deepcopy(model).eval()
     tests = decided(original, inputs)
-    result = _parted(original)
+    result = _with_pairs(original)
     graph = _evaluation_graph(result, inputs, tests)
     found = find_all(graph, all_variables(result))
     matches, skips = fold_modules(result, graph, *found)
@@ -121,7 +128,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
         return report
 
     def again(wide: torch.nn.Module) -> torch.nn.Module:
-        other = _parted(wide)
+        other = _with_pairs(wide)
         fold_modules(other, graph, *found)
         return other
 
@@ -175,8 +182,8 @@ def _evaluation_graph(
     return graph
 
 
-def _parted(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy in which our joined convolutions and norms are pairs, of which the norm can be folded."""
+def _with_pairs(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy in which each ConvBatchNorm is a convolution and a norm, so that the norm can be folded."""
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
@@ -185,10 +192,10 @@ def _parted(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def _report(result: torch.nn.Module, matches: list[Match], skips: list[Skip]) -> FoldReport:
+def _report(result: torch.nn.Module, matches: list[Fold], skips: list[Skip]) -> FoldReport:
     folded: dict[str, list[str]] = {}
     for match in matches:
-        folded.setdefault(_path(match.norm.mean), []).extend(_path(x.weight) for x in match.layers)
+        folded.setdefault(owner(match.norm.mean), []).extend(owner(x.weight) for x in match.layers)
     skipped = {_norm_path(s.norm): s.reason for s in skips}
     return FoldReport(
         result,
@@ -205,15 +212,15 @@ def _verified(
     again: Callable[[torch.nn.Module], torch.nn.Module],
     inputs: tuple[Any, ...],
 ) -> FoldReport:
-    """The report with measured differences; the folding is checked in float64, where `again` repeats it."""
+    """The report with measured differences. `again` repeats the folding in float64, where it is checked."""
     before, after = _outputs(original, inputs), _outputs(result, inputs)
     difference, scale, eps = _difference(before, after)
     checked, largest, allowed = difference, scale, ROUNDINGS * eps * scale
-    with suppress(RuntimeError):  # the model casts to a dtype of its own: what was measured has to do
+    with suppress(RuntimeError):  # a model that casts may not run in float64: the check above is used then
         inputs = pytree.tree_map(_double, inputs)
         exact = _outputs(wide, inputs)
         checked, largest, eps = _difference(exact, _outputs(again(wide), inputs))
-        # a model that amplifies a rounding of its weights amplifies those of folding too
+        # a model that amplifies a rounding of its weights amplifies the roundings of folding, too
         response = _difference(exact, _outputs(_rounded_once(wide), inputs))[0]
         allowed = max(ROUNDINGS * eps * largest, TIMES_ONE_ROUNDING * response)
     if not checked <= allowed:
@@ -225,7 +232,7 @@ def _verified(
 
 
 def _rounded_once(wide: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose float64 variables are moved by up to one rounding each, at random from a fixed seed."""
+    """A copy whose float64 variables are changed by up to one rounding each, at random from a fixed seed."""
     moved = copy.deepcopy(wide)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -246,7 +253,7 @@ def _outputs(model: torch.nn.Module, inputs: tuple[Any, ...]) -> list[Any]:
 
 
 def _difference(left: list[Any], right: list[Any]) -> tuple[float, float, float]:
-    """The largest difference between the outputs, the largest output, and one rounding of 1."""
+    """The largest difference between the outputs, the largest output, and the machine epsilon."""
     difference, scale, eps = 0.0, 0.0, torch.finfo(torch.float64).eps
     for mine, theirs in zip(left, right, strict=True):
         if isinstance(mine, Tensor) and mine.is_floating_point() and mine.numel():
@@ -257,11 +264,7 @@ def _difference(left: list[Any], right: list[Any]) -> tuple[float, float, float]
     return difference, scale, eps
 
 
-def _path(variable: fx.Node) -> str:
-    return str(variable.target).rpartition(".")[0]
-
-
 def _norm_path(norm: fx.Node) -> str:
-    """The norm module's path, or the call's name where its statistics are no variables."""
+    """The norm module's path, or the call's name if its statistics are not variables."""
     variables = [a for a in norm.args if isinstance(a, fx.Node) and a.op == "get_attr"]
-    return _path(variables[0]) if variables else norm.name
+    return owner(variables[0]) if variables else norm.name

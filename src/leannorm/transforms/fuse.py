@@ -1,8 +1,8 @@
-"""Which blocks call a norm and hand its output straight to an activation, and the class that each becomes.
+"""Which blocks pass a norm's output straight to an activation, and the class that each of them gets.
 
-No layer changes for it: a norm stays a norm, an activation an activation, for whoever calls them, hooks
-them or puts others in their place. Only the block that calls one behind the other becomes an instance of
-a subclass of its class, whose functions take the two calls as steps (`steps.py`, `rewrite.py`).
+No layer changes: a norm stays a norm and an activation an activation, for every other caller, for hooks and
+for code that replaces them. Only the block that calls both becomes an instance of a subclass of its class,
+whose methods make the two calls as steps (`steps.py`, `rewrite.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn
 from torch.nn import Module
 
 from leannorm.transforms.expressions import Roles
-from leannorm.transforms.known import CERTAIN_BLOCKS
+from leannorm.transforms.norm_classes import CERTAIN_BLOCKS
 from leannorm.transforms.rewrite import rewritten
 from leannorm.transforms.steps import FUSABLE, activation_of, name_of, runs_in_order, sequential_forward
 from leannorm.transforms.text import read
@@ -25,16 +25,16 @@ _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 class Fusions(NamedTuple):
-    """The blocks to change, each with its new class, and those with norms whose text cannot be read."""
+    """The blocks to change with their new classes, and the blocks with norms whose source cannot be read."""
 
     classes: dict[Module, type[Module]]
     unread: list[Module]
 
 
 def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhere: bool) -> Fusions:
-    """What may be joined in a model; `targets` are the layers and what they become.
+    """The blocks of a model to change; `targets` maps layers to the classes that they become.
 
-    `everywhere` also reads blocks of unknown classes.
+    With `everywhere`, blocks of unknown classes are read, too.
     """
 
     def is_norm(module: Module) -> bool:
@@ -44,10 +44,10 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
 
     found, unread = dict[Module, type[Module]](), list[Module]()
     for block in model.modules():
-        if not _plain(type(block)) or "forward" in vars(block):
+        if not _can_be_subclassed(type(block)) or "forward" in vars(block):
             continue
         if runs_in_order(block):
-            if _in_order(list(block.children()), is_norm):
+            if _has_norm_before_act(list(block.children()), is_norm):
                 found[block] = fused_class(type(block), None)
         elif everywhere or name_of(type(block)) in CERTAIN_BLOCKS:
             below = dict(_below(block))
@@ -65,7 +65,7 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
 
 
 def _below(block: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    """The modules that the block's text may call: its children, and those in its containers."""
+    """The modules that the block's source may call: its children, and those in its containers."""
     for name, child in block.named_children():
         yield prefix + name, child
         if isinstance(child, _CONTAINERS):
@@ -77,14 +77,14 @@ def _is_readable(block: Module) -> bool:
     return forward is Module.forward or (isinstance(forward, FunctionType) and read(forward) is not None)
 
 
-def _in_order(layers: list[Module], is_norm: Any) -> bool:
-    """Does a norm meet an activation?"""
+def _has_norm_before_act(layers: list[Module], is_norm: Any) -> bool:
+    """Is one of the layers a norm, with an activation as the next one, identities aside?"""
     layers = [layer for layer in layers if type(layer) is not torch.nn.Identity]
     return any(is_norm(a) and activation_of(b) is not None for a, b in itertools.pairwise(layers))
 
 
-def _plain(cls: type[Module]) -> bool:
-    """Is it a class like others, of which a subclass may be made that nobody notices?"""
+def _can_be_subclassed(cls: type[Module]) -> bool:
+    """Can instances get a subclass without side effects (no metaclass, no own pickling, not leannorm's)?"""
     own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
     return (
         type(cls) is type
@@ -97,9 +97,9 @@ _FUSED_CLASSES: dict[tuple[type[Module], Roles | None], type[Module]] = {}
 
 
 def fused_class(cls: type[Module], roles: Roles | None) -> type[Module]:
-    """A subclass of `cls` that takes steps, `unfused` is `cls`; `cls` where its text gives no opportunity.
+    """A subclass of `cls` that calls steps, with `unfused = cls`; `cls` itself if there is nothing to fuse.
 
-    Without `roles` a Sequential.
+    `roles` is None for a Sequential.
     """
     if (cls, roles) not in _FUSED_CLASSES:
         new: Mapping[str, Any] = {"forward": sequential_forward} if roles is None else rewritten(cls, roles)

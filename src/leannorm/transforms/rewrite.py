@@ -1,8 +1,8 @@
-"""A block's functions with calls of `steps` where a norm meets what follows it; all else stays as written.
+"""A block's methods with calls of `steps` where a norm's output goes to what follows; the rest is unchanged.
 
-`self.act(self.bn(x))` becomes `last(self.act, step(self.bn, x))`, and so do statements that stand one
-behind the other and hand on one local name, whose value nothing else in the function sees. The steps
-mean what the calls mean, for any modules and functions: the text only gives the opportunity.
+`self.act(self.bn(x))` becomes `finish(self.act, step(self.bn, x))`. Statements in a row are rewritten in the
+same way if they pass the value on under a local name that nothing else in the function reads. The steps
+compute what the calls compute, for any modules and functions; whether calls are fused is decided at run time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from torch.nn import Module
 
 from leannorm.transforms import steps
-from leannorm.transforms.expressions import Roles, Scope, done, eager, loads, stores, unary, waiting
-from leannorm.transforms.text import function_like, is_open, read
+from leannorm.transforms.expressions import Roles, Scope, deferred, finished, loads, stores, unary, with_steps
+from leannorm.transforms.text import can_be_rewritten, function_like, read
 
 _STEPS = "__leannorm_steps__"
 
 
 def rewritten(cls: type[Module], roles: Roles) -> dict[str, Callable[..., Any]]:
-    """The methods of `cls` that call a norm and hand its output straight on, written with steps."""
+    """The methods of `cls` that pass a norm's output straight on, rewritten with steps."""
     found = {}
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
@@ -40,7 +40,7 @@ def _rewritten(
     cls: type[Module], name: str, function: types.FunctionType, roles: Roles
 ) -> Callable[..., Any] | None:
     node, code = read(function), function.__code__
-    if node is None or code.co_argcount == 0 or name.startswith("__") or not is_open(node, code):
+    if node is None or code.co_argcount == 0 or name.startswith("__") or not can_be_rewritten(node, code):
         return None
     local, me = frozenset(code.co_varnames) - frozenset(code.co_cellvars), code.co_varnames[0]
     if me not in local or me in stores(node):
@@ -56,7 +56,7 @@ def _rewritten(
 def _unless_replaced(
     cls: type[Module], name: str, old: types.FunctionType, new: types.FunctionType
 ) -> Callable[..., Any]:
-    """`new`, as long as the class has the function that it was made from; else what the class has."""
+    """A method that calls `new`, unless the class's method is no longer `old`: then it calls that one."""
     code, defaults, keywords = old.__code__, old.__defaults__, old.__kwdefaults__
 
     @functools.wraps(old)
@@ -71,21 +71,22 @@ def _unless_replaced(
 
 
 class Statements:
-    """Lists of statements; `count` is how often each name of the function is read."""
+    """Rewrites lists of statements; `count` is how often each name of the function is read."""
 
     def __init__(self, scope: Scope, count: Counter[str]) -> None:
         self.scope, self.count = scope, count
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements with every chain rewritten."""
         new, at = list[ast.stmt](), 0
         while at < len(body):
             chain, taken = self.chain(body, at)
-            new += chain or [self.alone(body[at])]
+            new += chain or [self.single(body[at])]
             at += max(taken, 1)
         return new
 
-    def alone(self, statement: ast.stmt) -> ast.stmt:
-        """A statement of no chain: what is in it."""
+    def single(self, statement: ast.stmt) -> ast.stmt:
+        """A statement that starts no chain, with the expressions and statements in it rewritten."""
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return statement
         return ast.copy_location(
@@ -94,7 +95,7 @@ class Statements:
 
     def _in(self, value: Any) -> Any:
         if isinstance(value, ast.expr):
-            return eager(self.scope, value)
+            return with_steps(self.scope, value)
         if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
             return self.block(value)
         if isinstance(value, list):
@@ -104,10 +105,10 @@ class Statements:
         return value
 
     def chain(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int]:
-        """The statements from `at` on through which a norm's output goes to its activation, as steps, and
-        how many they were; none where they are no such."""
+        """The statements from `at` on that pass a norm's output to its activation, rewritten, and their
+        number; an empty list and 0 if there is no such chain."""
         head = name = _assigned(body[at])
-        value = waiting(self.scope, body[at].value) if name in self.scope.local else None  # type: ignore
+        value = deferred(self.scope, body[at].value) if name in self.scope.local else None  # type: ignore
         if head is None or name is None or value is None:
             return [], 0
         new, paths = [_with_value(body[at], value)], list[str]()
@@ -125,25 +126,27 @@ class Statements:
             until = len(new) if len(paths) > known else until
         if until == 1:
             return new, len(new)
-        later = self.later(body, at, paths)
-        if later is None:
+        call = self.deferred_across(body, at, paths)
+        if call is None:
             return [], 0
-        return [_with_value(body[at], later), self.settling(head, new[1:until]), *new[until:]], len(new)
+        return [_with_value(body[at], call), self.guarded(head, new[1:until]), *new[until:]], len(new)
 
-    def settling(self, name: str, body: list[ast.stmt]) -> ast.stmt:
-        """What runs while the norm of `name` waits: where it raises an error, the norm has run before it."""
-        settle = ast.Expr(self.scope.call("settle", ast.copy_location(ast.Name(name, ast.Load()), body[0])))
-        handler = ast.ExceptHandler(ast.Name("BaseException", ast.Load()), None, [settle, ast.Raise()])
+    def guarded(self, name: str, body: list[ast.stmt]) -> ast.stmt:
+        """Statements that run while the norm of `name` is deferred. If one raises, the norm still runs, as it
+        would have before them."""
+        norm = ast.copy_location(ast.Name(name, ast.Load()), body[0])
+        fallback = ast.Expr(self.scope.call("run_if_deferred", norm))
+        handler = ast.ExceptHandler(ast.Name("BaseException", ast.Load()), None, [fallback, ast.Raise()])
         return ast.copy_location(ast.Try(body, [handler], [], []), body[0])
 
     def link(
-        self, body: list[ast.stmt], at: int, name: str, while_waiting: list[str]
+        self, body: list[ast.stmt], at: int, name: str, paths: list[str]
     ) -> tuple[ast.stmt | None, str, bool]:
-        """The statement at `at`, if it takes the value on under `name`: as steps, with the new name and
-        whether it ends there."""
+        """The statement at `at`, rewritten if it uses the value of `name` (else None), the name under which
+        the value goes on, and whether the chain ends here."""
         statement = body[at] if at < len(body) else None
         if isinstance(statement, ast.AugAssign):
-            return self.added(statement, name, while_waiting), name, False
+            return self.in_place_add(statement, name, paths), name, False
         if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
             return None, name, False
         target, value = _assigned(statement), statement.value
@@ -151,17 +154,17 @@ class Statements:
             return None, name, False
         if target not in (None, name) and self.count[name] != 1:
             return None, name, False
-        end = done(self.scope, value, name)
+        end = finished(self.scope, value, name)
         call = unary(value)
         if end is not None and target in self.scope.local and self._is_local_call(call, name):
-            # what a local name stands for may be the norm: then it is the next statement that ends here
+            # a local name may stand for a norm: then the next statement ends the chain
             following, _, ends = self.link(body, at + 1, str(target), [])
             if following is not None and ends:
                 step = self.scope.call("step", call.func, call.args[0])  # type: ignore[union-attr]
                 return _with_value(statement, step), str(target), False
         if end is not None:
             return _with_value(statement, end), name, True
-        new = waiting(self.scope, value, name) if target in self.scope.local else None
+        new = deferred(self.scope, value, name) if target in self.scope.local else None
         if new is None or target is None:
             return None, name, False
         return _with_value(statement, new), target, False
@@ -174,7 +177,7 @@ class Statements:
             and _is_name(call.args[0], name)
         )
 
-    def added(self, statement: ast.AugAssign, name: str, while_waiting: list[str]) -> ast.stmt | None:
+    def in_place_add(self, statement: ast.AugAssign, name: str, paths: list[str]) -> ast.stmt | None:
         """`name += other`, where `other` is another name, or the call of one of the block's modules."""
         target, other = statement.target, statement.value
         if not isinstance(statement.op, ast.Add) or not isinstance(target, ast.Name) or target.id != name:
@@ -185,27 +188,29 @@ class Statements:
             path = self._called(other, name)
             if path is None:
                 return None
-            while_waiting.append(path)
+            paths.append(path)
         value = self.scope.call("plus_in_place", ast.Name(name, ast.Load()), other)
         return ast.copy_location(ast.Assign([target], value), statement)
 
     def between(self, body: list[ast.stmt], at: int, name: str) -> tuple[list[ast.stmt], list[str]] | None:
-        """Statements that may run while the norm waits, up to the addition, and the modules they call."""
+        """The statements up to the addition, which may run while the norm is deferred, and the paths of the
+        modules that they call."""
         new, paths = list[ast.stmt](), list[str]()
         for i, statement in enumerate(body[at:], at):
             if self.link(body, i, name, [])[0] is not None:
                 break
-            passed = self.passed(statement, name, paths)
+            passed = self.independent(statement, name, paths)
             if passed is None or _assigned(passed) == name:
                 return None
             new.append(passed)
         return (new, paths) if new else None
 
-    def passed(self, statement: ast.stmt, name: str, paths: list[str]) -> ast.stmt | None:
-        """One of them: an `if` on names, `other = module(another)`, or `name = module(name)`, which ends
-        the waiting."""
+    def independent(self, statement: ast.stmt, name: str, paths: list[str]) -> ast.stmt | None:
+        """A statement that may run while the norm of `name` is deferred: an `if` on names,
+        `other = module(another)`, or `name = module(name)`, which runs the norm."""
         if isinstance(statement, ast.If):
-            body, orelse = (self.all_passed(part, name, paths) for part in (statement.body, statement.orelse))
+            parts = statement.body, statement.orelse
+            body, orelse = (self.all_independent(part, name, paths) for part in parts)
             if body is None or orelse is None or not self._is_test(statement.test, name):
                 return None
             return ast.copy_location(ast.If(statement.test, body, orelse), statement)
@@ -219,7 +224,7 @@ class Statements:
                 return None
             if self.scope.path(call.func) is None:
                 return None
-            return _with_value(statement, self.scope.call("last", call.func, call.args[0]))
+            return _with_value(statement, self.scope.call("finish", call.func, call.args[0]))
         path = self._called(value, name)
         if path is not None:
             paths.append(path)
@@ -227,8 +232,8 @@ class Statements:
             return None
         return statement
 
-    def all_passed(self, body: list[ast.stmt], name: str, paths: list[str]) -> list[ast.stmt] | None:
-        passed = [self.passed(statement, name, paths) for statement in body]
+    def all_independent(self, body: list[ast.stmt], name: str, paths: list[str]) -> list[ast.stmt] | None:
+        passed = [self.independent(statement, name, paths) for statement in body]
         return None if None in passed else [s for s in passed if s is not None]
 
     def _called(self, value: ast.expr, name: str) -> str | None:
@@ -239,6 +244,7 @@ class Statements:
         return None if call.args[0].id == name else self.scope.path(call.func)
 
     def _is_test(self, test: ast.expr, name: str) -> bool:
+        """Is it a test without side effects that does not read `name`?"""
         if isinstance(test, ast.BoolOp):
             return all(self._is_test(v, name) for v in test.values)
         if isinstance(test, ast.UnaryOp):
@@ -248,8 +254,8 @@ class Statements:
             return identity and all(self.scope.is_pure(v, name) for v in (test.left, *test.comparators))
         return self.scope.is_pure(test, name)
 
-    def later(self, body: list[ast.stmt], at: int, paths: list[str]) -> ast.expr | None:
-        """The norm's call, which may wait for modules: its input is what a module has just computed."""
+    def deferred_across(self, body: list[ast.stmt], at: int, paths: list[str]) -> ast.expr | None:
+        """The norm's call, deferred while the modules at `paths` run: its input is a module's new output."""
         call = unary(body[at].value)  # type: ignore[attr-defined]
         if call is None or not self.scope.is_norm(call.func):
             return None
@@ -266,8 +272,8 @@ class Statements:
             return None
         names = ast.Tuple([ast.Constant(path) for path in paths], ast.Load())
         me = ast.Name(self.scope.self, ast.Load())
-        new = eager(self.scope, given)
-        return self.scope.call("later", call.func, new, producer.func, me, names)
+        new = with_steps(self.scope, given)
+        return self.scope.call("step_across", call.func, new, producer.func, me, names)
 
 
 def _assigned(statement: ast.stmt) -> str | None:

@@ -1,8 +1,8 @@
-"""Calls that a converted block makes one behind the other: a norm's waits for the activation behind it.
+"""The calls of a converted block: a norm's call is deferred until the activation that follows it is known.
 
-`last(act, step(norm, x))` is `act(norm(x))`, whatever `norm` and `act` are at that moment. Only where both
-prove to be what one kernel computes, and nobody listens to either, is it one call. So nothing that changes
-after the conversion (flags, hooks, other layers in their place, patched functions) can make it wrong.
+`finish(act, step(norm, x))` is `act(norm(x))`, whatever `norm` and `act` are at run time. The two become one
+kernel call only if a kernel computes both and neither has hooks. This is decided at every call, so changes
+after the conversion (flags, hooks, replaced layers, patched functions) cannot make it wrong.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode_stack
 from leannorm import nn
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.modes import leaving
 
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -33,7 +34,7 @@ _ACTIVATIONS_BESIDE_TORCHS = {
 _ATTRIBUTES = {"relu6": {"min_val": 0.0, "max_val": 6.0}}  # which its constructor does not take
 _CALLS = {call for activation in _COMPUTED.values() for call in activation.functions}
 METHODS = tuple(sorted(call for call in _CALLS if isinstance(call, str)))
-# what torch's activation layers call, as it was when this was imported
+# the functions that torch's activation layers call, as they were when this module was imported
 _CALLED = {
     name: getattr(F, name) for name in ("relu", "silu", "hardswish", "mish", "gelu", "elu", "leaky_relu")
 }
@@ -43,23 +44,23 @@ _CALLED |= {"relu6": F.hardtanh, "hardtanh": F.hardtanh, "gelu_tanh": F.gelu}
 _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 
 
-class Waiting:
-    """A norm that is yet to run, and what is to be added to its output. It runs once."""
+class Deferred:
+    """A norm's call that has not run yet, and a residual to add to its output. It runs once."""
 
     def __init__(self, norm: BatchNormBase, input: Tensor) -> None:
         self.norm, self.input, self.has_run = norm, input, False
         self.residual: Tensor | None = None
         self.in_place = False
 
-    def plus(self, residual: Tensor, in_place: bool = False) -> Waiting:
+    def plus(self, residual: Tensor, in_place: bool = False) -> Deferred:
         self.residual, self.in_place = residual, in_place
         return self
 
-    def run(self, act: str) -> Tensor:
+    def run_fused(self, act: str) -> Tensor:
         self.has_run = True
         return self.norm._normalize(self.input, act, self.residual)
 
-    def plain(self) -> Tensor:
+    def run_unfused(self) -> Tensor:
         self.has_run = True
         y = self.norm._normalize(self.input)
         if self.residual is None:
@@ -71,18 +72,18 @@ class Waiting:
 
 
 def step(call: Any, value: Any, **options: Any) -> Any:
-    """`call(value)`, or where it is a norm perhaps a `Waiting`, which only another step may receive."""
-    if type(value) is Waiting:
-        if type(call) is torch.nn.Identity and not options and _unheard(call):
+    """`call(value)`; if `call` is a norm, perhaps a `Deferred`, which may only be passed to another step."""
+    if type(value) is Deferred:
+        if type(call) is torch.nn.Identity and not options and _is_unobserved(call):
             return value
-        name = activation(call, options)
-        # with a residual, relu alone keeps for its backward pass what torch's keeps
+        name = activation_name(call, options)
+        # with a residual, only relu's fused backward pass keeps the same tensors as torch's
         if name is not None and (value.residual is None or name == "relu"):
-            return value.run(name)
-        value = value.plain()
-    if not options and _plain(value):
+            return value.run_fused(name)
+        value = value.run_unfused()
+    if not options and _is_plain_tensor(value):
         if is_fusable(call):
-            return Waiting(call, value)
+            return Deferred(call, value)
         if ends_with_norm(call):
             for layer in call._modules.values():
                 value = step(layer, value)
@@ -90,83 +91,83 @@ def step(call: Any, value: Any, **options: Any) -> Any:
     return call(value, **options)
 
 
-def last(call: Any, value: Any, **options: Any) -> Any:
-    """`call(value)`, which nobody waits for."""
+def finish(call: Any, value: Any, **options: Any) -> Any:
+    """`call(value)` as a tensor, never deferred."""
     y = step(call, value, **options)
-    return y.plain() if type(y) is Waiting else y
+    return y.run_unfused() if type(y) is Deferred else y
 
 
-def method(name: str, value: Any) -> Any:
-    """`value.name()`, an activation."""
-    if type(value) is Waiting:
-        return value.run("relu") if name in METHODS else getattr(value.plain(), name)()
+def finish_method(name: str, value: Any) -> Any:
+    """`value.name()`, where the method is an activation."""
+    if type(value) is Deferred:
+        return value.run_fused("relu") if name in METHODS else getattr(value.run_unfused(), name)()
     return getattr(value, name)()
 
 
-def later(call: Any, value: Any, producer: Any, block: Module, paths: tuple[str, ...]) -> Any:
-    """As `step`, where the modules of `block` at `paths` may be called before the next step.
+def step_across(call: Any, value: Any, producer: Any, block: Module, paths: tuple[str, ...]) -> Any:
+    """As `step`, where the modules of `block` at `paths` are called before the next step.
 
-    The norm may wait for them where its input is a convolution's output that nobody else holds, and where
-    they are torch's own layers or ours, of which none is this norm or shares its statistics.
+    The norm is deferred only if its input is the new output of a convolution or linear layer (`producer`),
+    and if the modules are torch's or leannorm's layers that are not this norm nor share its statistics.
     """
-    if isinstance(producer, (_ConvNd, torch.nn.Linear)) and _known(producer):
-        layers = [layer for path in paths for layer in _layers(_at(block, path))]
-        if all(_apart(layer, call) for layer in layers):
+    if isinstance(producer, (_ConvNd, torch.nn.Linear)) and _runs_library_code(producer):
+        layers = [layer for path in paths for layer in _modules_of(_get_path(block, path))]
+        if all(_is_independent(layer, call) for layer in layers):
             return step(call, value)
-    return last(call, value)
+    return finish(call, value)
 
 
-def settle(value: Any) -> None:
-    """Run a norm that waits, as what stands behind it will not."""
-    if type(value) is Waiting and not value.has_run:
-        value.plain()
+def run_if_deferred(value: Any) -> None:
+    """Run a norm that is still deferred, since an exception ends the block before the next step."""
+    if type(value) is Deferred and not value.has_run:
+        value.run_unfused()
 
 
 def plus(value: Any, other: Any) -> Any:
-    """`value + other`; the sum may wait as a norm does."""
-    if type(value) is Waiting and _alike(value, other):
+    """`value + other`; the sum stays deferred if one operand is."""
+    if type(value) is Deferred and _can_add(value, other):
         return value.plus(other)
-    if type(value) is Waiting:
-        value = value.plain()
-    if type(other) is Waiting:
-        if _alike(other, value):
+    if type(value) is Deferred:
+        value = value.run_unfused()
+    if type(other) is Deferred:
+        if _can_add(other, value):
             return other.plus(value)
-        other = other.plain()
+        other = other.run_unfused()
     return value + other
 
 
 def plus_in_place(value: Any, other: Any) -> Any:
-    """`value += other`. Where `value` is no waiting norm, somebody else may hold it: it is written."""
-    if type(value) is Waiting:
-        if _alike(value, other):
+    """`value += other`. Unless `value` is deferred, it is written in place, since other code may hold it."""
+    if type(value) is Deferred:
+        if _can_add(value, other):
             return value.plus(other, in_place=True)
-        value = value.plain()
+        value = value.run_unfused()
     value += other
     return value
 
 
 def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
-    """The layers one behind the other."""
+    """The forward of a Sequential, with its layers called as steps."""
     cls: Any = type(self)
     if cls.unfused.forward is not _SEQUENTIAL_FORWARD:  # replaced since
         return cls.unfused.forward(self, input)
     for layer in self._modules.values():
         input = step(layer, input)
-    return input.plain() if type(input) is Waiting else input
+    return input.run_unfused() if type(input) is Deferred else input
 
 
 def norm_drop_act(norm: BatchNormBase, input: Any, drop: Any, act: Any) -> Tensor:
     """`act(drop(norm(input)))` from within the norm's own forward."""
-    waiting = Waiting(norm, input) if _plain(input) else norm._normalize(input)
-    y: Tensor = last(act, step(drop, waiting))
+    deferred = Deferred(norm, input) if _is_plain_tensor(input) else norm._normalize(input)
+    y: Tensor = finish(act, step(drop, deferred))
     return y
 
 
-def activation(call: Any, options: Mapping[str, Any]) -> str | None:
-    """The kernels' name for an activation, with its parameters; None where it is another, or is heard."""
+def activation_name(call: Any, options: Mapping[str, Any]) -> str | None:
+    """The kernels' name of this activation with these options; None if they lack it, or it has hooks."""
     if isinstance(call, Module):
         cls, name = type(call), None if options else activation_of(call)
-        if name is None or cls.forward.__module__ != cls.__module__ or not _unheard(call):
+        if name is None or cls.forward.__module__ != cls.__module__ or not _is_unobserved(call):
             return None
         called = _CALLED[name]
         return name if getattr(F, called.__name__) is called else None
@@ -176,7 +177,7 @@ def activation(call: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def activation_called(function: Any, options: Mapping[str, Any]) -> str | None:
-    """The kernels' name for this function, called with these keyword arguments."""
+    """The kernels' name of this function called with these keyword arguments; None if they lack it."""
     code = getattr(function, "__code__", None)
     either_way = {"inplace"} if code is not None and "inplace" in code.co_varnames else set()
     for name, activation in _COMPUTED.items():
@@ -188,7 +189,7 @@ def activation_called(function: Any, options: Mapping[str, Any]) -> str | None:
 
 
 def is_activation_function(call: Any) -> bool:
-    """Is it a function that the kernels may stand in for?"""
+    """Is it a function that the kernels may replace?"""
     return type(call) in (types.FunctionType, types.BuiltinFunctionType) and call in _CALLS
 
 
@@ -197,7 +198,7 @@ def name_of(cls: type) -> str:
 
 
 def activation_of(module: Module) -> str | None:
-    """The kernels' name for this activation module; None where it is another or has other parameters."""
+    """The kernels' name of this activation module; None if they lack it, or have other parameters."""
     for name, activation in _COMPUTED.items():
         known = {**activation.parameters, **_ATTRIBUTES.get(name, {})}
         if type(module) is activation.module and all(getattr(module, k) == v for k, v in known.items()):
@@ -206,12 +207,12 @@ def activation_of(module: Module) -> str | None:
 
 
 def is_fusable(call: Any) -> bool:
-    """Is it a batch norm of ours that does what its class does?"""
-    return type(call) in FUSABLE and type(call).forward is BatchNormBase.forward and _unheard(call)
+    """Is it a leannorm batch norm with its class's forward and without hooks?"""
+    return type(call) in FUSABLE and type(call).forward is BatchNormBase.forward and _is_unobserved(call)
 
 
 def runs_in_order(module: Any) -> bool:
-    """Is it a Sequential that calls its layers one behind the other, as torch's does?"""
+    """Is it a Sequential that calls its layers in order, as torch's does?"""
     cls = type(module)
     return (
         isinstance(module, torch.nn.Sequential)
@@ -222,15 +223,15 @@ def runs_in_order(module: Any) -> bool:
 
 
 def ends_with_norm(call: Any) -> bool:
-    """Is it a Sequential whose last layer is a norm that may wait, and to which nobody listens?"""
+    """Is it a Sequential without hooks, whose last layer is a norm that can be deferred?"""
     if not (isinstance(call, torch.nn.Sequential) and call._modules):
         return False
     end = next(reversed(call._modules.values()))
-    return runs_in_order(call) and _unheard(call) and (is_fusable(end) or ends_with_norm(end))
+    return runs_in_order(call) and _is_unobserved(call) and (is_fusable(end) or ends_with_norm(end))
 
 
 def has_hooks(module: Module) -> bool:
-    """Does anybody listen to this module's own calls? A hook marked `sees_nothing` does not."""
+    """Has the module hooks? Those marked `sees_nothing` do not count: they ignore inputs and outputs."""
     return any(
         not getattr(hook, "sees_nothing", False)
         for hooks in (
@@ -243,8 +244,8 @@ def has_hooks(module: Module) -> bool:
     )
 
 
-def _unheard(module: Module) -> bool:
-    """Does nobody listen to the module, and has it no forward of its own?"""
+def _is_unobserved(module: Module) -> bool:
+    """Has the module no hooks, its own or global ones, and no `forward` set on the instance?"""
     return not (
         "forward" in vars(module)
         or has_hooks(module)
@@ -255,44 +256,47 @@ def _unheard(module: Module) -> bool:
     )
 
 
-def _apart(layer: Any, norm: Any) -> bool:
-    """Is it a layer whose work this norm's statistics have no part in?"""
-    if layer is norm or not _known(layer):
+def _is_independent(layer: Any, norm: Any) -> bool:
+    """Is it a known layer that neither is this norm nor shares its buffers?"""
+    if layer is norm or not _runs_library_code(layer):
         return False
     theirs = [b for b in layer._buffers.values() if b is not None]
     return not any(b is mine for b in theirs for mine in norm._buffers.values())
 
 
-def _known(module: Any) -> bool:
-    """Does it run code of torch's layers, or ours, alone?"""
+def _runs_library_code(module: Any) -> bool:
+    """Is its forward torch's or leannorm's, without hooks?"""
     if not isinstance(module, Module):
         return False
-    return type(module).forward.__module__.startswith(("torch.nn.modules.", "leannorm.")) and _unheard(module)
+    return type(module).forward.__module__.startswith(("torch.nn.modules.", "leannorm.")) and _is_unobserved(
+        module
+    )
 
 
-def _at(block: Module, path: str) -> Any:
+def _get_path(block: Module, path: str) -> Any:
     for name in path.split("."):
         block = getattr(block, name, None)  # type: ignore[assignment]
     return block
 
 
-def _layers(called: Any) -> list[Any]:
-    """The modules of what may be called: a module, or None where it is not."""
+def _modules_of(called: Any) -> list[Any]:
+    """The modules that a call of this may run: a module's all, none for None, else the callable itself."""
     return list(called.modules()) if isinstance(called, Module) else [] if called is None else [called]
 
 
-def _alike(waiting: Waiting, other: Any) -> bool:
-    """Can the kernel add it to the norm's output?"""
-    input = waiting.input
+def _can_add(deferred: Deferred, other: Any) -> bool:
+    """Can the kernel add `other` to the norm's output? An exported graph has an addition of its own."""
+    input = deferred.input
     return (
-        waiting.residual is None
-        and _plain(other)
+        deferred.residual is None
+        and _is_plain_tensor(other)
+        and not leaving()
         and (other.shape, other.dtype, other.device) == (input.shape, input.dtype, input.device)
     )
 
 
-def _plain(value: Any) -> bool:
-    """Is it a tensor whose operations nobody else handles?"""
+def _is_plain_tensor(value: Any) -> bool:
+    """Is it a tensor without `__torch_function__` overrides, its own or of an active mode?"""
     if not isinstance(value, Tensor):
         return False
     cls = type(value)

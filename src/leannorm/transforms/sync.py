@@ -1,4 +1,4 @@
-"""Batch norms that share their statistics and are otherwise what they were, and back."""
+"""Classes of batch norms that share their statistics over a process group, and the way back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def why_not_sync(module: Module) -> str | None:
 
 
 def inside_convolutions(model: Module) -> dict[Module, str]:
-    """Batch norms whose parameters are used without a call of theirs, and the reason to leave them."""
+    """Batch norms inside ConvBatchNorm, whose own forward is not called, with the reason to leave them."""
     return {
         layer.bn: f"{type(layer).__name__} computes it with its convolution; take it apart with to_pair()"
         for layer in model.modules()
@@ -65,6 +65,6 @@ def inside_convolutions(model: Module) -> dict[Module, str]:
 
 
 def unsync(module: Module) -> tuple[str, ...]:
-    """Take the sharing from a layer that `synchronized_class` gave it; the attributes that went with it."""
+    """Undo `synchronized_class` for a layer; returns the names of the attributes that were deleted."""
     module.__class__ = type(module).unsynced  # type: ignore[attr-defined]
     return tuple(name for name in SHARING if vars(module).pop(name, SHARING) is not SHARING)

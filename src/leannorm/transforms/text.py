@@ -1,4 +1,4 @@
-"""The text of a function, where it is proved to be the text of what runs, and a function from new text."""
+"""The source of a function, if it compiles to the code that runs, and a new function from changed source."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# in a function that calls one of these, locals may be seen by other ways than their names
+# a function that uses one of these may read its locals without naming them
 _LOOKS_AT_LOCALS = {"locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "stack"}
 
 
 def read(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The definition of this function; None where there is no text that compiles to its very code."""
+    """The definition of this function; None if no source compiles to exactly its code."""
     code = function.__code__
     lines = tuple(linecache.getlines(code.co_filename, function.__globals__))
     for node, compiled in _definitions(code.co_filename, lines):
@@ -50,14 +50,14 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def is_open(node: ast.FunctionDef, code: types.CodeType) -> bool:
-    """Are this function's locals its own, and its statements run one behind the other?"""
+def can_be_rewritten(node: ast.FunctionDef, code: types.CodeType) -> bool:
+    """Does no other code see this function's locals, and do its statements simply run in order?"""
     private = any(
         name.startswith("__") and not name.endswith("__")
         for child in ast.walk(node)
         if (name := getattr(child, "attr", getattr(child, "id", None))) is not None
     )
-    closed = (
+    refused = (
         ast.Try,
         ast.Lambda,
         ast.Yield,
@@ -71,14 +71,14 @@ def is_open(node: ast.FunctionDef, code: types.CodeType) -> bool:
         private
         or code.co_flags & inspect.CO_GENERATOR
         or _LOOKS_AT_LOCALS & {*code.co_names, *code.co_freevars}
-        or any(isinstance(child, closed) or type(child).__name__ == "TryStar" for child in ast.walk(node))
+        or any(isinstance(child, refused) or type(child).__name__ == "TryStar" for child in ast.walk(node))
     )
 
 
 def function_like(
     function: types.FunctionType, node: ast.FunctionDef, names: Mapping[str, Any]
 ) -> types.FunctionType:
-    """`function` with the body of `node`, in the same globals and closure; `names` are further names."""
+    """`function` with the body of `node` and the same globals and closure; `names` are added to its names."""
     plain = ast.FunctionDef(node.name, _without_values(node.args), node.body, [], None)
     free = [*function.__code__.co_freevars, *names]
     around = ast.FunctionDef(
@@ -105,7 +105,7 @@ def function_like(
 
 
 def _without_values(arguments: ast.arguments) -> ast.arguments:
-    """The parameters without defaults and annotations, which the function object has."""
+    """The parameters without defaults and annotations, which are set on the function object."""
 
     def bare(given: ast.arg) -> ast.arg:
         return ast.arg(given.arg)

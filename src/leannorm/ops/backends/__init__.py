@@ -1,4 +1,4 @@
-"""The implementations, in order of preference; `backend.py` says what one is."""
+"""The backends in order of preference; `backend.py` defines what a backend is."""
 
 from leannorm.ops.backends.backend import REFERENCE as REFERENCE
 from leannorm.ops.backends.backend import Backend as Backend

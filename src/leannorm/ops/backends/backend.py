@@ -1,4 +1,4 @@
-"""What a backend is: the verbs of both families, and who is served."""
+"""What a backend is: the verbs of both families, and which tensors it can serve."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from leannorm.ops.sums import SumVerbs
 class Backend(ChannelVerbs, RowVerbs, SumVerbs, ABC):
     """One implementation of the verbs. Their meaning, in plain torch, is inherited; kernels replace it.
 
-    There is one instance of each backend. It stands in its module under its name in capitals: pickled or
-    copied, it is that one.
+    Each backend has one instance, in its module under its name in capitals; pickle and copy return that one.
     """
 
     name: str
 
     @abstractmethod
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """The reasons why these tensors cannot be served: none, if they can. `named`: was it asked for?"""
+        """The reasons why these tensors cannot be served: none, if they can. `named`: chosen by name."""
 
     def __repr__(self) -> str:
         return f"<the backend {self.name!r}>"

@@ -1,8 +1,8 @@
 """The verbs, each as a call of the operator that `schema.py` describes. `backend.py` says what they mean.
 
-A tensor that is contiguous or has its channels last is handed on as it is; any other is made contiguous
-first, and tensors beside it are brought into its layout. Which kernel answers is torch's dispatcher's
-affair: C++ for tensors of the CPU, Triton for those of a GPU.
+An input that is contiguous or channels_last is passed on as it is; any other is made contiguous first, and
+the other tensors are brought into its layout. torch's dispatcher chooses the kernel: C++ for CPU tensors,
+Triton for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def _channels_last(x: Tensor) -> bool:
-    if x.dim() == 4:  # what the general rule says, without a view
+    if x.dim() == 4:  # the same as below, without making a view
         return x.is_contiguous(memory_format=torch.channels_last)
     return x.movedim(1, -1).is_contiguous()
 
@@ -49,15 +49,15 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def _given(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
-    """dz of a kernel, which does not copy where no activation stands between dy and dz."""
+def _wanted_dz(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
+    """dz, if wanted; without an activation it is dy, which the kernel does not copy."""
     if not want_dz:
         return None
     return dy if act == "identity" else dz
 
 
-def _written(buffers: tuple[Tensor | None, ...]) -> None:
-    """What torch's own in-place operations do, so that autograd notices a buffer it needed."""
+def _increment_versions(buffers: tuple[Tensor | None, ...]) -> None:
+    """As torch's in-place operations do, so that autograd detects an edit of a tensor that it saved."""
     torch.autograd.graph.increment_version([b for b in buffers if b is not None and not b.is_inference()])
 
 
@@ -68,7 +68,7 @@ class Compiled(Backend):
         self.ops = ops
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """What of these tensors no compiled kernel takes, wherever it runs."""
+        """The properties of these tensors that no compiled kernel supports, on any device."""
         reasons = []
         for t in tensors:
             if t is None:
@@ -141,7 +141,7 @@ class Compiled(Backend):
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`into` is left alone."""
+        """`into` is not used."""
         x = _dense(x)
         dy = _like(x, dy)
         dx, dz = self.ops.channel_input_grad(
@@ -158,7 +158,7 @@ class Compiled(Backend):
             act,
             want_dz and act != "identity",
         )
-        return dx, _given(dy, dz, act, want_dz)
+        return dx, _wanted_dz(dy, dz, act, want_dz)
 
     def channel_forward(
         self,
@@ -171,14 +171,14 @@ class Compiled(Backend):
         groups: int = 0,
         running: Running | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Each channel is normalized while it is in the cache; nobody takes a gradient of `running`."""
+        """Each channel is normalized while it is in the cache. `running` must not need a gradient."""
         x = _dense(x)
         arguments = x, _flat(weight), _flat(bias), _like(x, residual), eps, act
         if running is None:
             result = self.ops.channel_forward(*arguments, groups)
         else:
             result = self.ops.channel_forward_tracked_(*arguments, *running)
-            _written(running[:3])
+            _increment_versions(running[:3])
         return result
 
     def channel_backward(
@@ -213,9 +213,9 @@ class Compiled(Backend):
         )
         if into is x:
             dweight, dbias, dz = self.ops.channel_backward_(*arguments)
-            return x, dweight, dbias, _given(dy, dz, act, want_dz)
+            return x, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
         dx, dweight, dbias, dz = self.ops.channel_backward(*arguments)
-        return dx, dweight, dbias, _given(dy, dz, act, want_dz)
+        return dx, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
 
     def row_forward(
         self,
@@ -260,7 +260,7 @@ class Compiled(Backend):
         m2: Tensor,
         count: int | Tensor,
     ) -> None:
-        """As one call where nobody takes a gradient and the count is int64, else by the formula."""
+        """One operator where no buffer needs a gradient and the counter is int64, else the plain formula."""
         if (
             (running_mean is None or running_var is None)
             or (running_mean.requires_grad or running_var.requires_grad)
@@ -270,7 +270,7 @@ class Compiled(Backend):
             return
         given = (count, None) if isinstance(count, int) else (0, count)
         self.ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
-        _written((running_mean, running_var, num_batches))
+        _increment_versions((running_mean, running_var, num_batches))
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self.ops.constants_of(running_mean, running_var, eps)

@@ -11,7 +11,7 @@ from leannorm.ops.backends.compiled import Compiled
 
 
 def _load() -> str | None:
-    """Load the library; the reason why not, where it cannot be."""
+    """Load the library; the reason if that is not possible, else None."""
     library = Path(__file__).parents[2] / "_C.so"
     if not library.exists():
         note = library.with_suffix(".reason")
@@ -28,7 +28,7 @@ _UNAVAILABLE = _load()
 
 
 class Cpu(Compiled):
-    """The C++ kernels of tensors in main memory."""
+    """The C++ kernels, on the CPU."""
 
     name = "cpu"
 

@@ -6,9 +6,9 @@ statistics of every (outer, inner) (layer, RMS norm). Both are five verbs:
 
     moments -> merge (`ops/sums.py`) -> normalize -> gradient sums -> input gradient
 
-Everything here is differentiable torch, so autograd can differentiate it again; where nobody
-differentiates, the channel family works through the batch in slices that stay in cache, so that no
-temporary is as large as the input. The other backends compute the same numbers faster. Half precision is
+Everything here is differentiable torch, so autograd can differentiate it again. Where autograd does not
+record, the channel family works through the batch in slices that stay in cache, so that no temporary is
+as large as the input. The other backends compute the same numbers faster. Half precision is
 computed in float32 and cast once, at the end. The row family stands in `reference_rows.py`.
 `REFERENCE` of `ops/backends` has all of these verbs and nothing else.
 """
@@ -30,7 +30,7 @@ _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
 
 def _slices(x: Tensor, *others: Tensor | None) -> list[slice]:
-    """Ranges of samples that stay in cache together; one range where somebody differentiates."""
+    """Ranges of samples that fit the cache; one range where autograd, a transform or a compiler records."""
     if differentiable(x, *others) or x.numel() <= _SLICE:
         return [slice(None)]
     samples = max(1, _SLICE * x.shape[0] // x.numel())
@@ -53,7 +53,7 @@ def _per_channel(v: Tensor, x: Tensor) -> Tensor:
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
-    """A count to divide by: the sum over no value is 0, whatever it is divided by."""
+    """The count as a divisor: 1 for 0, as the sum over no values is 0."""
     return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
@@ -99,7 +99,7 @@ class ChannelVerbs(RunningVerbs):
         """Mean and M2 of every channel (or of every group of every sample); 0 and 0 where there is no value.
 
         Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
-        would be zero in exact arithmetic, mends the rounding of the first.
+        would be 0 in exact arithmetic, corrects the rounding of the first.
         """
         plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
         count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
@@ -110,7 +110,7 @@ class ChannelVerbs(RunningVerbs):
 
         zero = x.new_zeros((plan.kept,), dtype=dtype)
         mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
-        # no difference from an infinite mean is a number
+        # 0 in place of an infinite mean, the difference from which would be infinite or NaN
         rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x)).unsqueeze(-1)
         rest, m2 = zero, zero
         for part in parts:
@@ -206,7 +206,7 @@ class ChannelVerbs(RunningVerbs):
             return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
 
         parts = _slices(x, dy, mean, weight)
-        if memory_format(x) != torch.contiguous_format:  # what is computed of both keeps x's layout
+        if memory_format(x) != torch.contiguous_format:  # so that results have x's layout
             dy = dy.contiguous(memory_format=memory_format(x))
         if len(parts) == 1 and into is None:
             dx, dz = grad(parts[0])

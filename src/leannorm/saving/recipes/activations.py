@@ -1,4 +1,4 @@
-"""Activations: from the input that they saved, or, where they saved their output, from what made that."""
+"""Activations: rebuilt from their saved input or, if they save their output, from their producer's output."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]
     "EluBackward1": (torch.ops.aten.elu, torch.ops.aten.elu_, ("alpha", "scale", "input_scale")),
     "CeluBackward1": (F.celu, torch.celu_, ("alpha",)),
     "SoftmaxBackward0": (torch.softmax, None, ("dim",)),
+    "SafeSoftmaxBackward0": (torch._safe_softmax, None, ("dim",)),
+    "LogSoftmaxBackward0": (torch.log_softmax, None, ("dim",)),
 }
 ACTIVATIONS = {*_FROM_SAVED_INPUT, *_FROM_PRODUCER}
 SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER)
@@ -59,7 +61,7 @@ def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor
 
 @recipe(*_FROM_PRODUCER)
 def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """These save their output, so their input must be at hand; the step must not hold the node itself."""
+    """These save their output, so their input needs a value. The step must not hold the node itself."""
     kind = kind_of(node)
     function, in_place, names = _FROM_PRODUCER[kind]
     x, constants = given(0), tuple(constant(node, name) for name in names)
@@ -76,10 +78,10 @@ _IN_ONE_PASS: dict[Hashable, str] = {
 
 
 def _with_norm(x: Value, key: Hashable) -> Step | None:
-    """Norm and activation from the norm's input, in the time of the norm alone."""
+    """Norm and activation as one step from the norm's input, in the time of the norm alone."""
     act, step = _IN_ONE_PASS.get(key), x.step
     proved = True
-    while step is not None and step.kind == "copy":  # works in place, and saved a copy of what it read
+    while step is not None and step.kind == "copy":  # an in-place activation saves a copy of its input
         proved, step = proved and step.proved, step.inputs[0].step
     fused = step.then_act(act) if act and step is not None and step.then_act else None
     if fused is None or step is None:

@@ -1,20 +1,21 @@
-"""Products of two tensors, sums, dropout: scale, gate, residual connection, mask."""
+"""Elementwise arithmetic: scale, gate, residual connection, mask, and the parts of norms written by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from leannorm.saving.graph import saved
+from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step
 
 
 @recipe("MulBackward0")
 def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """LayerScale, squeeze-and-excite, dropout (input times mask): whichever factor is not saved is sought."""
+    """LayerScale, squeeze-and-excite, dropout (input times mask). Factors that are not saved are searched."""
     a = saved(node, "self") or given(0)
     b = saved(node, "other") or given(1)
     return None if a is None or b is None else Step(torch.mul, (a, b), kind="scale")
@@ -24,6 +25,29 @@ def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
 def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, number = given(0), node._saved_other
     return None if x is None else Step(torch.mul, (x,), (), (number,), kind="scale")
+
+
+_OF_ONE: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "NegBackward0": (torch.neg, ()),
+    "PowBackward0": (torch.pow, ("exponent",)),
+    "MeanBackward1": (torch.mean, ("dim", "keepdim")),
+    "RsqrtBackward0": (torch.rsqrt, ()),
+}
+
+
+@recipe(*_OF_ONE)
+def of_one(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """What rotary embeddings and norms written by hand are made of."""
+    function, names = _OF_ONE[kind_of(node)]
+    x = given(0)
+    return None if x is None else Step(function, (x,), (), tuple(constant(node, name) for name in names))
+
+
+@recipe("DivBackward0")
+def div(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    a = saved(node, "self") or given(0)
+    b = saved(node, "other") or given(1)
+    return None if a is None or b is None else Step(torch.div, (a, b), kind="scale")
 
 
 def _dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Torch's norms: rebuilt from the input and the statistics that their node keeps, or by the kernel again."""
+"""Torch's norms: rebuilt from the input and the node's saved statistics, or by running the kernel again."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.calls import Call
+from leannorm.saving.calls import NormArguments
 from leannorm.saving.graph import kind_of, saved
-from leannorm.saving.recipes.one_pass import exact, scale_shift_act
+from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
 
-_AGAIN: dict[str, Callable[..., Any]] = {
+_BATCH_NORMS: dict[str, Callable[..., Any]] = {
     "NativeBatchNormBackward0": torch.native_batch_norm,
     "CudnnBatchNormBackward0": torch.cudnn_batch_norm,
     "MiopenBatchNormBackward0": torch.miopen_batch_norm,
 }
-NORMS = {*_AGAIN, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
+NORMS = {*_BATCH_NORMS, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
 
 
-def _call(*values: Value | None) -> Call | None:
-    """What the norm that saved these values was called with, where that is known."""
+def _call(*values: Value | None) -> NormArguments | None:
+    """The arguments of the norm call that saved these values, if they are known."""
     for value in values:
-        if value is not None and isinstance(value.call, Call):
+        if value is not None and isinstance(value.call, NormArguments):
             return value.call
     return None
 
 
-def _bias(node: Any, call: Call | None, given: Given) -> tuple[bool, Tensor | None]:
-    """Is the bias known, which the nodes of batch and group norm do not save, and a copy of it.
+def _bias(node: Any, call: NormArguments | None, given: Given) -> tuple[bool, Tensor | None]:
+    """Is the bias known, and a copy of it. Nodes of batch and group norm do not save it.
 
-    Without a call, a missing edge may mean no bias or one that is frozen: not known.
+    Without the call's arguments, a missing edge may mean no bias or a frozen one, so it is not known.
     """
     if call is not None:
         if call.bias is None:
             return True, None
-        channels = node._input_metadata[0].shape[1]  # of instance norm: the channels of every sample
+        channels = node._input_metadata[0].shape[1]  # instance norm folds the batch dim into this one
         times = channels // len(call.bias)
         return True, call.bias if times == 1 else call.bias.repeat(times)
     value = given(2)
@@ -60,10 +60,10 @@ def _batch_norm_again(
     training: bool,
     eps: float,
 ) -> Tensor:
-    return _first(_AGAIN[kind](x, weight, bias, mean, var, training, 0.0, eps))
+    return _first(_BATCH_NORMS[kind](x, weight, bias, mean, var, training, 0.0, eps))
 
 
-@recipe(*_AGAIN)
+@recipe(*_BATCH_NORMS)
 def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
     if output or x is None:
@@ -83,8 +83,8 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
         mean, rstd = mean_value.look(), rstd_value.look()
         if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
             return _scale_and_shift(x, mean, rstd, None if weight is None else weight.look(), bias)
-        if mean.is_cuda and not isinstance(mean, FakeTensor):  # fakes have no such kernel
-            # the second half of native_batch_norm: one pass, by the statistics that it kept
+        if mean.is_cuda and not isinstance(mean, FakeTensor):  # this operator has no fake kernel
+            # the second half of native_batch_norm: one pass, by the saved statistics
             return Step(torch.batch_norm_elemt, (x,), (copy_of(weight), bias, mean, rstd), (eps,))
     return Step(_batch_norm_again, (x,), (copy_of(weight), bias, None, None), (kind, True, eps))
 
@@ -92,12 +92,14 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
 def _scale_and_shift(
     x: Value, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Step:
-    """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)): repeat it with its own means."""
+    """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)); the same with torch operators."""
     scale = rstd if weight is None else rstd * weight.detach()
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
 
     def then_act(act: str) -> Step | None:
-        return Step(scale_shift_act, (x,), (scale, shift), (act,)) if exact(act, scale.dtype) else None
+        return (
+            Step(scale_shift_act, (x,), (scale, shift), (act,)) if matches_torch(act, scale.dtype) else None
+        )
 
     return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then_act=then_act)
 
@@ -106,7 +108,7 @@ def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: A
     return _first(torch.native_group_norm(x, weight, bias, *sizes))
 
 
-_EPS_OF_GROUP_NORM = "_saved_eps"  # newer releases do not keep it
+_EPS_OF_GROUP_NORM = "_saved_eps"  # newer releases of torch do not save it
 
 
 @recipe("NativeGroupNormBackward0")

@@ -1,7 +1,7 @@
-"""What takes many operations a byte: convolutions and matrix products.
+"""Recipes that take many operations per byte: convolutions and matrix products.
 
-Such a step is of the kind "product", and policies go by its operations. None rests on a long chain of others:
-a convolution on no rebuilt product, a matrix product on one at most.
+Such a step has the kind "product", and policies decide by its flops. Chains are short: a convolution depends
+on no rebuilt product, a matrix product on at most one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
         bias = given(2)
-        if bias is None:  # frozen and out of reach
+        if bias is None:  # frozen: it has no edge in the graph
             return None
         inputs.append(bias)
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
@@ -62,27 +62,24 @@ PRODUCTS = {"ConvolutionBackward0", "leannorm.ConvNorm", *_MATRIX_PRODUCTS}
 
 @recipe(*_MATRIX_PRODUCTS)
 def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Linear layers and attention's scores, but for those of fewer outputs than inputs.
-
-    Such a one takes more operations than the tensor that it was made of, and brings less.
-    """
+    """Linear layers and attention scores; `narrows` marks those with fewer outputs than inputs."""
     function, names = _MATRIX_PRODUCTS[kind_of(node)]
     edges = node.next_functions
-    first = len(edges) - 2  # behind what is added, where there is such a thing
+    first = len(edges) - 2  # the factors follow the added tensor, if there is one
     a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
     if a is None or b is None or max(a.products, b.products) > 1:
         return None
     sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
-    if sizes is None or sizes[-1] > outputs[-1]:
+    if sizes is None:
         return None
-    flops = 2 * sizes[-1] * prod(outputs)
+    work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "narrows": sizes[-1] > outputs[-1]}
     if not first:
-        return Step(function, (a, b), kind="product", flops=flops)
+        return Step(function, (a, b), **work)
     added = given(0)
-    if added is None:  # frozen and out of reach
+    if added is None:  # frozen: it has no edge in the graph
         return None
     factors = constant(node, "beta"), constant(node, "alpha")
-    return Step(function, (added, a, b), (), factors, kind="product", flops=flops)
+    return Step(function, (added, a, b), (), factors, **work)
 
 
 def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:

@@ -1,9 +1,9 @@
 """How the output of each kind of node is rebuilt: one decorated function per kind.
 
-A recipe receives the node, the number of its output, `given(i)` (the value that stands for the node's input
-i, if one is at hand) and the output itself where it is there to look at. It answers with a step, or None:
-then the tensor is held, as in stock autograd. A step is a plain function and its arguments, and holds no
-tensor of the graph but through its inputs.
+A recipe receives the node, the index of its output, `given(i)` (the value of the node's input i, or None if
+it has none) and the output tensor itself, if it exists at that time. It returns a step, or None: then the
+tensor is held, as in stock autograd. A step is a plain function and its arguments; it holds tensors of the
+graph only through its inputs.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def recipe(*kinds: str) -> Callable[[Recipe], Recipe]:
 
 
 def copy_of(value: Value | None) -> Tensor | None:
-    """What a small tensor holds now: an optimizer's step before the backward pass changes nothing."""
+    """A copy of a small tensor, so that an optimizer step before the backward pass does not change it."""
     return None if value is None else value.look().detach().clone()

@@ -1,4 +1,4 @@
-"""What moves elements and changes none: views, copies, casts, concatenations."""
+"""Recipes that move elements without arithmetic: views, copies, casts, concatenations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _PARTS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "SplitBackward0": (_split, ("split_size", "dim")),
     "SplitWithSizesBackward0": (_split_with_sizes, ("split_sizes", "dim")),
 }
-# Nodes whose output shares its memory, and so its version counter, with their input
+# Nodes whose output is an alias of their input: both share memory and version counter
 ALIASES = {
     *_VIEWS,
     *_PARTS,
@@ -113,7 +113,7 @@ def _index(x: Tensor, *rest: Any) -> Tensor:
 
 @recipe("IndexBackward0")
 def index(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """A table's rows, such as the biases of relative positions."""
+    """Indexing, such as the rows of a table of relative position biases."""
     x, places = given(0), [raw.data for raw in node._raw_saved_indices]
     if x is None or not all(place is None or type(place) is Value for place in places):
         return None
@@ -124,7 +124,7 @@ def index(node: Any, output: int, given: Given, like: Tensor | None) -> Step | N
 
 @recipe("ConstantPadNdBackward0")
 def pad(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Padding by nothing is a copy; what real padding was filled with, the node does not keep."""
+    """Padding of width 0, which is a copy. Other padding is held: its node does not save the fill value."""
     x, widths = given(0), constant(node, "pad")
     return None if x is None or any(widths) else Step(torch.clone, (x,))
 
@@ -145,7 +145,7 @@ def _contiguous(x: Tensor, form: torch.memory_format) -> Tensor:
 
 @recipe("CloneBackward0")
 def clone(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """A copy in the layout of what was copied; within a chain, as `reshape` and `contiguous` make it."""
+    """A copy in the layout of `like`; without it (inside a chain) contiguous, as `reshape` makes it."""
     x = given(0)
     form = torch.contiguous_format
     if like is not None and not like.is_contiguous():
@@ -161,7 +161,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @recipe("ToCopyBackward0")
 def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Of the same dtype it is a copy, whose rebuild may be the source itself."""
+    """A cast; to the same dtype it is a copy, and its rebuild may return the source itself."""
     x, to = given(0), node._input_metadata[output]
     source = node.next_functions[0][0]
     if x is None or source is None:
@@ -175,14 +175,14 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
 
 @recipe("CatBackward0")
 def cat(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """From parts that are all at hand."""
+    """A concatenation of which every part has a value."""
     return _cat(constant(node, "dim"), [given(i) for i in range(len(node.next_functions))])
 
 
 def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """A part that is not at hand is copied and held in its own right, so the next cat finds it.
+    """Copies each part that has no value, as this cat read it, and holds it so that the next cat finds it.
 
-    A dense block concatenates everything so far again and again; this way each part is held once.
+    A dense block concatenates all earlier outputs again in every layer; this way each of them is held once.
     """
     dim, edges = constant(node, "dim"), node.next_functions
     parts = [given(i) for i in range(len(edges))]
@@ -193,6 +193,7 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
             if part is None:
                 slice_ = like.detach().narrow(dim, start, length)
                 parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format))
+                value.as_made, value.seen_at = False, node._sequence_nr()
                 register(producer, number, weakref.ref(value))
             start += length
     return _cat(dim, parts)
@@ -213,7 +214,7 @@ def _laid_out(x: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Ten
 
 
 def laid_out_as(value: Value, like: Tensor) -> Step | None:
-    """A value that is at hand in another layout, copied into this one."""
+    """A step that copies a value into the layout of `like`; None if that has gaps."""
     shape, stride = tuple(like.shape), like.stride()
     if sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) + 1 != like.numel():  # gaps
         return None
@@ -225,13 +226,15 @@ def _narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 
 def find_parts_in(value: Value, node: Any) -> None:
-    """The inputs of a `cat` that is held are at hand from now on: as slices of it.
+    """Register the inputs of a held `cat` as slices of it.
 
-    What is new stands together and mostly last; nobody looks beyond it, where a dense block has many parts.
+    The inputs without a value are neighbours and mostly last. The loop stops after them, since a dense block
+    has many parts.
     """
     if value.tensor is None:
         return
-    dim, reference, new = constant(node, "dim"), weakref.ref(value), False
+    dim, reference, seen_at = constant(node, "dim"), weakref.ref(value), node._sequence_nr()
+    new = False
     start = value.tensor.shape[dim]
     for producer, number in reversed(node.next_functions):
         if producer is None:
@@ -239,19 +242,23 @@ def find_parts_in(value: Value, node: Any) -> None:
         length = producer._input_metadata[number].shape[dim]
         start -= length
         if find(producer, number) is None:
-            register(producer, number, _slice(reference, dim, start, length))
+            register(producer, number, _slice(reference, seen_at, dim, start, length))
             new = True
         elif new:
             return
 
 
-def _slice(reference: weakref.ref[Value], dim: int, start: int, length: int) -> Callable[[], Value | None]:
+def _slice(
+    reference: weakref.ref[Value], seen_at: int, dim: int, start: int, length: int
+) -> Callable[[], Value | None]:
+    """The part as the `cat` read it: what was read before may have been edited since."""
+
     def lookup() -> Value | None:
         whole = reference()
-        if whole is None:
+        if whole is None or not whole.current:
             return None
         value = Value(None, 0, Step(_narrow, (whole,), (), (dim, start, length), kind="view"))
-        value.as_made, value.seen_at = whole.as_made and whole.current, whole.seen_at
+        value.as_made, value.seen_at = False, seen_at
         return value
 
     return lookup

@@ -1,16 +1,16 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `rows.py` and `between.py` hold an implementation of every operator of
-`schema.py`, under its name. They are registered for CUDA here and imported by the first call, since Triton
+`channel.py`, `channel_gradients.py`, `rows.py` and `statistics.py` implement every operator of `schema.py`,
+each under its name. They are registered for CUDA here and imported by the first call, since Triton
 takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels are
-interpreted: then they serve tensors of the CPU as well, called directly, but only by name
+interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
 (`use_backend("triton")`), as that is slow.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
@@ -26,8 +26,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "y
 _OLDEST = 8  # compute capability; what Triton itself supports
 
 
-def _find() -> str | None:
-    """Is Triton there, and what it needs? The reason why not, where it is not; nothing is imported."""
+def _why_unavailable() -> str | None:
+    """The reason why Triton cannot be used here; None if it can. Triton is not imported."""
     try:
         found = find_spec("triton") is not None
     except ModuleNotFoundError:
@@ -41,28 +41,30 @@ def _find() -> str | None:
     return None
 
 
-_UNAVAILABLE = _find()
+_UNAVAILABLE = _why_unavailable()
 
 
 def _room(operator: str) -> str:
-    if operator in schema.BETWEEN:
-        return "between"
+    if operator in schema.BETWEEN or operator in _FUNCTIONS:
+        return "statistics"
     if operator.startswith("row"):
         return "rows"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
 _OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
+_FUNCTIONS = ("message_of",)  # kernels without an operator
+_NAMES = _OPERATORS + _FUNCTIONS
 
 
 class _Kernels:
     """The implementations by their operators' names, as `torch.ops.leannorm` offers the operators."""
 
     def __getattr__(self, operator: str) -> Callable[..., Any]:
-        if operator not in _OPERATORS:  # asked by whoever looks for what all objects may have
+        if operator not in _NAMES:  # such as the special methods that copy and inspect look for
             raise AttributeError(f"no operator of leannorm is called {operator}")
         if INTERPRETED:
-            import_module(f"{__name__}.interpreted").mend()
+            import_module(f"{__name__}.interpreted").patch_interpreter()
         found: Callable[..., Any] = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
         return found
 
@@ -71,13 +73,13 @@ _kernels = _Kernels()
 
 
 def _register() -> None:
-    """Hand CUDA tensors of every operator to the kernel of its name."""
+    """Register the kernel of every operator for CUDA, to be imported at the first call."""
 
-    def first_look_up(operator: str) -> Callable[..., Any]:
+    def imported_by_call(operator: str) -> Callable[..., Any]:
         return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
     for operator in _OPERATORS:
-        schema.LIBRARY.impl(operator, first_look_up(operator), "CUDA")
+        schema.LIBRARY.impl(operator, imported_by_call(operator), "CUDA")
 
 
 if _UNAVAILABLE is None:
@@ -93,7 +95,7 @@ class Triton(Compiled):
         super().__init__(_kernels if INTERPRETED else schema.OPS)
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
-        """Interpreted kernels serve tensors of the CPU where the backend was `named`."""
+        """Interpreted kernels also serve CPU tensors, if the backend is `named`."""
         if _UNAVAILABLE is not None:
             return [_UNAVAILABLE]
         if not tensors and not torch.cuda.is_available() and not (named and INTERPRETED):
@@ -110,6 +112,21 @@ class Triton(Compiled):
                     has = f"the device has {found.major}.{found.minor}"
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
+
+    def message_of(
+        self,
+        sums: Sequence[Tensor],
+        token: tuple[int, int],
+        asked: int,
+        count: int,
+        size: int,
+        device: torch.device,
+    ) -> Tensor:
+        """One launch for up to two tensors. Not an operator: compilers see only the sum over the ranks."""
+        if not 0 < len(sums) <= 2:
+            return super().message_of(sums, token, asked, count, size, device)
+        message: Tensor = _kernels.message_of(sums, token, asked, count, size)
+        return message
 
 
 TRITON = Triton()

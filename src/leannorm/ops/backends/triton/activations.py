@@ -1,7 +1,7 @@
 """Each activation of `ops/activation.py` in Triton, under its name, and its derivatives.
 
-Written with what Triton compiles and interprets alike (exp, erf, where): no tanh and no expm1. Comparisons
-are turned so that NaN stays NaN.
+Written with what Triton both compiles and interprets (exp, erf, where): no tanh and no expm1. Comparisons
+are written so that NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# the derivative tells 0 from 1 and nothing else: a gradient times it is not rounded
+# their derivative is 0 or 1, so a product with it is not rounded
 MASKS = ("identity", "relu", "relu6", "hardtanh")
 
 
@@ -113,7 +113,7 @@ def derivative(z, ACT: tl.constexpr):
 
 @triton.jit
 def derivative_from_output(y, ACT: tl.constexpr):
-    """act'(z) told by y = act(z), for the activations that tell it."""
+    """act'(z) from y = act(z), for the activations where that determines it."""
     if ACT == "elu":
         d = tl.where(y > 0, 1.0, y + 1)
     else:  # relu, leaky_relu, hardtanh, relu6: the same comparison as at the input

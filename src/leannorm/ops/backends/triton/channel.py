@@ -2,13 +2,14 @@
 
 Launches of each call, and the bytes that memory must move, in sizes S of the input:
 
-    forward      one launch, 2 S (a program reads its set twice, the second time from the cache), or
-                 three, 3 S and some KB of partial statistics
+    forward      one launch, 2 S (a program reads all values of its statistics twice, the second time from
+                 the cache), or three, 3 S and some KB of partial statistics
     backward     one launch, 3 S, or three, 5 S; group and instance norm two more, which add up C sums
     moments      two, 1 S; normalize: one, 2 S; gradient sums: two, 2 S; input gradient: one, 3 S
 
-A residual, its gradient, or an output that tells the derivative add an S each time they pass. Where the
-residual's gradient is dy or 0, the first pass backward writes it, and the second reads it in place of dy.
+A residual, its gradient dz, and an output from which the derivative is computed add an S each time they are
+read or written. Where dz is dy or 0 (`MASKS`), the first pass of the backward writes it, and the second reads
+it in place of dy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends.triton.between import move_running_
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
     moments_kernel,
@@ -25,17 +25,18 @@ from leannorm.ops.backends.triton.channel_kernels import (
 )
 from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
 from leannorm.ops.backends.triton.launch import launch, processors
+from leannorm.ops.backends.triton.statistics import move_running_
 from leannorm.ops.backends.triton.tiling import (
     MOMENTS_REGISTERS,
     SET_REGISTERS,
-    Plan,
+    Launches,
     merging,
     planned,
 )
 from leannorm.ops.plan import channel_plan, statistics_shape
 
 
-def plan_of(x: Tensor, groups: int) -> Plan:
+def plan_of(x: Tensor, groups: int) -> Launches:
     return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device))
 
 
@@ -50,7 +51,7 @@ def _dense(x: Tensor) -> bool:
 def check(
     act: str, x: Tensor, *others: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> None:
-    """The kernels see pointers and integers: what they would read wrongly ends here."""
+    """Raise for what the kernels, which see pointers and integers, would read wrongly."""
     if act not in ACTIVATIONS:
         raise RuntimeError(f"unknown activation {act}; the kernels have {', '.join(ACTIVATIONS)}")
     if not _dense(x):

@@ -1,4 +1,4 @@
-"""Backward in two passes over dy and the input, for statistics of more values than one program should read.
+"""Backward in two passes over dy and the input, where a program should not read all values of its statistics.
 
 As `channel_kernels.py`: partial sums, one small launch that merges them, then the input's gradient.
 """
@@ -30,8 +30,8 @@ def grad_sums_kernel(
 ):  # fmt: skip
     """Sums of dz and dz * xhat of every channel in each part: `[segments, parts, C]`.
 
-    Reads dy and x (and the residual or the output, behind an activation) once; writes dz once where it is
-    given, 16 bytes for each channel and part otherwise.
+    Reads dy and x (with an activation the residual or the output too) once. Writes 16 bytes for each channel
+    and part, and dz once where it is given.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
@@ -109,7 +109,7 @@ def input_grad_kernel(
 ):  # fmt: skip
     """dx = rstd * (weight * dz - p - xhat * q), and dz where it is given.
 
-    Reads dy and x (and the residual or the output, behind an activation) once, writes dx (and dz) once.
+    Reads dy and x (with an activation the residual or the output too) once, writes dx (and dz) once.
     dx may be x.
     """
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
@@ -125,6 +125,6 @@ def input_grad_kernel(
         if dz is not None:
             tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
         gradient = tl.fma(g, w, -mean_dz)
-        if q is not None:  # of constant statistics no gradient comes from xhat, which may be NaN
+        if q is not None:  # None for constant statistics; xhat may be NaN, so 0 * xhat is not 0
             gradient = tl.fma(-xhat, mean_dz_xhat, gradient)
         tl.store(dx + start + offsets, (gradient * scale).to(dx.dtype.element_ty), mask=inside)

@@ -22,7 +22,7 @@ from leannorm.ops.precision import gradient_dtype
 def _needed(
     act: str, bias: Tensor | None, residual: Tensor | None, out: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """bias, residual and out, without what the derivative of `act` is not read from."""
+    """bias, residual and out, with None for those that the derivative of `act` does not need."""
     if act == "identity":
         return None, None, None
     if out is not None and ACTIVATIONS[act].from_output is not None:
@@ -54,7 +54,7 @@ def _sums(
     shape = (geometry.channels,) if mean.dim() == 1 else (geometry.segments, geometry.channels)
     sum_dz, sum_dz_xhat = (new_statistics(x, shape) for _ in range(2))
     p, q = (torch.empty_like(mean) if want_means else None for _ in range(2))
-    # behind `out` and behind no activation the weight is not needed
+    # dz does not depend on the weight without an activation, nor if the derivative comes from `out`
     scale = None if act == "identity" or out is not None else weight
     launch(
         grad_sums_kernel,
@@ -63,7 +63,7 @@ def _sums(
         *(dy, x, residual, out, dz, mean, rstd, scale, bias, part_dz, part_dz_xhat),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
-        registers=None if geometry.grouped else SUMS_REGISTERS,  # groups are many already
+        registers=None if geometry.grouped else SUMS_REGISTERS,  # groups make many programs anyway
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
     )

@@ -1,8 +1,8 @@
-"""Forward in two passes over the input, for statistics of more values than one program should read.
+"""Forward in two passes over the input, where a program should not read all values of its statistics.
 
-Every program leaves partial statistics of its tiles (no atomics: the order of addition is fixed by the
-shape), one small launch merges them, and the second pass normalizes, backwards through its tiles, since
-what was read last is still in the L2 cache.
+Every program writes partial statistics of its tiles (no atomics: the order of addition is fixed by the
+shape), one small launch merges them, and the second pass normalizes. It goes through the tiles in reverse, as
+those that were read last are still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def summed(values):
 
 @triton.jit
 def not_negative(square):
-    """What rounding has made negative is 0; NaN stays."""
+    """0 where rounding has made a sum of squares negative; NaN stays NaN."""
     return tl.where(square < 0, 0.0, square)
 
 
 @triton.jit
 def finite(shift):
-    """0 in place of NaN and infinities: no difference from them is a number, not even an infinite one."""
+    """0 in place of NaN and infinities, the differences from which would all be NaN or infinite."""
     return tl.where(tl.abs(shift) < float("inf"), shift, 0.0)
 
 
 @triton.jit
 def beyond_float32(m2):
-    """Is any of these sums of squares no number?"""
+    """Is any of these sums of squares infinite or NaN?"""
     return tl.min((m2 < float("inf")).to(tl.int32), 0) == 0
 
 
@@ -56,7 +56,7 @@ def squares_again(
 ):  # fmt: skip
     """The sum of squared deviations from `shift` of each of a tile's channels, of values up to 1e38.
 
-    They are scaled by a power of two: right where float32 holds no plain sum, and there alone.
+    They are scaled by a power of two, which is right only where the plain sum overflows float32.
     """
     square = tl.zeros((BC, BE), tl.float32)
     for c0 in range(first, last, BC):
@@ -77,7 +77,7 @@ def moments_kernel(
     """Mean and M2 of every channel in each of `parts` runs of `tiles` tiles: `[segments, parts, C]`.
 
     Reads x once and writes 16 bytes for each channel and part. Sums are of deviations from the mean of the
-    run's first tile, which is off by some standard deviations at most whatever the mean is.
+    run's first tile, which is within a few standard deviations of the mean, however large that is.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
@@ -98,7 +98,7 @@ def moments_kernel(
     values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
     rest = summed(total) / values
     squares = summed(square)
-    if not DOUBLE:  # noqa: SIM102  (a constant: else nothing of it is compiled)
+    if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
                 x, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples, COLUMNS, V, WIDE, BC, BE

@@ -1,7 +1,7 @@
-"""Forward and backward in one launch each, where one program can read all values of its statistics.
+"""Forward and backward in one launch each, where one program can read all values of its statistics (a set).
 
-A program serves BC channels of the batch (or of a sample), or one group of a sample (GROUPED), and goes
-through its tiles twice: the first time from memory, the second time, backwards, from the caches.
+A program computes BC channels of the batch (or of a sample), or one group of a sample (GROUPED), and goes
+through its tiles twice: the first time from memory, the second time, in reverse, from the caches.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def set_forward_kernel(
     values = (samples.to(tl.int64) * inner).to(tl.float64)
     rest = summed(total)[:, None]
     squares = summed(square)
-    if not DOUBLE:  # noqa: SIM102  (a constant: else nothing of it is compiled)
+    if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
                 x, shift, segment, first, last, last, zero, count, C, inner, samples, COLUMNS, V, WIDE, BC, BE
@@ -106,7 +106,7 @@ def set_backward_kernel(
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
-    Reads dy and x (and the residual or the output, behind an activation) once from memory and once from
+    Reads dy and x (with an activation the residual or the output too) once from memory and once from
     cache, writes dx (and dz) once. dx may be x.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32

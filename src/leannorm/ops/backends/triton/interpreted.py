@@ -1,4 +1,4 @@
-"""What Triton's interpreter needs: to go with the numpy of today, to be quick, and not to warn."""
+"""Patches of Triton's interpreter: today's numpy, less overhead for each call, no warnings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 
 def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """float32 to bfloat16 as devices do it: to the nearest, where the interpreter cuts off."""
+    """float32 to bfloat16 rounded to nearest, as devices do; the interpreter truncates."""
 
     def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16:
@@ -25,24 +25,24 @@ def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @cache
-def mend() -> None:
-    """Let a scalar be the bound of a loop, call functions at little cost, and overflow as a GPU does; once.
+def patch_interpreter() -> None:
+    """Patch the interpreter, once: scalars as bounds of loops, cheap calls, and overflow without a warning.
 
-    A scalar is an array of one element, which numpy turns into an int no more since 2.4 (Triton 3.6 does
-    so). And every call of a function would patch Triton's language anew: for ours the kernel's patch does,
-    and for Triton's own the first one's of each launch.
+    Triton 3.6 converts a scalar, which is an array of one element, to an int; numpy 2.4 and later raise.
+    And the interpreter patches Triton's language at every call of a function: for ours the patch made for
+    the kernel is enough, for Triton's own that of the first call in each launch.
     """
     interpreter._convert_float = _to_nearest(interpreter._convert_float)
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
+    def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     call = interpreter.InterpretedFunction.__call__
     unpatched = False
 
-    def call_at_once(self: Any, *arguments: Any, **constants: Any) -> Any:
+    def call_unpatched(self: Any, *arguments: Any, **constants: Any) -> Any:
         nonlocal unpatched
         if unpatched and self.fn.__module__.startswith("triton."):
             unpatched = False
@@ -58,5 +58,5 @@ def mend() -> None:
             launch(self, *arguments, **constants)
 
     interpreter.GridExecutor.__call__ = launch_quietly
-    interpreter._patch_lang_tensor = patch_and_mend
-    interpreter.InterpretedFunction.__call__ = call_at_once
+    interpreter._patch_lang_tensor = patch_with_index
+    interpreter.InterpretedFunction.__call__ = call_unpatched

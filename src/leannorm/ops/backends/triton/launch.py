@@ -11,7 +11,7 @@ import torch
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many multiprocessors share the work; interpreted on a CPU: two, so that parts are merged."""
+    """The device's multiprocessors; 2 for the interpreter on a CPU, so that there are parts to merge."""
     if device.type != "cuda":
         return 2
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -28,8 +28,8 @@ def launch(
 ) -> None:
     """Run a kernel, with a limit of `registers` for a thread where one is given.
 
-    The compiler fuses no product with a sum but where the kernel says so: what is computed twice, forward
-    and to be rebuilt, is then rounded alike.
+    The compiler fuses a product and a sum only where the kernel says so: what a backward pass recomputes is
+    then rounded as in the forward pass.
     """
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     options = {"num_warps": warps, "enable_fp_fusion": False}

@@ -2,7 +2,6 @@
 
 Bytes are counted per element of the input, s being the size of its dtype; statistics, weight and bias are
 read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64.
-
 """
 
 from __future__ import annotations
@@ -35,41 +34,42 @@ def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, RM
 @triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles"])
 def backward_tile(
     dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles,
-    RMS: tl.constexpr, LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    FOLD: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    RMS: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: each program goes through tiles and adds up its share of dweight and dbias.
 
     Moves 3 s bytes an element (4 s with dtotal), and writes `kept` values of dweight and dbias for each
-    program, in one launch; `sum_shares` adds those up in a second one where there are several. The next
-    tile is on its way while one is worked on (STAGES). FOLD adds up a tile's rows at once, where each
-    thread (or a few neighbours) holds them; else each row of the tile keeps its sums to the end. With HALVES
-    two programs share a row: both sum over all of it, one of them out of the cache, and each keeps a half,
-    since the registers do not hold more.
+    program, in one launch; `sum_shares` adds those up in a second one where there are several. HOW is a
+    `row_tiles.Backward`. The next tile is loaded while one is computed (`stages`). With `fold` a tile's rows
+    are added up in every iteration, where each thread (or a few neighbours) holds them; else each row of the
+    tile has its own sums until the end. With `halves` two programs share a row, as registers do not hold all
+    of it: both sum over the whole row, of which one half comes from the cache, and each writes half of dx.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
     program, programs = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, BLOCK)
     k = lane
-    if HALVES:
+    if HOW.halves:
         half = program % 2
         k = half * BLOCK + lane
         program, programs = program // 2, programs // 2
-    kept_rows: tl.constexpr = 1 if FOLD else ROWS
+    kept_rows: tl.constexpr = 1 if HOW.fold else ROWS
     if weight is not None:
         w = parameter(weight, k, kept, dtype)
     if dweight is not None:
         sum_dweight = tl.zeros([kept_rows, BLOCK], dtype)
         sum_dbias = tl.zeros([kept_rows, BLOCK], dtype)
-    for at in tl.range(program, tiles, programs, num_stages=STAGES):
-        start, across, row, exists = rows_of(at, rows, kept, inner, LINES, ROWS)
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+    for at in tl.range(program, tiles, programs, num_stages=HOW.stages):
+        start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         centre = tl.load(mean + row, exists, 0.0)
         factor = tl.load(rstd + row, exists, 0.0)
-        if HALVES:
+        if HOW.halves:
             other = (1 - half) * BLOCK + lane
-            where, there = values(other, exists, across, kept, inner, LINES, WIDE)
+            where, there = values(other, exists, across, kept, inner, TILE)
             other_g, other_xhat = _gradient(dy + start, x + start, centre, factor, where, there, dtype)
             if weight is not None:
                 other_g *= parameter(weight, other, kept, dtype)
@@ -79,7 +79,7 @@ def backward_tile(
         g = d
         if weight is not None:
             g = d * w
-        if HALVES:
+        if HOW.halves:
             by_xhat += tl.sum(g * xhat, 1)
             by_one += tl.sum(g, 1)
         else:
@@ -92,7 +92,7 @@ def backward_tile(
         through = None if dtotal is None else dtotal + start
         _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, RMS)
         if dweight is not None:
-            if FOLD:
+            if HOW.fold:
                 sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
                 sum_dbias += tl.sum(d, 0, keep_dims=True)
             else:
@@ -108,24 +108,25 @@ def backward_tile(
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def backward_long(
     dy, dtotal, x, mean, rstd, weight, dx, rows, kept, inner,
-    RMS: tl.constexpr, LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The input's gradient of rows longer than a tile.
 
     Moves 3 s bytes an element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
-    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, LINES, ROWS)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
+    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     centre = tl.load(mean + row, exists, 0.0)
     factor = tl.load(rstd + row, exists, 0.0)
-    lane, end = walk(kept, BLOCK, WIDE)
+    lane, end = walk(kept, TILE)
     sum_xhat = tl.zeros([ROWS, BLOCK], dtype)
     sum_one = tl.zeros([ROWS, BLOCK], dtype)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         if weight is not None:
             g *= parameter(weight, k, kept, dtype)
@@ -135,7 +136,7 @@ def backward_long(
     by_one = tl.sum(sum_one, 1) / kept
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         if weight is not None:
             g *= parameter(weight, k, kept, dtype)
@@ -146,22 +147,23 @@ def backward_long(
 @triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "programs"])
 def backward_shares(
     dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, programs,
-    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of dweight and dbias, for BLOCK values of rows longer than a tile.
 
     Moves 2 s bytes an element, in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
     program = tl.program_id(0) % programs
-    k = (tl.program_id(0) // programs) * BLOCK + walk(kept, BLOCK, WIDE)[0]
+    k = (tl.program_id(0) // programs) * BLOCK + walk(kept, TILE)[0]
     sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=2):
-        start, across, row, exists = rows_of(at, rows, kept, inner, LINES, ROWS)
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         centre = tl.load(mean + row, exists, 0.0)
         factor = tl.load(rstd + row, exists, 0.0)
         d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)

@@ -2,7 +2,6 @@
 
 Bytes are counted per element of the input, s being the size of its dtype; statistics, weight and bias are
 read from the caches. Arithmetic has the statistics' dtype: float32, float64 for float64.
-
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def _input(x, residual, offset, inside, dtype: tl.constexpr):
 
 @triton.jit
 def _beyond_float32(square, exists, CHECKED: tl.constexpr):
-    """Has a row's sum of squares left the range in which float32 keeps its digits? (A sum of 0 may have.)"""
+    """Is a row's sum of squares outside of the range where float32 is exact? (0 may be an underflow.)"""
     if CHECKED:
-        within = (square >= 2.0**-80) & (square <= 2.0**100)  # not so a NaN, which infinities leave
+        within = (square >= 2.0**-80) & (square <= 2.0**100)  # False for NaN, which infinities lead to
         return tl.min((within | ~exists).to(tl.int32), 0) == 0
     else:
         return False
@@ -41,7 +40,7 @@ def _scale(largest):
 
 @triton.jit
 def _rstd(square, scale, kept, EPS: tl.constexpr):
-    """1 / sqrt(variance + eps), from squares of `scale` times the deviations; of 0 the scale says nothing."""
+    """1 / sqrt(variance + eps), from squares of `scale` times the deviations; variance 0 has no scale."""
     variance = square / kept
     eps = scale * EPS * scale
     plain = tl.rsqrt(tl.zeros_like(variance) + EPS)
@@ -61,18 +60,19 @@ def _put(y, offset, centred, rstd, weight, bias, k, kept, inside):
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_tile(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
-    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
 
     Moves 2 s bytes an element (4 s with a residual: x, residual, total, y) in one launch.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
-    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, LINES, ROWS)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
+    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     k = tl.arange(0, BLOCK)
-    offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+    offset, inside = values(k, exists, across, kept, inner, TILE)
     value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
     if residual is not None:
         tl.store(total + start + offset, value, inside)
@@ -82,50 +82,50 @@ def forward_tile(
     if not RMS:
         centre = tl.sum(centred, 1) / kept
         centred = tl.where(inside, centred - centre[:, None], 0.0)
-        # what the deviations add up to, 0 in exact arithmetic, mends the mean's rounding
+        # the deviations' mean, 0 in exact arithmetic, corrects the rounding of the mean
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows then need no registers for this
+    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows need no registers for it
         value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))
         square = tl.sum((centred * scale[:, None]) * (centred * scale[:, None]), 1)
         factor = _rstd(square, scale, kept, EPS)
-        tl.store(rstd + row, factor, exists)
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
     else:
         factor = tl.rsqrt(square / kept + EPS)
-        tl.store(rstd + row, factor, exists)
         if not RMS:
             centred -= rest[:, None]
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
+    # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
+    tl.store(rstd + row, factor, exists)
+    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_long(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr,
-    LINES: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows longer than a tile: read twice, the second time from the cache where it holds what is under way.
+    """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
 
     Moves 2 s bytes an element (4 s with a residual) from and to memory, s (2 s) more from the cache, in one
-    launch. Every lane keeps its own mean and sum of squares (Welford), of values from which the first
-    block's mean was taken away; they are merged once, at the end.
+    launch. Every lane has its own mean and sum of squares (Welford), of values less the mean of the first
+    block; they are merged once, at the end.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
-    kept, inner = divided(kept, inner, LINES, V)
-    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, LINES, ROWS)
+    ROWS: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
+    kept, inner = divided(kept, inner, TILE)
+    start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     x += start
     if residual is not None:
         residual += start
-    lane, end = walk(kept, BLOCK, WIDE)
+    lane, end = walk(kept, TILE)
     centre = tl.zeros([ROWS], dtype)
     if not RMS:
-        offset, inside = values(lane, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(lane, exists, across, kept, inner, TILE)
         first = _input(x, residual, offset, inside, dtype).to(dtype)
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
@@ -133,7 +133,7 @@ def forward_long(
     seen = 0.0
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         value = _input(x, residual, offset, inside, dtype).to(dtype)
         if RMS:
             lane_square += value * value
@@ -155,7 +155,7 @@ def forward_long(
         largest = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+            offset, inside = values(k, exists, across, kept, inner, TILE)
             value = _input(x, residual, offset, inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
@@ -163,7 +163,7 @@ def forward_long(
         lane_square = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+            offset, inside = values(k, exists, across, kept, inner, TILE)
             value = _input(x, residual, offset, inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0) * scale[:, None]
             lane_square += deviation * deviation
@@ -173,7 +173,7 @@ def forward_long(
     tl.store(rstd + row, factor, exists)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, LINES, WIDE)
+        offset, inside = values(k, exists, across, kept, inner, TILE)
         value = _input(x, residual, offset, inside, dtype)
         if residual is not None:
             tl.store(total + start + offset, value, inside)

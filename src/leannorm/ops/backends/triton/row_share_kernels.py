@@ -1,4 +1,4 @@
-"""Adding up what the programs of a per-row backward pass found of dweight and dbias."""
+"""Adds up the programs' shares of dweight and dbias in a per-row backward pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count", "kept"])
 def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """dweight, and dbias behind it, as the sums of `count` shares each, always in the same order.
+    """dweight, and then dbias, as the sums of `count` shares each, always in the same order.
 
     Reads `count` values of the statistics' dtype for each that it writes, in one launch.
     """

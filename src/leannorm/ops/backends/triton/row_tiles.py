@@ -1,8 +1,8 @@
 """Rows to launches: how the per-row kernels cut a tensor into tiles and programs. Pure integers.
 
-Nothing here depends on the number of rows, so that no batch size compiles a kernel anew. The numbers are
-the register files': 32 values of 4 bytes a thread leave room for what is computed from them, 64 with their
-sums are as many as a thread holds. `tests/test_triton_compiles.py` keeps them honest.
+Nothing here depends on the number of rows, so that no batch size compiles a kernel anew. The numbers follow
+from the registers: with 32 values of 4 bytes a thread has room for what is computed from them; 64 with their
+sums are the most that it holds. `tests/kernels/test_triton_compiles.py` checks them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,24 @@ from math import gcd
 from typing import NamedTuple
 
 _SECTORS = 64  # bytes of neighbouring rows that are read at once, where rows lie side by side
-_REGISTERS = 65536  # of a multiprocessor: all programs of the backward pass must be there at a time
-_LONG = 4096  # values of a tile that goes along rows which are longer than any tile
+_REGISTERS = 65536  # of a multiprocessor; all programs of the backward pass must be resident at once
+_LONG = 4096  # values of a tile in a row that is longer than a tile
+
+
+class TileConstants(NamedTuple):
+    """What a kernel is compiled for: its tile, rows as lines or side by side, a divisor, 64-bit offsets."""
+
+    rows: int
+    block: int
+    lines: bool
+    vector: int
+    wide: bool
 
 
 class Tile(NamedTuple):
     """`rows` rows by `block` of their values; `whole` where that is all of them.
 
-    `registers` is the compiler's limit for a thread: told none, it looks for one, and may spill to keep it.
+    `registers` is the limit for a thread; without one the compiler chooses its own, and may spill for it.
     """
 
     rows: int
@@ -33,9 +43,14 @@ class Tile(NamedTuple):
             return -(-outer // self.rows)
         return outer * -(-inner // self.rows)
 
+    def constants(self, kept: int, inner: int) -> TileConstants:
+        """For rows of `kept` values, of which `inner` lie side by side."""
+        wide = kept * inner >= 2**31 - 2**16
+        return TileConstants(self.rows, self.block, inner == 1, vector(kept, inner), wide)
+
 
 class Backward(NamedTuple):
-    """How the backward pass goes: a tile, programs a multiprocessor, and the kernel's constants."""
+    """The launch of the backward pass: a tile, programs a multiprocessor, and the kernel's constants."""
 
     tile: Tile
     programs: int
@@ -44,7 +59,7 @@ class Backward(NamedTuple):
     stages: int = 2
 
     def shared(self, itemsize: int, tensors: int) -> int:
-        """Bytes of shared memory, about: the tiles that are on their way, and what sums pass through."""
+        """About how many bytes of shared memory it takes: the tiles being loaded, and the reductions."""
         values = self.tile.rows * self.tile.block
         loads = tensors * itemsize + (2 * itemsize + 4 if self.halves else 0)
         return (self.stages - 1) * values * loads + 1024
@@ -60,12 +75,12 @@ def _beside(inner: int, itemsize: int) -> int:
 
 
 def vector(kept: int, inner: int) -> int:
-    """What divides the extent along which memory is contiguous, as far as the compiler makes use of it."""
+    """The largest power of two, up to 16, that divides the contiguous extent."""
     return gcd(kept if inner == 1 else inner, 16)
 
 
 def _scattered(kept: int, inner: int, itemsize: int) -> bool:
-    """Are values read by less than 16 bytes, with more addresses and conditions?"""
+    """Are loads narrower than 16 bytes? Then they take more addresses and masks."""
     return vector(kept, inner) * itemsize < 16
 
 
@@ -80,8 +95,8 @@ def along(inner: int, itemsize: int) -> Tile:
 def forward(kept: int, inner: int, itemsize: int, pressed: bool) -> Tile:
     """A thread holds 32 values (16 where they are wide or scattered), a program has up to 32 warps.
 
-    Not `pressed`: nothing beside the values is as wide or as much, so that two of the largest programs that
-    could share a multiprocessor may be made to.
+    `pressed`: registers hold more than x, a residual or wide parameters. Otherwise two of the largest
+    programs can share a multiprocessor, and a limit of registers makes them.
     """
     a_warp = 512 if itemsize == 8 or _scattered(kept, inner, itemsize) or inner > 1 else 1024
     block = power_of_two(kept)
@@ -97,10 +112,10 @@ def forward(kept: int, inner: int, itemsize: int, pressed: bool) -> Tile:
 
 
 def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
-    """None for rows longer than a tile; `tensors` are read, `shared` bytes of memory are there for them.
+    """None for rows longer than a tile; `tensors` are read, through `shared` bytes of shared memory.
 
     A thread holds 16 values of each tensor and 16 sums of each of two kinds, or 32 where rows are long; of
-    rows that lie side by side, 16 values and next to no sums.
+    rows that lie side by side, 16 values and few sums.
     """
     block = power_of_two(kept)
     a_tile = 1024 if itemsize == 8 else 2048

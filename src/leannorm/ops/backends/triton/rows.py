@@ -1,10 +1,10 @@
-"""The per-row operators of `schema.py` on a GPU: how the tensors lie, then launches.
+"""The per-row operators of `schema.py` on a GPU: memory layouts, then launches.
 
 Launches of each call, and the bytes that memory must move, in sizes S of the input:
 
     forward      one launch, 2 S (4 S with a residual)
-    backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up what each program
-                 found of dweight and dbias; of rows longer than a tile three, 5 S (6 S)
+    backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
+                 shares of dweight and dbias; for rows longer than a tile three, 5 S (6 S)
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ def _device(device: torch.device) -> tuple[int, int]:
 def _launch(
     kernel: object, programs: int, x: Tensor, tile: tiles.Tile, plan: Plan, *arguments: Any, **constants: Any
 ) -> None:
-    """Launch with how the rows lie: as lines or side by side, how aligned, and whether one passes 32 bits."""
-    _, kept, inner = plan
-    lie = {"LINES": inner == 1, "V": tiles.vector(kept, inner), "WIDE": kept * inner >= 2**31 - 2**16}
-    shape = {"ROWS": tile.rows, "BLOCK": tile.block, "warps": tile.warps}
-    launch(kernel, programs, x.device, *arguments, registers=tile.registers, **constants, **lie, **shape)
+    """Launch with the constants of the tile and of the layout."""
+    constants |= {"TILE": tile.constants(plan.kept, plan.inner), "warps": tile.warps}
+    launch(kernel, programs, x.device, *arguments, registers=tile.registers, **constants)
 
 
-def _seen(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
-    """x, or a contiguous copy, and its rows as they lie in memory."""
+def _dense(x: Tensor, start: int, stop: int) -> tuple[Tensor, Plan]:
+    """x if the kernels can address its rows, else a contiguous copy; and its plan in the order of memory."""
     plan = dense_rows(x, start, stop)
     return (x, plan) if plan is not None else (x.contiguous(), row_plan(x.shape, start, stop))
 
@@ -63,9 +61,9 @@ def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
     return torch.empty_like(x).copy_(other)
 
 
-def _given_back(result: Tensor, given: Tensor, seen: Tensor) -> Tensor:
-    """In the layout of what was given, where the kernel saw a copy."""
-    return result if given is seen else torch.empty_like(given).copy_(result)
+def _in_layout_of(x: Tensor, result: Tensor, dense: Tensor) -> Tensor:
+    """The result in x's layout, where the kernel read a `dense` copy of x."""
+    return result if x is dense else torch.empty_like(x).copy_(result)
 
 
 def _flat(v: Tensor | None) -> Tensor | None:
@@ -88,10 +86,10 @@ def row_forward(
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
-    seen, plan = _seen(x, start, stop)
+    dense, plan = _dense(x, start, stop)
     outer, kept, inner = plan
-    y = torch.empty_like(seen)
-    total = none if residual is None else torch.empty_like(seen)
+    y = torch.empty_like(dense)
+    total = none if residual is None else torch.empty_like(dense)
     parameters = max((p.element_size() for p in (weight, bias) if p is not None), default=0)
     pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
     tile = tiles.forward(kept, inner, x.element_size(), pressed)
@@ -99,14 +97,14 @@ def row_forward(
         row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long,
         tile.needed(outer, inner),
         *(x, tile, plan),
-        *(seen, _like(seen, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
+        *(dense, _like(dense, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
         *(mean, rstd, *plan),
         EPS=eps,
         RMS=rms,
         CHECKED=x.dtype in (torch.float32, torch.bfloat16),
     )
-    total = none if residual is None else _given_back(total, x, seen)
-    return _given_back(y, x, seen), total, mean, rstd
+    total = none if residual is None else _in_layout_of(x, total, dense)
+    return _in_layout_of(x, y, dense), total, mean, rstd
 
 
 def row_backward(
@@ -128,9 +126,10 @@ def row_backward(
     dweight, dbias = affine(want_affine), affine(want_affine and not rms)
     if x.numel() == 0:
         return torch.empty_like(x), dweight.zero_(), dbias.zero_()
-    seen, plan = _seen(x, start, stop)
-    dx = torch.empty_like(seen)
-    given = (_like(seen, dy), _like(seen, dtotal), seen, mean.contiguous(), rstd.contiguous(), _flat(weight))
+    dense, plan = _dense(x, start, stop)
+    dx = torch.empty_like(dense)
+    statistics = mean.contiguous(), rstd.contiguous()
+    given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, _flat(weight))
     wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
     tensors = 2 if dtotal is None else 3
     how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
@@ -138,11 +137,11 @@ def row_backward(
         _backward_long(*given, dx, *wanted, plan, rms)
     else:
         _backward_tile(*given, dx, *wanted, plan, rms, how)
-    return _given_back(dx, x, seen), dweight, dbias
+    return _in_layout_of(x, dx, dense), dweight, dbias
 
 
 class _Shares:
-    """What each of `count` programs found of dweight and dbias, until it is added up: they, if it is one."""
+    """The shares of `count` programs in dweight and dbias, until `add_up`; one program has no shares."""
 
     def __init__(self, dweight: Tensor | None, dbias: Tensor | None, count: int, kept: int) -> None:
         self.wanted, self.count, self.kept = (dweight, dbias), count, kept
@@ -188,9 +187,7 @@ def _backward_tile(
         *(x, how.tile, plan),
         *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, *plan, count),
         RMS=rms,
-        FOLD=how.fold,
-        HALVES=how.halves,
-        STAGES=how.stages,
+        HOW=how,
     )
     shares.add_up()
 

@@ -1,4 +1,4 @@
-"""How the per-channel kernels see a tensor, whatever its layout: as tiles of channels by values.
+"""How the per-channel kernels see a tensor of either layout: as tiles of channels by values.
 
 A *segment* is what shares its statistics: the whole batch, or one sample for group and instance norm. The
 values of a segment's channel are cut into tiles of BE, taken for BC neighbouring channels at a time:
@@ -6,9 +6,9 @@ values of a segment's channel are cut into tiles of BE, taken for BC neighbourin
     COLUMNS (channels last, or one value a channel): a tile is BE rows of memory, BC wide
     otherwise (contiguous): it is a piece of one sample's planes, BC of them, BE long
 
-`[BC, BE]` is every tile's shape; Triton reads along whichever axis is contiguous. V divides that axis' extent
-and every tile's begin: written `n // V * V`, so that the compiler knows, and reads 16 bytes at once where
-V values make them up.
+`[BC, BE]` is every tile's shape; Triton reads along the contiguous axis. V divides that axis' extent and the
+offset where every tile begins. `n // V * V` tells the compiler so: it then loads 16 bytes at once, if V
+values are as many.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def constants(mean, rstd, weight, bias, c, exists, place, DOUBLE: tl.constexpr):
 
 @triton.jit
 def before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUBLE: tl.constexpr):
-    """xhat * weight + bias + residual, rounded alike wherever it is computed."""
+    """xhat * weight + bias + residual, rounded in the backward pass as in the forward pass."""
     z = tl.fma(xhat, weight, bias)
     if residual is not None:
         z = z + read(residual, start, offsets, inside, DOUBLE)
@@ -164,7 +164,7 @@ def before_activation(xhat, weight, bias, residual, start, offsets, inside, DOUB
 def gradient_before_activation(
     dy, xhat, weight, bias, residual, out, start, offsets, inside, ACT: tl.constexpr, DOUBLE: tl.constexpr
 ):
-    """dz: dy times the derivative, read from the output where that is given, else from the rebuilt input."""
+    """dz: dy times the derivative, from the output where that is given, else from the recomputed z."""
     dz = read(dy, start, offsets, inside, DOUBLE)
     if ACT != "identity":
         if out is not None:

@@ -1,7 +1,7 @@
 """Shapes to launches: how the per-channel kernels cut a tensor into tiles and programs. Pure integers.
 
-What is compiled anew depends on channels, positions and dtype (block shapes, the divisor V), never on the
-number of samples: that decides only how many programs there are, and which of the two ways is taken.
+Kernels are compiled for channels, positions and dtype (block shapes, the divisor V), never for the number of
+samples: that decides how many programs there are, and whether they run in one launch or in three.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
-_IN_FLIGHT = 32  # bytes of each tensor that a thread reads before it uses them: two loads of 16
-_LINE = 128  # bytes of a cache line: what is read of neighbouring channels, where those lie together
+_IN_FLIGHT = 32  # bytes of each tensor that a thread loads before it uses them: two loads of 16
+_LINE = 128  # bytes of a cache line: as many neighbouring channels are read, in channels_last
 _LOAD = 16  # bytes that a thread reads at once
-_PLANES = 4  # of which a thread holds values
-_WARPS = 4  # small programs: registers are handed out to many at a time
-_SET_WARPS = 8  # where there are few programs
-_FEW_TILES = 8  # as many one program reads twice in less time than two more launches take
-_CACHE = 24 << 20  # bytes of the L2 cache that what is read a second time may fill
-# programs for each processor: of those that leave partial results, as many as run at a time by the registers
-# that they need, since a rest of them would run alone; of those that do not, many
+_PLANES = 4  # (sample, channel) planes that a thread holds values of
+_WARPS = 4  # of small programs, many of which are resident at once
+_SET_WARPS = 8  # of programs that read a whole set, which are few
+_FEW_TILES = 8  # tiles that one program reads twice in less time than two more launches take
+_CACHE = 24 << 20  # bytes of the L2 cache for values that are read a second time
+# programs for each multiprocessor: of kernels that write partial results, as many as are resident at once by
+# their registers, since a remainder would run alone; of the others, many
 _MOMENTS = 5
 _SUMS = 4
 _MAPPING = 16
-# registers of a thread, so that those are there at a time; told no limit, the compiler looks for one, and may
-# spill to keep it. Of programs that read a set each: two, or one where a group's hold more than two tensors
-# or each value is read by itself
+# limits of registers for a thread, so that so many programs are resident; without one the compiler chooses
+# its own, and may spill for it. Of programs that read a whole set, two (SET), or one (PRESSED) where they
+# hold more than two tensors of a group, or load values one by one
 MOMENTS_REGISTERS, SUMS_REGISTERS = (
     65536 // (32 * _WARPS * programs) // 8 * 8 for programs in (_MOMENTS, _SUMS)
 )
 SET_REGISTERS, PRESSED_REGISTERS = 65536 // (32 * _SET_WARPS * 2), 255
-_MERGED = 1024  # partial results that a program of the merging kernels works on at a time
+_MERGED = 1024  # partial results that a program of the merging kernels holds at a time
 
 
 class Geometry(NamedTuple):
-    """A tensor (N, C, *) as segments (what shares statistics) of samples of channels of inner values."""
+    """A tensor (N, C, *) as segments (the batch, or one sample), of samples, of channels, of inner values."""
 
     segments: int
     samples: int
@@ -55,7 +55,7 @@ class Geometry(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """A tile's shape [BC, BE]; V divides the contiguous extent; WIDE: offsets in a tile pass 32 bits."""
+    """A tile's shape [BC, BE]; V divides the contiguous extent; WIDE: offsets in a tile need 64 bits."""
 
     columns: bool
     vector: int
@@ -98,16 +98,16 @@ def power_of_two(n: int) -> int:
 
 
 def _least_padding(extent: int, candidates: Sequence[int]) -> int:
-    """The candidate (largest first) whose multiples cover the extent with the least to spare."""
+    """The candidate (largest first) whose multiples cover the extent with the least padding."""
     return min(candidates, key=lambda block: -(-extent // block) * block)
 
 
 def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling:
-    """The tiles of kernels that share a set, or whose programs read a `whole_set` each."""
+    """The tiles of programs that share a set (all values of one statistic), or read a `whole_set` each."""
     warps = _SET_WARPS if whole_set else _WARPS
     columns = geometry.columns
     scattered = (geometry.channels if columns else geometry.inner) * itemsize % _LOAD
-    in_flight = _IN_FLIGHT // 2 if scattered else _IN_FLIGHT  # smaller loads take more addresses, conditions
+    in_flight = _IN_FLIGHT // 2 if scattered else _IN_FLIGHT  # smaller loads take more addresses and masks
     values = in_flight // itemsize * 32 * warps
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
     narrow = whole_set and not geometry.grouped  # few channels for each program: more programs
@@ -115,7 +115,7 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         width = (_LOAD if narrow else _LINE) // itemsize
         channels = min(_least_padding(together, (width, max(width // 2, 1))), power_of_two(together))
         elements = values // channels
-        if geometry.samples == 1:  # of several, their number must not decide what is compiled
+        if geometry.samples == 1:  # of several, the number must not decide what is compiled
             elements = min(elements, power_of_two(geometry.inner))
         wide = elements * geometry.channels > 2**31 - 1
         contiguous = gcd(together, channels)  # every block begins at a multiple of V
@@ -124,7 +124,7 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         longest = min(values, power_of_two(contiguous))
         shorter = [longest >> i for i in range(4) if longest >> i >= 64]
         elements = _least_padding(contiguous, shorter) if shorter and not narrow else longest
-        # a thread holds every constant of each plane that it has values of
+        # a thread also holds the constants of each plane that it has values of
         planes = (
             32 * warps * in_flight // _IN_FLIGHT * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
         )
@@ -150,14 +150,14 @@ def one_launch(geometry: Geometry, tiling: Tiling, itemsize: int, processors: in
 
 
 class Parts(NamedTuple):
-    """A segment's tiles of a block of channels are shared by `parts` programs, `tiles` for each."""
+    """The tiles of a segment and a block of channels are divided among `parts` programs, `tiles` each."""
 
     tiles: int
     parts: int
 
 
 def parts(geometry: Geometry, tiling: Tiling, programs: int) -> Parts:
-    """Parts for about so many programs in all."""
+    """The parts that make about so many programs in all."""
     tiles = tiling.tiles(geometry)
     wanted = max(programs // (geometry.segments * tiling.blocks(geometry)), 1)
     each = -(-tiles // min(wanted, tiles))
@@ -165,7 +165,7 @@ def parts(geometry: Geometry, tiling: Tiling, programs: int) -> Parts:
 
 
 class Merging(NamedTuple):
-    """A kernel that merges partial results works on BP parts of BK channels at a time."""
+    """A kernel that merges partial results holds BP parts of BK channels at a time."""
 
     block_parts: int
     block_channels: int
@@ -180,13 +180,13 @@ class Merging(NamedTuple):
 
 
 def merging(geometry: Geometry, parts: Parts) -> Merging:
-    rows = 16 if parts.parts <= 16 else _MERGED // 4  # two kernels, whatever the batch
+    rows = 16 if parts.parts <= 16 else _MERGED // 4  # two kernels, for any batch size
     together = power_of_two(geometry.channels // geometry.groups)
     return Merging(rows, min(max(4, together), _MERGED // rows))
 
 
-class Plan(NamedTuple):
-    """All that is launched for tensors of one shape: in one launch (`sets`), or else in several."""
+class Launches(NamedTuple):
+    """All launches for tensors of one shape: one (`sets`), or several."""
 
     geometry: Geometry
     tiling: Tiling
@@ -205,8 +205,12 @@ class Plan(NamedTuple):
 
 
 @lru_cache(4096)
-def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int) -> Plan:
-    """The launches for an input of this shape, which has elements."""
+def planned(
+    shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int
+) -> Launches:
+    """The launches for an input of this shape, which is not empty."""
+    if groups and shape[1] % groups:
+        raise RuntimeError(f"{shape[1]} channels cannot be divided into {groups} groups")
     seen = geometry(shape, groups, contiguous)
     tiles = tiling(seen, itemsize)
     moments, sums, mapping = (
@@ -215,4 +219,4 @@ def planned(shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int
     )
     sets = tiling(seen, itemsize, whole_set=True)
     fits = one_launch(seen, sets, itemsize, processors)
-    return Plan(seen, tiles, moments, sums, mapping, sets if fits else None)
+    return Launches(seen, tiles, moments, sums, mapping, sets if fits else None)

@@ -1,0 +1,208 @@
+"""`lean()` on blocks of language, vision and diffusion models, in float32 and bfloat16, beside checkpointing.
+
+    python -m benchmarks.lean_transformers [MODEL ...] [--dtype bfloat16] [--steps 7] [--json FILE]
+
+For every setting: are the gradients stock's to the bit; bytes held for the backward pass and peak bytes of a
+step above its start, without weights and their gradients, both of stock's; time, the median of ratios to
+stock's steps beside it. The sides take turns; freed memory is kept on all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import leannorm
+from benchmarks.architectures import import_torchvision
+from leannorm.report.memory import measure_step
+from leannorm.saving import lean
+
+import_torchvision()
+LANGUAGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 32000}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
+
+
+def _language(family: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor], list[nn.Module]]:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**LANGUAGE, **HEADS, use_cache=False, **settings)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    tokens = torch.randint(0, LANGUAGE["vocab_size"], (2, 512))
+    return model, {"input_ids": tokens, "labels": tokens}, list(model.model.layers)
+
+
+def _timm(name: str, shape: tuple[int, ...], **settings: Any) -> tuple[nn.Module, Any, list[nn.Module]]:
+    import timm
+
+    model = timm.create_model(name, **settings)
+    return model, torch.randn(shape), list(model.blocks)
+
+
+class UNet(nn.Module):
+    """Two resolutions of a diffusion model: GroupNorm, SiLU, convolution, attention at the bottom."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, width, 3, padding=1), nn.Conv2d(width, 4, 3, padding=1)
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.up = nn.Conv2d(2 * width, width, 1)
+        fine, coarse = (_Residual(width), _Residual(width)), (_Residual(2 * width), _Residual(2 * width))
+        self.parts = nn.ModuleList([fine[0], coarse[0], _Attention(2 * width), coarse[1], fine[1]])
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, attention, c, d = self.parts
+        fine = a(self.first(x))
+        coarse = c(attention(b(self.down(fine))))
+        return self.last(d(fine + nn.functional.interpolate(self.up(coarse), scale_factor=2.0)))
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
+            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(32, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        qkv = self.qkv(self.norm(x).flatten(2).transpose(1, 2)).view(n, h * w, 3, c // 64, 64)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + self.out(y.transpose(1, 2).reshape(n, h * w, c)).transpose(1, 2).view(n, c, h, w)
+
+
+def _unet() -> tuple[nn.Module, Any, list[nn.Module]]:
+    model = UNet()
+    return model, torch.randn(2, 4, 64, 64), list(model.parts)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, list[nn.Module]]]] = {
+    "llama": lambda: _language("Llama"),
+    "qwen3": lambda: _language("Qwen3", head_dim=64),
+    "gemma2": lambda: _language("Gemma2", head_dim=64, sliding_window=512),
+    "olmo2": lambda: _language("Olmo2"),
+    "vit_base": lambda: _timm("vit_base_patch16_224", (8, 3, 224, 224), depth=4),
+    "unet": _unet,
+}
+
+
+@contextmanager
+def checkpointed(blocks: list[nn.Module], every: int) -> Iterator[None]:
+    """Each block (or every second one) recomputes its forward pass in the backward pass."""
+    for block in blocks[::every]:
+        forward = block.forward
+        block.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, use_reentrant=False, **k)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks[::every]:
+            del block.forward
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def settings_for(blocks: list[nn.Module]) -> dict[str, Context]:
+    """Stock first."""
+    return {
+        "stock": nullcontext,
+        "lean()": lean,
+        'lean("conv")': lambda: lean("conv"),
+        "lean(overhead=.05)": lambda: lean(overhead=0.05),
+        "lean(overhead=.15)": lambda: lean(overhead=0.15),
+        "lean(budget=.25)": lambda: lean(budget=0.25),
+        "lean(budget=.15)": lambda: lean(budget=0.15),
+        "checkpoint, every block": lambda: checkpointed(blocks, 1),
+        "checkpoint, every second": lambda: checkpointed(blocks, 2),
+    }
+
+
+def measure(name: str, dtype: torch.dtype, steps: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    model, inputs, blocks = MODELS[name]()
+    model.to(dtype).train()
+    if isinstance(inputs, Tensor):
+        inputs = inputs.to(dtype)
+
+    def forward(context: Context) -> Tensor:
+        with context():
+            if isinstance(inputs, Tensor):
+                return model(inputs).float().square().mean()
+            loss: Tensor = model(**inputs).loss
+            return loss
+
+    def step(context: Context) -> list[Tensor | None]:
+        model.zero_grad()
+        forward(context).backward()
+        return [p.grad for p in model.parameters()]
+
+    rows, stock, contexts = [], None, settings_for(blocks)
+    for setting, context in contexts.items():
+        for _ in range(2):  # the first pass of a plan keeps as little as it can
+            found = step(context)
+        stock = stock or found
+        equal = all(a is b or torch.equal(a, b) for a, b in zip(found, stock, strict=True) if a is not None)
+        del found
+        model.zero_grad(set_to_none=False)  # the sums of the weights' gradients are there before the step
+        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
+        rows.append({"model": name, "dtype": str(dtype)[6:], "setting": setting, "equal": equal,
+                     "kept": kept, "peak": peak, "seconds": [], "ratio": 1.0})  # fmt: skip
+    for _ in range(steps):
+        for row, context in zip(rows, contexts.values(), strict=True):
+            start = perf_counter()
+            step(context)
+            row["seconds"].append(perf_counter() - start)
+    for row in rows:
+        row["ratio"] = median(a / b for a, b in zip(row["seconds"], rows[0]["seconds"], strict=True))
+        row["kept_ratio"], row["peak_ratio"] = row["kept"] / rows[0]["kept"], row["peak"] / rows[0]["peak"]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []], metavar="MODEL")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    leannorm.keep_freed_memory()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    rows = []
+    for name in options.models:
+        for row in measure(name, getattr(torch, options.dtype), options.steps):
+            rows.append(row)
+            print(
+                f"{row['model']:9} {row['dtype']:8} {row['setting']:25} "
+                f"held {row['kept_ratio']:.2f}  peak {row['peak_ratio']:.2f}  time {row['ratio']:.2f}"
+                f"{'' if row['equal'] else '  GRADIENTS DIFFER'}",
+                flush=True,
+            )
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

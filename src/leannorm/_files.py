@@ -1,0 +1,54 @@
+"""Write a file so that an interruption leaves the old one or none, never half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from leannorm._errors import InputError
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raises InputError for a path that no file can be written to: said before the work, not after it."""
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise InputError(f"there is no folder {str(folder)!r}: create it, or name another")
+        if path.is_dir():
+            raise InputError(f"{str(path)!r} is a folder: name a file in it")
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"the folder {str(folder)!r} cannot be written to: name another")
+
+
+@contextmanager
+def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file beside `path` under another name, renamed at the end: a reader sees all of it or none."""
+    path = Path(path)
+    check_writable(path)
+    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+        os.chmod(name, 0o644)  # mkstemp's own mode shuts everyone else out
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """The whole text or, where something fails, what was there before."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path | str, data: Any) -> None:
+    """`data` as indented JSON, written as `write_text` does."""
+    write_text(path, json.dumps(data, indent=2) + "\n")

@@ -1,0 +1,43 @@
+"""Beside which releases of torch leannorm works, and beside which its tests were run."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+OLDEST = "2.10"
+TESTED = ("2.10.0", "2.13.0", "2.15.0")
+"""The whole suite has run beside them; docs/compatibility.md has what came of it."""
+
+
+def why_refused(found: str) -> str | None:
+    """Why leannorm does not work beside this release of torch: one sentence; None where it does.
+
+    >>> why_refused("2.15.0+cpu")
+    >>> why_refused("2.9.1")
+    'leannorm needs torch >= 2.10, found torch 2.9.1: pip install --upgrade "torch>=2.10"'
+    """
+    if _numbers(found) >= _numbers(OLDEST):
+        return None
+    return f'leannorm needs torch >= {OLDEST}, found torch {found}: pip install --upgrade "torch>={OLDEST}"'
+
+
+def is_tested(found: str) -> bool:
+    """Was the suite run beside this release? Its builds (for CPUs, for CUDA) count as one.
+
+    >>> is_tested("2.13.0+cpu"), is_tested("2.13.1"), is_tested("2.15.0a0+git1234")
+    (True, False, False)
+    """
+    return found.split("+")[0] in TESTED
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", release)[:2])
+
+
+RELEASE = _numbers(torch.__version__)
+"""Of the torch at hand, as (2, 13); for the few places where nothing else tells what it does."""
+
+if (_why := why_refused(str(torch.__version__))) is not None:
+    raise ImportError(_why)  # before the rooms, which would fail on what that release lacks

@@ -1,0 +1,88 @@
+"""The communicator for statistics: how it is made, waited for and aborted, for each backend.
+
+Source: torch/distributed/distributed_c10d.py and torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp of 2.13.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_POLL = 2e-4  # seconds between two polls of a device's work
+
+
+def seconds_allowed(group: dist.ProcessGroup) -> float:
+    """The timeout of the group's collectives."""
+    seconds: float = group._get_backend(next(iter(group._device_types))).options._timeout.total_seconds()
+    return seconds
+
+
+def beside(parent: dist.ProcessGroup, ranks: list[int], name: str) -> dist.ProcessGroup:
+    """A group of these global ranks, with the parent's backend and timeout; no other rank takes part.
+
+    Not by `new_group`. Called by members alone, it names the group by how many groups a rank is in, which
+    may be another number on each of them: then they wait for one another under two names. And where the
+    default group is bound to a device (`init_process_group(device_id=...)`), it splits the default NCCL
+    communicator, which waits for all ranks of that, also for those that do not know of this group. So the
+    group has its own name, and is made while none is bound; it connects at its first sum.
+    """
+    c10d = dist.distributed_c10d
+    world = c10d._get_default_group()
+    _, store = c10d._world.pg_map[world]
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            dist.get_backend(parent),
+            store,
+            c10d.GroupName(f"leannorm/{name}"),
+            timeout=timedelta(seconds=seconds_allowed(parent)),
+            group_desc="leannorm",
+        )
+    finally:
+        world.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made
+
+
+def on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Does the host do this device's collectives? Else the device does, and the host goes on meanwhile."""
+    return device.type == "cpu" or group._get_backend(device).name() == "gloo"
+
+
+def wait_once(work: Any, seconds: float, waits_on_host: bool) -> bool:
+    """Wait for a collective for at most `seconds`; is it complete? Raises `RuntimeError` where it failed.
+
+    With NCCL, a `wait` that times out destroys the communicator. There the work is polled, and `wait` is
+    called only when it is complete: that orders the streams.
+    """
+    if waits_on_host:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_POLL)
+    work.wait()
+    return True
+
+
+def give_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Abort the sums that the device waits for: left alone, torch's watchdog would end the process."""
+    if not on_host(group, device):
+        with suppress(RuntimeError):
+            group._get_backend(device).abort()

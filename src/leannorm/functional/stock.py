@@ -1,0 +1,107 @@
+"""Torch's own functions in the place of ours, for graphs that leave (`ops.modes.leaving`).
+
+Whoever runs such a graph (ONNX Runtime, AOTInductor, a process without leannorm) knows torch's norms and not
+ours. So what uses no statistics of a training batch is written as torch's norm, then the addition, then the
+activation. What does is written as one operator of ours (`declare.as_operator`), which has a gradient and
+moves the running statistics.
+
+Torch's functions check what they are given. No size is looked at here: a tracer would warn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm._types import Epilogue, Running
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.layout import memory_format
+from leannorm.ops.precision import compute_dtype
+
+_CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+
+
+def batch_norm(x: Tensor, running: Running, epilogue: Epilogue, eps: float, outside: bool = False) -> Tensor:
+    """By the running statistics; by the input's own where there are none, as a layer without them does.
+
+    No norm of torch has eps `outside` of the root: then it is a difference, a product and a sum.
+    """
+    weight, bias, residual, act = epilogue
+    wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
+    if outside:
+        scale, positions = (var.sqrt() + eps).reciprocal(), (1,) * (x.dim() - 2)
+        scale = scale if weight is None else scale * weight
+        y = (wide - mean.view(-1, *positions)) * scale.view(-1, *positions)
+        return _finished(y if bias is None else y + bias.view(-1, *positions), x, residual, act)
+    y = F.batch_norm(wide, mean, var, weight, bias, mean is None, running.momentum or 0.0, eps)
+    return _finished(y, x, residual, act)
+
+
+def convolve(x: Tensor, *given: Any) -> Tensor:
+    """The convolution by its name for the input's rank, which readers of graphs look for."""
+    y: Tensor = _CONVOLUTIONS[x.dim()](x, *given)
+    return y
+
+
+def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor:
+    """By the statistics of each group of channels of each sample."""
+    weight, bias, residual, act = epilogue
+    wide, weight, bias = _of_one_dtype(x, weight, bias)
+    return _finished(F.group_norm(wide, groups, weight, bias, eps), x, residual, act)
+
+
+def instance_norm(
+    x: Tensor, running: Running, epilogue: Epilogue, use_input_stats: bool, eps: float
+) -> Tensor:
+    """By the statistics of each channel of each sample, or by the running ones; nothing moves."""
+    weight, bias, residual, act = epilogue
+    wide, mean, var, weight, bias = _of_one_dtype(x, running.mean, running.var, weight, bias)
+    y = F.instance_norm(wide, mean, var, weight, bias, use_input_stats, running.momentum or 0.0, eps)
+    return _finished(y, x, residual, act)
+
+
+def row_norm(
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    normalized_shape: Sequence[int],
+    eps: float | None,
+    dim: int | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    """y and input + residual; a single axis that is not the last is moved there and back."""
+    input, residual, weight, bias = tensors
+    x = input if residual is None else (input + residual).to(input.dtype)
+    shape, last = tuple(normalized_shape), x.dim() - 1
+    axis = last if dim is None else dim % x.dim()
+    moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)
+    wide, weight, bias = _of_one_dtype(moved, weight, bias)
+    if rms:
+        eps = torch.finfo(compute_dtype(x)).eps if eps is None else eps
+        y = F.rms_norm(wide, shape, weight, eps)
+    else:
+        assert eps is not None
+        y = F.layer_norm(wide, shape, weight, bias, eps)
+    y = _finished(y, x)
+    if axis != last:
+        y = y.permute(*range(axis), last, *range(axis, last))
+        layout = memory_format(x)  # which what follows may count on
+        y = y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
+    return y, x
+
+
+def _of_one_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """As they are where they have one dtype, else all in the dtype of ours' arithmetic."""
+    if all(v is None or v.dtype == x.dtype for v in others):
+        return (x, *others)
+    dtype = compute_dtype(x)
+    return (x.to(dtype), *(None if v is None else v.to(dtype) for v in others))
+
+
+def _finished(y: Tensor, x: Tensor, residual: Tensor | None = None, act: str = "identity") -> Tensor:
+    """Added to, activated, and in the dtype of x, which autocast may have changed."""
+    y = y if residual is None else y + residual
+    y = ACTIVATIONS[act].forward(y)
+    return y if y.dtype == x.dtype else y.to(x.dtype)

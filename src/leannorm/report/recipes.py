@@ -1,0 +1,200 @@
+"""Which recipes of lean() work beside this torch: each is tried on a program of one line."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from leannorm import functional
+from leannorm.saving import lean
+from leannorm.saving.graph import kind_of
+from leannorm.saving.recipes import RECIPES
+from leannorm.saving.small import NEVER_SMALL
+
+ATEN = torch.ops.aten
+ALIVE, RESTING, WRONG, NOT_TRIED = "alive", "resting", "WRONG", "not tried"
+
+
+class RecipeState(NamedTuple):
+    """What became of the output of one kind of node: `state` is one of those above, `why` says the rest.
+
+    alive: it is rebuilt, and gradients are stock's bit for bit. resting: it is held as in stock autograd,
+    since this torch makes other nodes or keeps other things in them. not tried: one process on a CPU makes
+    no such node. WRONG: it is rebuilt, and gradients differ.
+    """
+
+    kind: str
+    state: str
+    why: str = ""
+
+
+class _Program(NamedTuple):
+    """`run` makes a node of the kind from a SiLU's output, which is rebuilt itself, and from a leaf."""
+
+    run: Callable[[Tensor, Tensor], Tensor]
+    shape: tuple[int, ...] = (1, 16, 32, 32)
+
+
+def _square(run: Callable[[Tensor, Tensor], Tensor]) -> _Program:
+    return _Program(run, (64, 64))
+
+
+def _batched(run: Callable[[Tensor, Tensor], Tensor]) -> _Program:
+    return _Program(run, (4, 32, 32))
+
+
+def _affine(x: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias of each channel: leaves, as a layer's are."""
+    weight, bias = leaf[0, :, 0, 0].detach().clone(), leaf[0, :, 0, 1].detach().clone()
+    return weight.requires_grad_(), bias.requires_grad_()
+
+
+def _group_norm(x: Tensor, leaf: Tensor) -> Tensor:
+    return F.group_norm(x, 4, *_affine(x, leaf))
+
+
+def _batch_norm(x: Tensor, leaf: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, *_affine(x, leaf), training=True)
+
+
+def _our_running_norm(x: Tensor, leaf: Tensor) -> Tensor:
+    zeros = torch.zeros(x.shape[1])
+    return functional.batch_norm(x, zeros, zeros + 1, *_affine(x, leaf))
+
+
+def _kernel() -> Tensor:
+    return torch.ones(16, 16, 1, 1, requires_grad=True)
+
+
+def _our_conv_norm(x: Tensor, leaf: Tensor) -> Tensor:
+    return functional.conv_batch_norm(leaf, _kernel(), None, None, None, *_affine(x, leaf), training=True)
+
+
+_PROGRAMS: dict[str, _Program] = {
+    "SiluBackward0": _Program(lambda x, leaf: F.silu(x)),
+    "MishBackward0": _Program(lambda x, leaf: F.mish(x)),
+    "HardswishBackward0": _Program(lambda x, leaf: F.hardswish(x)),
+    "HardsigmoidBackward0": _Program(lambda x, leaf: F.hardsigmoid(x)),
+    "GeluBackward0": _Program(lambda x, leaf: F.gelu(x)),
+    "HardtanhBackward0": _Program(lambda x, leaf: F.hardtanh(x)),
+    "LeakyReluBackward0": _Program(lambda x, leaf: F.leaky_relu(x)),
+    "EluBackward0": _Program(lambda x, leaf: F.elu(x)),
+    "CeluBackward0": _Program(lambda x, leaf: F.celu(x)),
+    "SoftplusBackward0": _Program(lambda x, leaf: F.softplus(x)),
+    "GluBackward0": _Program(lambda x, leaf: F.glu(x, 1)),
+    "LogSigmoidBackward0": _Program(lambda x, leaf: F.logsigmoid(x)),
+    "ReluBackward0": _Program(lambda x, leaf: F.relu(x)),
+    "SigmoidBackward0": _Program(lambda x, leaf: x.sigmoid()),
+    "TanhBackward0": _Program(lambda x, leaf: x.tanh()),
+    "LeakyReluBackward1": _Program(lambda x, leaf: F.leaky_relu(x, inplace=True)),
+    "EluBackward1": _Program(lambda x, leaf: F.elu(x, inplace=True)),
+    "CeluBackward1": _Program(lambda x, leaf: F.celu(x, inplace=True)),
+    "SoftmaxBackward0": _Program(lambda x, leaf: x.softmax(1)),
+    "LogSoftmaxBackward0": _Program(lambda x, leaf: x.log_softmax(1)),
+    "SafeSoftmaxBackward0": _Program(lambda x, leaf: ATEN._safe_softmax(x, 1)),
+    "NegBackward0": _Program(lambda x, leaf: -x),
+    "PowBackward0": _Program(lambda x, leaf: x.pow(2)),
+    "MeanBackward1": _Program(lambda x, leaf: x.mean(0), (4, 16, 32, 32)),
+    "RsqrtBackward0": _Program(lambda x, leaf: (x * x).rsqrt()),
+    "DivBackward0": _Program(lambda x, leaf: x / leaf),
+    "PreluKernelBackward0": _Program(lambda x, leaf: F.prelu(x, _affine(x, leaf)[0])),
+    "MulBackward0": _Program(lambda x, leaf: x * leaf),
+    "MulBackward1": _Program(lambda x, leaf: ATEN.mul.Scalar(x, 0.5)),
+    "NativeDropoutBackward0": _Program(lambda x, leaf: torch.native_dropout(x, 0.5, True)[0]),
+    "AddBackward0": _Program(lambda x, leaf: leaf + leaf),
+    "NativeBatchNormBackward0": _Program(_batch_norm),
+    "NativeGroupNormBackward0": _Program(_group_norm),
+    "NativeLayerNormBackward0": _Program(lambda x, leaf: F.layer_norm(x, x.shape[3:])),
+    "leannorm.ChannelNorm": _Program(
+        lambda x, leaf: functional.batch_norm(x, None, None, *_affine(x, leaf), training=True)
+    ),
+    "leannorm.ChannelAffine": _Program(_our_running_norm),
+    "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
+    "leannorm.ConvNorm": _Program(_our_conv_norm),
+    "ConvolutionBackward0": _Program(lambda x, leaf: F.conv2d(leaf, _kernel())),
+    "MmBackward0": _square(lambda x, leaf: x.mm(leaf)),
+    "BmmBackward0": _batched(lambda x, leaf: x.bmm(leaf)),
+    "AddmmBackward0": _square(lambda x, leaf: torch.addmm(leaf, x, leaf)),
+    "BaddbmmBackward0": _batched(lambda x, leaf: torch.baddbmm(leaf, x, leaf)),
+    "ViewBackward0": _Program(lambda x, leaf: x.view(16, 1024)),
+    "UnsafeViewBackward0": _Program(lambda x, leaf: ATEN._unsafe_view(x, [16, 1024])),
+    "ReshapeAliasBackward0": _Program(lambda x, leaf: ATEN._reshape_alias(x, [16, 1024], [1024, 1])),
+    "UnsqueezeBackward0": _Program(lambda x, leaf: x.unsqueeze(0)),
+    "SqueezeBackward0": _Program(lambda x, leaf: x.squeeze()),
+    "SqueezeBackward1": _Program(lambda x, leaf: x.squeeze(0)),
+    "SqueezeBackward2": _Program(lambda x, leaf: x.squeeze((0,))),
+    "ExpandBackward0": _Program(lambda x, leaf: x.expand(2, 16, 32, 32)),
+    "AliasBackward0": _Program(lambda x, leaf: ATEN.alias(x)),
+    "TBackward0": _square(lambda x, leaf: x.t()),
+    "TransposeBackward0": _Program(lambda x, leaf: x.transpose(1, 2)),
+    "PermuteBackward0": _Program(lambda x, leaf: x.permute(0, 2, 3, 1)),
+    "SelectBackward0": _Program(lambda x, leaf: x.select(1, -1)),
+    "SliceBackward0": _Program(lambda x, leaf: x[:, 4:]),
+    "UnbindBackward0": _Program(lambda x, leaf: x.unbind(1)[-1]),
+    "SplitBackward0": _Program(lambda x, leaf: x.split(4, 1)[-1]),
+    "SplitWithSizesBackward0": _Program(lambda x, leaf: x.split([4, 12], 1)[-1]),
+    "RollBackward0": _Program(lambda x, leaf: x.roll((1, -2), (2, 3))),
+    "IndexBackward0": _Program(lambda x, leaf: x[:, torch.arange(4, 12)]),
+    "ConstantPadNdBackward0": _Program(lambda x, leaf: ATEN.constant_pad_nd(x, [0, 0])),
+    "RepeatBackward0": _Program(lambda x, leaf: x.repeat(2, 1, 1, 1)),
+    "CloneBackward0": _Program(lambda x, leaf: x.clone()),
+    "ToCopyBackward0": _Program(lambda x, leaf: x.double()),
+    "CatBackward0": _Program(lambda x, leaf: torch.cat((leaf, x), 1)),
+}
+_ELSEWHERE = {
+    "CudnnBatchNormBackward0": "made on CUDA devices, by cuDNN",
+    "MiopenBatchNormBackward0": "made on ROCm devices, by MIOpen",
+    "FusedRmsNormBackward0": "made on CUDA devices",
+    "leannorm.SyncNorm": "made by two processes",
+}
+
+
+def recipe_states() -> Iterator[RecipeState]:
+    """Try every recipe: what a release of torch renames or drops makes its tensors held, not wrong.
+
+    >>> {state.state for state in recipe_states()} <= {"alive", "resting", "not tried"}
+    True
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for kind in RECIPES:
+            elsewhere = RecipeState(kind, NOT_TRIED, _ELSEWHERE.get(kind, ""))
+            yield _tried(kind, _PROGRAMS[kind]) if kind in _PROGRAMS else elsewhere
+
+
+def _tried(kind: str, program: _Program) -> RecipeState:
+    leaf = torch.randn(program.shape)
+    try:
+        stock, made = _gradient(program, leaf, nullcontext())
+        saved = lean("conv")
+        saved.place = NEVER_SMALL
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is held, which is told here
+            ours, _ = _gradient(program, leaf, saved)
+    except Exception as error:  # this torch has no such function
+        return RecipeState(kind, RESTING, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    if made != kind:
+        return RecipeState(kind, RESTING, f"this torch makes {made or 'a node of another kind'} in its place")
+    if not any(record.rebuilt for record in saved.records if record.node == kind):
+        return RecipeState(kind, RESTING, "; ".join(saved.reasons) or "its output is held")
+    if not torch.equal(ours, stock):
+        return RecipeState(kind, WRONG, "gradients differ")
+    return RecipeState(kind, ALIVE)
+
+
+def _gradient(program: _Program, leaf: Tensor, context: Any) -> tuple[Tensor, str]:
+    """The leaf's gradient, and the kind of node that the program made."""
+    leaf = leaf.clone().requires_grad_()
+    with torch.random.fork_rng(devices=[]), context:
+        y = program.run(F.silu(leaf), leaf)
+        kind = kind_of(y.grad_fn)
+        loss = y.square().sum()
+    loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad, kind

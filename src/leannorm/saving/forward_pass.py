@@ -1,0 +1,136 @@
+"""One forward pass in `lean()`: sets its hooks, removes them, and stores what later passes need."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from leannorm.saving import reasons
+from leannorm.saving.ledger import Ledger
+from leannorm.saving.moved import Hooks
+from leannorm.saving.packing import Packing, unpack
+from leannorm.saving.plan import Goal, RebuildPlan
+from leannorm.saving.plans import Following
+from leannorm.saving.policy import Policy
+from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
+from leannorm.saving.verify import Layers
+
+
+class Settings(NamedTuple):
+    """The arguments of `lean()`, checked."""
+
+    policy: Policy
+    goal: Goal | None
+    hooks: Hooks | None
+    verify: bool
+
+    @property
+    def may_be_small(self) -> bool:
+        """May a small pass be left as it is? Not if a setting asks for something else."""
+        return self.goal is None and self.hooks is None and not self.verify
+
+
+class ForwardPass:
+    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable) -> None:
+        self._settings, self._ledger = settings, ledger
+        may_be_small = settings.may_be_small and place is not NEVER_SMALL
+        self._place = (place, settings.policy) if may_be_small else None
+        self._stack = ExitStack()
+        self._following = None if settings.goal is None else Following(settings.goal)
+        self._packing: Packing | None = None
+        self._small: SmallPass | None = None
+        self._refused: str | None = None
+
+    def open(self) -> None:
+        """Set the hooks, unless `_refusal` has a reason against it."""
+        self._refused = _refusal()
+        if self._refused is not None:
+            return
+        if self._place is not None and was_small(self._place):
+            self._small = SmallPass(self._begin)
+            self._stack.enter_context(saved_tensors_hooks(self._small.pack, unpack))
+        else:
+            self._stack.enter_context(saved_tensors_hooks(self._begin(0), unpack))
+
+    def _begin(self, since: int) -> Callable[[Tensor], Any]:
+        """The pack hook that searches steps, which read outputs only of nodes from number `since` on."""
+        layers = None
+        if self._settings.verify:
+            layers = Layers()
+            self._stack.callback(layers.close)
+            layers.open()
+        choose = None if self._following is None else self._following.rebuilds
+        self._packing = Packing(
+            self._settings.policy, self._ledger, choose, layers, self._settings.hooks, since
+        )
+        return self._packing.pack
+
+    def close(self) -> None:
+        """Remove the hooks and close the ledger."""
+        self._stack.close()
+        if self._packing is not None:
+            self._packing.search.leaves.forget()
+        self._ledger.close(() if self._small is None else self._small.kept)
+
+    def forget(self) -> None:
+        """Let go of the nodes that prices were read from."""
+        if self._packing is not None:
+            self._packing.nodes.clear()
+
+    def learn(self) -> RebuildPlan | None:
+        """Store what later passes need (the size, a plan); returns the plan, if there is one."""
+        packing, following = self._packing, self._following
+        if self._place is not None and (packing is None or packing.seen) and self._refused is None:
+            note(self._place, self._ledger.kept() + self._ledger.rebuilt())
+        if following is None or packing is None or not packing.calls:
+            return None
+        try:
+            passed = packing.passed()
+            if not passed.stock:
+                packing.reasons[reasons.BACKWARD_WITHIN] = 1
+            following.end(passed)
+        except Exception as error:  # a plan is never worth an error in the forward pass
+            packing.reasons[reasons.no_plan(error)] = 1
+            return None
+        return following.plan
+
+    def reasons(self, plan: RebuildPlan | None) -> list[str]:
+        """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
+        found: Counter[str] = Counter() if self._packing is None else self._packing.reasons
+        whole = [reason for reason in found if reason in reasons.OF_THE_PASS]
+        if self._refused is not None:
+            whole.append(self._refused)
+        seen_by_small = self._small is not None and self._small.kept
+        seen = seen_by_small or (self._packing is not None and self._packing.seen)
+        if not (seen or whole) and torch.is_grad_enabled():
+            whole.append(reasons.NOTHING)
+        if seen_by_small and self._packing is None:
+            whole.append(reasons.SMALL)
+        budget = None if self._settings.goal is None else self._settings.goal.budget
+        if budget is not None:
+            kept, stock = self._ledger.kept(), self._ledger.kept() + self._ledger.rebuilt()
+            ratio = kept / max(stock, 1) if plan is None else plan.ratio
+            if ratio > 1.01 * budget:
+                whole.append(reasons.out_of_reach(budget, ratio))
+        return whole + [
+            f"{count} tensors: {reason}" if count > 1 else reason
+            for reason, count in found.items()
+            if reason not in reasons.OF_THE_PASS
+        ]
+
+
+def _refusal() -> str | None:
+    """Why no hooks may be set here, or None. Hooks that are already set (offloading, checkpointing) win."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return reasons.TRANSFORMED
+    top: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    ours = top is None or top[1] is unpack
+    return None if ours else reasons.HOOKS_AROUND

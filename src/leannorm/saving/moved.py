@@ -1,0 +1,54 @@
+"""`held=`: held tensors go through other saved-tensor hooks: to the host, to a file, compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from leannorm._errors import InputError
+from leannorm.saving.evidence import Sample, version_of
+from leannorm.saving.values import Step, Value
+
+
+class Hooks(NamedTuple):
+    """`pack` turns a tensor into any object, and `unpack` turns that object back into the tensor."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+
+def hooks_of(held: saved_tensors_hooks | tuple[Any, Any]) -> Hooks:
+    """The hooks of a context such as `save_on_cpu()`, or of a pair (pack, unpack)."""
+    if isinstance(held, saved_tensors_hooks):
+        return Hooks(held.pack_hook, held.unpack_hook)
+    if isinstance(held, tuple) and len(held) == 2 and all(map(callable, held)):
+        return Hooks(*held)
+    raise InputError(
+        "held is a context of saved-tensor hooks, such as torch.autograd.graph.save_on_cpu(), or a pair "
+        f"(pack, unpack) of functions; got {held!r}"
+    )
+
+
+class _Packed:
+    """The object that `pack` returned; compared by identity, since it may be of any type."""
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.packed, self.unpack = packed, unpack
+
+
+def _unpacked(packed: _Packed) -> Tensor:
+    with torch.no_grad():
+        return packed.unpack(packed.packed)
+
+
+@torch.no_grad()
+def move(value: Value, tensor: Tensor, hooks: Hooks) -> None:
+    """Hold the tensor by the hooks alone: reading the value unpacks it, once for all readers."""
+    packed = _Packed(hooks.pack(tensor.detach()), hooks.unpack)
+    value.watch, value.sample = version_of(tensor), Sample.of(tensor)
+    value.shape, value.dtype, value.tensor = tensor.shape, tensor.dtype, None
+    value.step = Step(_unpacked, (), (), (packed,), kind="held")

@@ -1,0 +1,101 @@
+"""leannorm's autograd functions: rebuilt by their own kernels, from the statistics that they saved."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from leannorm.autograd.channel import ChannelAffine, ChannelNorm
+from leannorm.autograd.conv import ConvNorm
+from leannorm.autograd.rows import RowNorm
+from leannorm.autograd.sync import SyncNorm
+from leannorm.ops.backends import Backend
+from leannorm.saving.graph import kind_of_function, saved_by_function
+from leannorm.saving.recipes.registry import Given, copy_of, recipe
+from leannorm.saving.values import Step, Value
+
+
+def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
+    *residual, mean, rstd, weight, bias, backend, act = rest
+    kernels: Backend = backend
+    return kernels.channel_normalize(x, mean, rstd, weight, bias, (residual or [None])[0], act)
+
+
+def _kept(node: Any) -> Any:
+    """The record of what the node's function keeps (its `Kept`), with a value in each field.
+
+    None while the node is still saving (its output, for example), and if it saved outside of `lean()`.
+    """
+    record = type(node)._forward_cls.Kept
+    values = saved_by_function(node, len(record._fields))
+    kept = None if values is None else record(*values)
+    return None if kept is None or None in (kept.x, kept.mean, kept.rstd) else kept
+
+
+@recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
+def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if output or kept is None:
+        return None
+    statistics = 2 if isinstance(node, ChannelAffine._backward_cls) else 0
+    has_x, has_weight, has_bias, has_residual = (dtype is not None for dtype in node.dtypes)
+    before_bias = has_x + statistics + has_weight
+    known, bias = _bias(kept.bias, before_bias, given, has_bias)
+    residual = kept.residual
+    if has_residual and residual is None:
+        residual = given(before_bias + has_bias)
+        if residual is None:
+            return None
+    if not known:
+        return None
+    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    inputs = (kept.x,) if residual is None else (kept.x, residual)
+    return Step(_channel_normalize, inputs, captured, (node.backend, node.act))
+
+
+def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
+    """Is the bias known, and a copy of it: saved by the node, or its input i. `there`: it has one."""
+    value = saved if saved is not None or not there else given(i)
+    return value is not None or not there, copy_of(value)
+
+
+def _row_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, backend: Any, *rows: Any) -> Tensor:
+    y: Tensor = backend.row_forward(x, None, weight, bias, *rows)[0]
+    return y
+
+
+@recipe(kind_of_function(RowNorm))
+def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if output or kept is None:
+        return None
+    *before_bias, has_bias = (dtype is not None for dtype in node.dtypes)
+    known, bias = _bias(None, sum(before_bias), given, has_bias)
+    if not known:
+        return None
+    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (node.backend, *node.rows))
+
+
+def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
+    *conv_bias, mean, rstd, weight, bias, convolution, backend = rest
+    y = convolution.apply(x, kernel, *(conv_bias or (None,)))
+    normalized: Tensor = backend.channel_normalize(y, mean, rstd, weight, bias)
+    return normalized
+
+
+@recipe(kind_of_function(ConvNorm))
+def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if output or kept is None or kept.x.products:
+        return None
+    has_weight, has_bias = (dtype is not None for dtype in node.dtypes)
+    known, bias = _bias(None, 2 + (kept.conv_bias is not None) + has_weight, given, has_bias)
+    if not known:
+        return None
+    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    inputs = tuple(v for v in (kept.x, kept.conv_weight, kept.conv_bias) if v is not None)
+    flops = 2 * kept.conv_weight.look()[0].numel() * prod(node._input_metadata[0].shape)
+    constants = node.convolution, node.backend
+    return Step(_conv_norm, inputs, captured, constants, kind="product", flops=flops)

@@ -1,0 +1,85 @@
+"""Small passes: everything that they save is held, since rebuilding would take more time than it is worth.
+
+A pass starts as a small pass only if the one before, at the same place of the program, was small. It stops
+being one when it has saved more than `SMALL` bytes; steps are searched from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from leannorm.saving.evidence import sequence_number
+
+SMALL = 4 << 20
+"""Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""
+
+NEVER_SMALL = object()
+"""The place of passes that are searched at any size, such as those that a report measures."""
+
+Kept = tuple[Tensor, int]  # a tensor and its version
+
+_STAYED_SMALL: dict[Hashable, None] = {}
+_MAX_PLACES = 4096
+
+
+def place_of(frame: FrameType) -> Hashable:
+    """The line of the program that opens a pass."""
+    return frame.f_code, frame.f_lasti
+
+
+def was_small(place: Hashable) -> bool:
+    """Was the last pass at this place small?"""
+    return place in _STAYED_SMALL
+
+
+def note(place: Hashable, nbytes: int) -> None:
+    """Record that a pass at this place has saved so many bytes in all."""
+    if nbytes > SMALL:
+        _STAYED_SMALL.pop(place, None)
+    else:
+        if len(_STAYED_SMALL) >= _MAX_PLACES:
+            _STAYED_SMALL.clear()
+        _STAYED_SMALL[place] = None
+
+
+class SmallPass:
+    """The pack hook of a small pass, and the tensors that it has held."""
+
+    def __init__(self, pack_from: Callable[[int], Callable[[Tensor], Any]]) -> None:
+        """`pack_from(number)` makes the hook for the rest of a pass that turns out not to be small."""
+        self._pack_from = pack_from
+        self._pack: Callable[[Tensor], Any] | None = None
+        self.kept: list[Kept] = []
+        self.nbytes = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        """The tensor, detached, and its version; after `SMALL` bytes, the result of the other hook."""
+        if self._pack is not None:
+            return self._pack(tensor)
+        base = tensor if tensor._base is None else tensor._base
+        of_parameter = base.requires_grad and base.is_leaf
+        if not of_parameter:
+            self.nbytes += tensor.nbytes
+        if self.nbytes > SMALL:
+            self._pack = self._pack_from(sequence_number())
+            return self._pack(tensor)
+        kept = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        if not of_parameter:
+            self.kept.append(kept)
+        return kept
+
+
+def read(kept: Kept) -> Tensor:
+    """The tensor; raises autograd's error if it was edited in place."""
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
+            f" {version} instead: edit a copy of it, or edit it after backward()"
+        )
+    return tensor

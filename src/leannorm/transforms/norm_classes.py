@@ -1,0 +1,96 @@
+"""Tables of the known classes and of the classes that they become.
+
+A class is known by its full name, so no package is imported to recognise its layers. Subclasses of a known
+class are not known: they may compute anything (timm's `BatchNormAct2d` is a `BatchNorm2d` that activates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch.nn
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+from leannorm import nn
+from leannorm.transforms.norm_act import (
+    BatchNorm2dThenAct,
+    GroupNormThenAct,
+    LayerNormThenAct,
+    RMSNormThenAct,
+)
+from leannorm.transforms.steps import name_of
+
+
+class Entry(NamedTuple):
+    """The class that a known layer becomes, and the attributes that are added to it."""
+
+    target: type[Module]
+    attributes: Mapping[str, Any] = {}
+
+
+# classes of the same name in torch.nn and leannorm.nn
+SAME = (
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "GroupNorm",
+    "LayerNorm",
+    "RMSNorm",
+    "SyncBatchNorm",
+)
+TO_TORCH: dict[type[Module], type[Module]] = {getattr(nn, n): getattr(torch.nn, n) for n in SAME}
+CHANNELS = {"dim": 1}  # over dim 1 of NCHW; the original permutes to NHWC and back
+
+KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TORCH.items()} | {
+    "timm.layers.norm.GroupNorm": Entry(nn.GroupNorm),
+    "timm.layers.norm.GroupNorm1": Entry(nn.GroupNorm),
+    "timm.layers.norm.LayerNorm": Entry(nn.LayerNorm),
+    "timm.layers.norm.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
+    "timm.layers.norm.RmsNorm": Entry(nn.RMSNorm),
+    "timm.layers.norm.RmsNorm2d": Entry(nn.RMSNorm, CHANNELS),
+    "timm.layers.norm_act.BatchNormAct2d": Entry(BatchNorm2dThenAct),
+    "timm.layers.norm_act.GroupNormAct": Entry(GroupNormThenAct),
+    "timm.layers.norm_act.GroupNorm1Act": Entry(GroupNormThenAct),
+    "timm.layers.norm_act.LayerNormAct": Entry(LayerNormThenAct),
+    "timm.layers.norm_act.LayerNormAct2d": Entry(LayerNormThenAct, CHANNELS),
+    "timm.layers.norm_act.RmsNormAct": Entry(RMSNormThenAct),
+    "timm.layers.norm_act.RmsNormAct2d": Entry(RMSNormThenAct, CHANNELS),
+    "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
+}
+
+# blocks in which `fuse="certain"` fuses calls; their source is read from the installed package
+CERTAIN_BLOCKS = frozenset(
+    {
+        "timm.models.resnet.BasicBlock",
+        "timm.models.resnet.Bottleneck",
+        "timm.models.resnet.ResNet",
+        "torchvision.models.densenet._DenseLayer",
+        "torchvision.models.googlenet.BasicConv2d",
+        "torchvision.models.inception.BasicConv2d",
+        "torchvision.models.resnet.BasicBlock",
+        "torchvision.models.resnet.Bottleneck",
+        "torchvision.models.resnet.ResNet",
+    }
+)
+
+
+def why_not(module: Module) -> str | None:
+    """Why this layer of a known class would compute something else as one of ours."""
+    momentum, eps = getattr(module, "momentum", None), getattr(module, "eps", None)
+    if isinstance(momentum, float) and not 0 <= momentum <= 1:
+        return f"its momentum is {momentum}, ours takes 0 to 1"
+    if eps is not None and (eps < 0 or (eps == 0 and isinstance(module, _BatchNorm))):
+        return f"its eps is {eps}, ours must be positive"
+    if getattr(module, "_fast_norm", False):
+        return "timm's fast norm casts under autocast, ours does not; call set_fast_norm(False) before"
+    return None
+
+
+def is_norm(module: Module) -> bool:
+    """Is it one of torch's norms, or of a subclass?"""
+    return isinstance(module, (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm))

@@ -1,0 +1,138 @@
+"""The command line: exit statuses, one line for bad usage, no traceback, no half-written file."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from leannorm._errors import InputError
+from leannorm._files import write_text
+from leannorm.cli import main
+
+RUN = [sys.executable, "-c", "import sys; from leannorm.cli import main; sys.exit(main())"]
+
+
+def in_a_process(*arguments, **kwargs):
+    return subprocess.run([*RUN, *arguments], capture_output=True, text=True, timeout=280, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["demo", "--help"], ["check", "--help"], ["info", "--help"]]
+)
+def test_help_exits_well(arguments, capsys):
+    assert main(arguments) == 0
+    assert "Usage: leannorm" in capsys.readouterr().out
+
+
+BAD_USAGE = {
+    "unknown command": (["bogus"], "No such command 'bogus'"),
+    "unknown option": (["demo", "--bogus"], "No such option"),
+    "not a number": (["demo", "--epochs", "many"], "--epochs"),
+    "too few epochs": (["demo", "--epochs", "0"], "--epochs must be at least 1; got 0"),
+    "unknown data": (["demo", "--data", "letters"], "choose digits or mnist"),
+    "no folder for mnist": (["demo", "--data", "mnist"], "add --root DIR"),
+    "no such folder": (["demo", "--json", "/nowhere/at/all.json"], "there is no folder"),
+    "no such folder, check": (["check", "--json", "/nowhere/at/all.json"], "there is no folder"),
+    "unknown device, profile": (
+        ["profile", "torch.nn:Identity", "--input", "2x3", "--device", "warp"],
+        "cannot use device 'warp'",
+    ),
+    "unknown device, bench": (["bench", "--device", "warp"], "cannot use device 'warp'"),
+    "unknown dtype, bench": (["bench", "--dtype", "int8"], "--dtype is one of float32"),
+    "unknown device": (["demo", "--device", "warp"], "cannot use device 'warp'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_USAGE.values(), ids=BAD_USAGE)
+def test_bad_usage_is_one_line_on_stderr_and_status_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.count("\n") == 1
+    assert err.startswith("leannorm: ")
+    assert "Traceback" not in out + err
+
+
+def test_a_page_without_its_libraries_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main(["demo", "--report", str(tmp_path / "page.html")]) == 2
+    assert "needs plotly" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_info_names_versions_and_backends(capsys, tmp_path):
+    path = tmp_path / "info.json"
+    assert main(["info", "--json", str(path)]) == 0
+    assert "reference" in capsys.readouterr().out
+    data = json.loads(path.read_text())
+    assert data["backends"]["reference"] == []
+    assert data["facts"]["torch"].startswith("2.")
+
+
+def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
+    done = in_a_process(
+        *["demo", "--epochs", "1", "--batch-size", "700", "--json", "out.json", "--report", "out.html"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in ("epoch 1", "held after forward", "peak of a step", "step time", "freed", "same gradients"):
+        assert part in done.stdout
+    assert "\x1b" not in done.stdout  # no colour codes where there is no terminal
+    assert json.loads((tmp_path / "out.json").read_text())["passed"] is True
+    assert (tmp_path / "out.html").stat().st_size > 1e6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.html", "out.json"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
+    running = subprocess.Popen(
+        [*RUN, *f"demo --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored, where a shell's `&` is
+    )
+    assert running.stdout.readline().startswith("training loss")
+    time.sleep(0.5)
+    running.send_signal(signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert err == "leannorm: stopped; no file was left half-written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "new \ud800")
+    assert path.read_text() == "old"
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+    with pytest.raises(InputError, match="there is no folder"):
+        write_text(tmp_path / "not" / "here.txt", "text")
+
+
+def test_importing_leannorm_brings_neither_extras_nor_the_command_line():
+    code = """
+        import sys, leannorm, leannorm.report.memory, leannorm._freed_memory
+        unwanted = {"typer", "rich", "plotly", "jinja2", "sklearn", "torchvision", "timm"} & set(sys.modules)
+        sys.exit(", ".join(sorted(unwanted)) or 0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("\n        ", "\n")], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,72 @@
+"""`leannorm fork` and `leannorm fold` as they are typed, with their exit statuses."""
+
+import json
+
+import pytest
+import torch
+
+from leannorm import program
+from leannorm.cli import main
+
+NETWORK = "program_cases:small"
+
+
+# torch's own, from torch.export.load in 2.10
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+def test_fork_then_fold(tmp_path, capsys):
+    out, picture, numbers = tmp_path / "net.pt2", tmp_path / "net.svg", tmp_path / "n.json"
+    given = [
+        "fork",
+        NETWORK,
+        "--input",
+        "4x3x8x8",
+        "-o",
+        str(out),
+        "--draw",
+        str(picture),
+        "--json",
+        str(numbers),
+    ]
+    assert main(given) == 0
+    text = capsys.readouterr().out
+    assert "shared (1 operators)" in text
+    assert "training branch" in text
+    assert picture.read_text().startswith("<svg")
+    assert json.loads(numbers.read_text())["operators"]["shared"] == 1
+    loaded = program.Program.load(out)
+    x = torch.randn(7, 3, 8, 8)
+    expected = loaded.infer(x)
+
+    folded = tmp_path / "folded.pt2"
+    assert main(["fold", str(out), "-o", str(folded), "--json", str(numbers)]) == 0
+    assert "1 folded, 0 skipped; largest output difference" in capsys.readouterr().out
+    result = torch.export.load(folded).module()(x)
+    torch.testing.assert_close(result, expected)
+    assert json.loads(numbers.read_text())["folded"] == [{"norm": "1", "into": ["0"]}]
+
+
+def test_fold_a_model(tmp_path, capsys):
+    folded, numbers = tmp_path / "folded.pt2", tmp_path / "numbers.json"
+    options = ["--input", "4x3x8x8", "-o", str(folded), "--json", str(numbers)]
+    assert main(["fold", NETWORK, *options]) == 0
+    assert "folded   1 into 0" in capsys.readouterr().out
+    assert folded.exists()
+    assert json.loads(numbers.read_text())["decided"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["fork", "nonsense"], "name a model as timm:NAME"),
+        (["fork", NETWORK, "--input", "4xa"], "an input is written as its sizes"),
+        (["fold", NETWORK, "--input", "4x3"], "torch.export cannot trace"),
+        (["fold", __file__], "is not a whole file written by Program.save"),
+    ],
+    ids=["model", "sizes", "shape", "file"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_bad_usage_is_one_line(given, message, capsys):
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,56 @@
+"""Whose kernels a test of this folder tries, and what stands for torch's operators."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from kernel_cases import SEVERAL
+
+from leannorm.ops import schema
+from leannorm.ops.backends import BACKENDS, triton
+from leannorm.ops.select import use_backend
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def kernels(request, monkeypatch):
+    """A backend that serves by its name, and makes tensors where its kernels run.
+
+    A small input takes Triton one launch, but where several are asked for.
+    """
+    name = request.param.split(",")[0]
+    device = "cuda" if name == "triton" and torch.cuda.is_available() else "cpu"
+    reasons = BACKENDS[name].why_not(torch.empty(1, device=device), named=True)
+    if reasons:
+        pytest.skip(" ".join(reasons))
+    if request.param == SEVERAL:
+        from leannorm.ops.backends.triton import tiling
+
+        tiling.planned.cache_clear()
+        monkeypatch.setattr(tiling, "one_launch", lambda *_: False)  # and in small tiles, as large inputs
+        monkeypatch.setattr(tiling, "_IN_FLIGHT", 16)
+        monkeypatch.setattr(tiling, "_WARPS", 1)
+    with use_backend(name), torch.device("cuda") if device == "cuda" else nullcontext():
+        yield BACKENDS[name]
+    if request.param == SEVERAL:
+        tiling.planned.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def interpreted_operators():
+    """The operators once more, in a namespace where tensors of the CPU reach the interpreted kernels."""
+    library = torch.library.Library("leannorm_interpreted", "DEF")
+    for definition in (*schema._SCHEMAS, *schema._BETWEEN):
+        name = library.define(definition)
+        library.impl(name, getattr(triton._kernels, name), "CPU")
+        fake = torch._library.simple_registry.singleton.find(f"leannorm::{name}").fake_impl.kernel.func
+        torch.library.register_fake(f"leannorm_interpreted::{name}", fake, lib=library)
+    yield torch.ops.leannorm_interpreted
+    library._destroy()
+
+
+@pytest.fixture
+def operators(kernels, request):
+    """torch's operators that these kernels implement."""
+    if kernels.name == "triton" and triton.INTERPRETED:
+        return request.getfixturevalue("interpreted_operators")
+    return torch.ops.leannorm

@@ -1,0 +1,212 @@
+"""What only the C++ kernels promise: threads, caches, instruction sets, memory, being the default.
+
+Their numbers are asked for by the suites of all backends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import DTYPES, ChannelCase
+from kernel_cases import assert_close_to_reference, call_on, needs_kernels, results
+from row_kernel_cases import both_ways, operands
+
+from leannorm import functional
+from leannorm.ops import select
+from leannorm.ops.backends import BACKENDS, CPU
+
+pytestmark = needs_kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(34, 600, 5, 11), (2100, 8, 3)], ids=str)
+@pytest.mark.parametrize(("act", "out_given"), [("identity", False), ("relu", True), ("gelu", False)])
+def test_short_planes_sample_by_sample(shape, dtype, act, out_given):
+    """Samples that differ, and channels of which one is constant and one far from its first samples."""
+    call = call_on(ChannelCase(shape, "contiguous"), dtype, act, residual=True, out_given=out_given)
+    x = call.x + torch.randn(*shape[:2], *[1] * (len(shape) - 2)).to(dtype)
+    x[:2, 2] = 12
+    if dtype != torch.float64:  # which sums in nothing wider, and so has no second way
+        x[:, 1] = 3
+    assert_close_to_reference(call._replace(x=x))
+
+
+CUTS = [
+    ((4, 64, 30, 30), 0), ((2, 3, 160, 160), 0), ((6, 512, 7, 7), 0), ((3, 24, 20, 20), 4),
+    ((1, 6, 200, 200), 2), ((300, 700), 0), ((5, 3, 5001), 0), ((41, 1500, 3, 3), 0), ((33, 1700, 11), 0),
+]  # fmt: skip
+
+
+def laid_out(cuts):
+    """Each contiguous, and channels_last where there is such a layout."""
+    layouts = ("contiguous", "channels_last")
+    return [(shape, groups, layout) for shape, groups in cuts for layout in layouts[: len(shape) // 2]]
+
+
+@pytest.mark.parametrize(("shape", "groups", "layout"), laid_out(CUTS), ids=str)
+def test_threads_change_no_bit(shape, groups, layout):
+    call = call_on(ChannelCase(shape, layout), torch.float32, "silu", groups, residual=True)
+    before, seen = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            seen.append(results(CPU, call))
+    finally:
+        torch.set_num_threads(before)
+    for other in seen[1:]:
+        for name, value in seen[0].items():
+            assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "layout"), laid_out([((3, 31), 0), ((4, 6, 3, 3), 2), *CUTS]), ids=str
+)
+def test_float64_merges_far_means_without_losing_a_digit(shape, groups, layout):
+    """Means of chunks are subtracted from each other: rounded, they leave eight digits of the variance."""
+    call = call_on(ChannelCase(shape, layout), torch.float64, "identity", groups)
+    assert_close_to_reference(call._replace(x=call.x + 1e8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plane", [(157, 157), (26, 26), (3, 3)], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
+    """Large results are, from a line's first element on: planes that begin anywhere in a line."""
+    samples = (9 << 20) // (5 * plane[0] * plane[1] * dtype.itemsize)
+    shape = (samples, 5, *plane)
+
+    def made(v):
+        flat = v.expand(shape).to(dtype).flatten()
+        return torch.cat((flat[:offset], flat))[offset:].view(shape)
+
+    x, dy, residual = (made(torch.randn(1, 5, *plane)) for _ in range(3))
+    given = torch.randn(5).double(), torch.rand(5).double(), torch.rand(5), torch.rand(5), residual
+    y = CPU.channel_normalize(x, *given, "relu")
+    dx, dz = CPU.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    alone = torch.ones(2, 5, *plane, dtype=dtype)  # too small for it
+    x, dy, residual = (alone * v[:1] for v in (x, dy, residual))
+    given = *given[:4], residual
+    small = CPU.channel_normalize(x, *given, "relu")
+    small_dx, small_dz = CPU.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    for large, want in ((y, small), (dx, small_dx), (dz, small_dz)):
+        assert torch.equal(large, want[:1].expand(shape))
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc counts, since 2.33")
+def test_a_call_leaves_nothing_behind():
+    """Not even a few bytes: a small block that stays keeps the large one beside it from being used again."""
+    fields = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "in_use", "free", "top"]
+    info = type("Info", (ctypes.Structure,), {"_fields_": [(name, ctypes.c_size_t) for name in fields]})
+    malloc = ctypes.CDLL(None).mallinfo2
+    malloc.restype = info
+    call = call_on(ChannelCase((2, 4, 3, 3), "contiguous"), torch.float32, residual=True)
+    running = torch.zeros(4), torch.ones(4), torch.tensor(0), 0.1
+
+    def calls(n):
+        for _ in range(n):
+            results(CPU, call)
+            CPU.channel_forward(call.x, None, None, None, 1e-5, running=running)
+            with pytest.raises(RuntimeError, match="unknown activation"):
+                CPU.channel_normalize(call.x, running[0].double(), running[1].double(), act="softplus")
+
+    calls(200)
+    before = malloc().in_use
+    calls(1000)
+    assert malloc().in_use - before < 16 * 1000
+
+
+@pytest.mark.skipif("LEANNORM_LARGE" not in os.environ, reason="takes 14 GiB; set LEANNORM_LARGE to run")
+@pytest.mark.parametrize("shape", [(2, 3, 2**29 // 3 + 5), (2**29 + 9, 2), (3, 2, 2**28 + 7)], ids=str)
+def test_more_elements_than_an_int_counts(shape):
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    x = torch.empty((*shape[:2], *shape[2:], 2) if len(shape) == 3 else (shape[0], 4), dtype=torch.bfloat16)
+    assert x.numel() > 2**31
+    x.fill_(1)
+    x[-1, -1] = 3
+    y, mean, _, rstd = CPU.channel_forward(x, None, None, None, 1e-5, "identity", 0)
+    count = x[:, -1].numel()
+    last = count + 2 * x[-1, -1].numel()
+    assert abs(mean[-1].item() - last / count) < 1e-6
+    assert y[-1, -1].flatten()[-1] == ((3 - mean[-1]) * rstd[-1]).bfloat16()
+    torch.ops.leannorm.channel_backward_(y, x, mean, rstd, None, None, None, None, "identity", 0, False)
+    assert x.flatten()[-1].isfinite()
+
+
+@pytest.mark.parametrize("isa", ["v3", "base"])
+def test_every_instruction_set(isa):
+    """The suites on the kernels of lesser machines, in a process of their own: the choice is made once."""
+    suites = [str(Path(__file__).with_name(f"test_{kind}_kernels.py")) for kind in ("channel", "row")]
+    names = "cpu and (test_the_verbs or (test_agrees and (17 or 14)) or hard or test_layout)"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suites, "-k", names]
+    run = subprocess.run(command, env=os.environ | {"LEANNORM_ISA": isa}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 400
+
+
+ROWS = [
+    *((shape, "contiguous") for shape in ((1000, 33), (7, 4097), (4, 96, 40, 20), (2, 20, 1100))),
+    ((4, 96, 40, 20), "channels_last"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("shape", "layout"), ROWS, ids=str)
+def test_bits_do_not_depend_on_the_number_of_threads(shape, dtype, layout):
+    given, before = operands(shape, 1, 2, dtype, False, True, layout), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(both_ways(CPU, given, 1, 2, False))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("cache", [0, 1 << 40], ids=["past", "into"])
+def test_the_way_to_memory_changes_no_bit(cache):
+    """Large outputs past the caches or into them, in processes of their own: the bits of small ones."""
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE], env={**os.environ, "LEANNORM_CACHE": str(cache)}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+
+
+LARGE = """
+import torch
+from leannorm.ops.backends import CPU
+
+weight, bias = torch.randn(64), torch.randn(64)
+for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    for shape in ((40000, 64), (10, 64, 4096)):  # lines, panels
+        x, dy, more = (torch.randn(shape).to(dtype) for _ in range(3))
+        for residual in (None, more):
+            args = 1, 2, 1e-5, False
+            y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, *args)
+            kept = x if residual is None else total
+            dx, *_ = CPU.row_backward(dy, residual, kept, mean, rstd, weight, 1, 2, False)
+            for part in torch.arange(len(x)).chunk(10):
+                add = None if residual is None else residual[part]
+                y_, _, *statistics = CPU.row_forward(x[part], add, weight, bias, *args)
+                dx_, *_ = CPU.row_backward(dy[part], add, kept[part], *statistics, weight, 1, 2, False)
+                assert torch.equal(y[part], y_) and torch.equal(dx[part], dx_)
+"""
+
+
+def test_auto_takes_the_kernels_and_a_named_backend_is_obeyed():
+    x = torch.randn(4, 8)
+    assert next(name for name, why in select.backends(x).items() if not why) == "cpu"
+    assert set(BACKENDS) >= {"cpu", "reference"}
+    with select.use_backend("cpu"):
+        kernels = functional.layer_norm(x, (8,))
+    with select.use_backend("reference"):
+        plain = functional.layer_norm(x, (8,))
+    torch.testing.assert_close(kernels, plain)

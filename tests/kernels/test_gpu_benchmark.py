@@ -1,0 +1,115 @@
+"""`benchmarks.gpu` as far as a CPU goes: the whole path at tiny sizes, its refusals, its arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.report import OutOfTimeError, Report
+from benchmarks.gpu.shapes import Case, errors, make_set, moved, ours, torchs
+from leannorm.cli import main
+from leannorm.report.timing import device_seconds, launches, sets_past_the_cache
+
+ROOT = Path(__file__).parents[2]
+triton = importlib.util.find_spec("triton")
+
+
+def run(*arguments, folder, **environment):
+    command = [sys.executable, "-W", "error", "-m", "benchmarks.gpu", *arguments, "--out", str(folder)]
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=250)
+
+
+@pytest.mark.skipif(triton is None, reason="Triton is not installed")
+def test_smoke(tmp_path):
+    done = run("--smoke", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = json.loads((tmp_path / "gpu-smoke.json").read_text())
+    assert found["wrong"] == []
+    assert {row["backend"] for row in found["rows"] if row["side"] == "ours"} == {"triton"}
+    kinds = {(row["case"], row["side"], row["direction"]) for row in found["rows"]}
+    for case in ("batch norm + relu", "batch norm + add + relu", "layer norm", "RMS norm"):
+        assert {(case, side, "backward") for side in ("ours", "torch", "compile")} <= kinds
+    steps = {(row["network"], row["setting"]) for row in found["steps"]}
+    for network in ("resnet50", "vit"):
+        for setting in ("stock", "convert", "norm", "convert + conv", "compile"):
+            assert (network, setting) in steps
+    assert found["torch"] == torch.__version__
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_section_alone_within_no_time_leaves_notes(tmp_path):
+    done = run("--smoke", "--only", "rows", "--minutes", "0.05", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "gpu-smoke-rows.json").read_text())
+    assert any("left out" in note for note in found["notes"])
+    assert found["rows"] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_both_commands_say_what_to_do(tmp_path, capsys):
+    done = run(folder=tmp_path)
+    assert done.returncode != 0
+    assert "choose cpu" in done.stderr
+    assert main(["bench", "--device", "cuda"]) == 2
+    assert "choose cpu" in capsys.readouterr().err
+
+
+def test_wrong_answers_and_unwritten_ones_are_seen():
+    case = Case("batch norm + relu", (2, 4, 3, 3), "channel")
+    s = make_set(case, torch.bfloat16, torch.device("cpu"))
+
+    def wrong(s):
+        return ours("channel")(s) * 1.01
+
+    def unwritten(s):
+        return ours("channel")(s) + torch.empty(1)
+
+    sides = {"torch": torchs("channel"), "right": ours("channel"), "wrong": wrong, "ours": unwritten}
+    found = {name: all(e.within for e in each) for name, each in errors(case, sides, s).items()}
+    assert found["right"]
+    assert not found["wrong"]
+    assert not found["ours"]
+
+
+def test_bytes_of_the_floor():
+    t = 2 * 8 * 4 * 4 * 2  # bytes of the tensor in two bytes each
+    plain = Case("batch norm + relu", (2, 8, 4, 4), "channel")
+    assert moved(plain, 2, cache=0)["forward"] == (3 * t, 2 * t)
+    assert moved(plain, 2, cache=0)["backward"] == (5 * t, 3 * t)
+    assert moved(plain, 2, cache=10 * t)["both"] == (5 * t, 5 * t)
+    added = plain._replace(residual=True)
+    assert moved(added, 2, cache=0)["forward"] == (4 * t, 3 * t)
+    assert moved(added, 2, cache=0)["backward"] == (8 * t, 5 * t)
+    assert moved(Case("layer norm", (4, 8), "layer"), 2, cache=0)["both"] == (5 * 64, 5 * 64)
+
+
+def test_an_error_in_one_case_is_written_down_and_the_rest_goes_on(tmp_path):
+    report = Report(torch.device("cpu"), tmp_path, 1, "")
+
+    def fails():
+        raise ZeroDivisionError("so")
+
+    report.attempt("this", fails)
+    assert json.loads(report.path.read_text())["wrong"] == ["this: ZeroDivisionError: so"]
+
+    def stops():
+        raise OutOfTimeError
+
+    with pytest.raises(OutOfTimeError):
+        report.attempt("that", stops)
+
+
+def test_timing_on_the_cpu():
+    order = []
+    assert len(device_seconds([lambda: order.append(0), lambda: order.append(1)], "cpu", 3)) == 3
+    assert order == [0, 1, 0]
+    assert sets_past_the_cache(1, "cpu") == 1
+    assert launches(lambda: None, "cpu") is None

@@ -1,0 +1,299 @@
+"""Every Triton kernel as real calls launch it, compiled for GPUs that need not be there.
+
+`python triton_variants.py ARCHITECTURE [all]`, without TRITON_INTERPRET, prints a line of JSON for each
+variant: registers, bytes of stack (where what registers do not hold is spilled), bytes of shared memory. A
+variant is what a call of `CALLS` launches on tensors without memory: its kernel is recorded in place of
+being run. So an entry there is all that a new kernel, or a new way of launching one, needs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+PROCESSORS, SHARED = 132, {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # multiprocessors; of a program
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+class Call(NamedTuple):
+    """A call that launches kernels; `sample`: compiled by every test run, and not just by the sweep."""
+
+    name: str
+    run: Callable[[], object]
+    sample: bool = False
+
+
+class Variant(NamedTuple):
+    """A kernel as it is launched: what Triton compiles for it, and how many programs there are."""
+
+    name: str
+    kernel: Any
+    programs: int
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    attributes: dict[tuple[int], list[list[object]]]
+    options: dict[str, Any]
+
+
+def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def row_call(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = BF16,
+    rms: bool = False,
+    residual: bool = False,
+    parameters: torch.dtype | None = None,
+    axis: int = -1,
+    sample: bool = False,
+) -> Call:
+    """Forward and backward pass of a layer or RMS norm."""
+    axis %= len(shape)
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import rows
+
+        x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
+        weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
+        span = (axis, axis + 1)
+        _, _, mean, rstd = rows.row_forward(x, other, weight, None if rms else bias, *span, 1e-5, rms)
+        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
+
+    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
+    words += ["residual"] * residual + [f"parameters {parameters}"] * bool(parameters)
+    return Call(" ".join(words).replace("torch.", ""), run, sample)
+
+
+def channel_call(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = BF16,
+    act: str = "relu",
+    last: bool = False,
+    groups: int = 0,
+    residual: bool = False,
+    sample: bool = False,
+) -> Call:
+    """Forward and backward pass of a per-channel norm, and single verbs; with a residual, from the output."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import channel, channel_gradients
+
+        layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)] if last else None
+        x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
+        other = x if residual else None
+        weight, bias = meta((shape[1],), F32), meta((shape[1],), F32)
+        y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
+        out = y if residual else None
+        channel_gradients.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
+        channel.channel_moments(x, groups)
+        channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
+        sums = channel_gradients.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
+        p, q = (meta(tuple(mean.shape), F64) for _ in sums)
+        channel_gradients.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)
+
+    words = ["channels", "x".join(map(str, shape)), str(dtype).removeprefix("torch."), act]
+    words += ["channels_last"] * last + [f"{groups} groups"] * bool(groups) + ["residual"] * residual
+    return Call(" ".join(words), run, sample)
+
+
+def statistics_call(channels: int, dtype: torch.dtype = F32) -> Call:
+    """What happens to the statistics of a layer, of one rank or several."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import statistics
+
+        mean, m2, total = meta((channels,), F64), meta((channels,), F64), meta((1 + 4 * channels,), F64)
+        running, batches, count = meta((channels,), dtype), meta((), torch.int64), meta((), F64)
+        statistics.move_running_(running, running, batches, 0.1, mean, m2, 100, None)
+        statistics.move_running_(running, running, batches, None, mean, m2, 0, count)
+        statistics.constants_of(running, running, 1e-5)
+        statistics.sums_of(mean, m2, 100)
+        statistics.message_of([total], (1, 2), 0, 100, 4096)
+        statistics.message_of([mean, m2], (1, 2), 0, 0, 4096)
+        statistics.moments_of(total, 1e-5)
+        statistics.means_of(total[: 1 + 2 * channels], running, count)
+
+    return Call(f"statistics {channels} {dtype}".replace("torch.", ""), run, dtype == F32)
+
+
+ROWS = 32768
+RESNET = [(128, 64, 56, 56), (128, 256, 56, 56), (128, 512, 28, 28), (128, 1024, 14, 14), (128, 2048, 7, 7)]
+ACTS = (
+    "identity",
+    "leaky_relu",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "hardswish",
+    "hardtanh",
+    "relu6",
+    "elu",
+    "mish",
+)
+FAR = [  # past 2^31 elements: in a plane, in a tile, along a row, beside it, and in the number of rows
+    *(channel_call((2, 4, 65536, 32768), last=last) for last in (False, True)),
+    channel_call((2, 4, 65536, 32768), act="identity", groups=2),
+    channel_call((128, 1 << 26)),
+    row_call((4, 1 << 31)),
+    row_call((2, 1 << 20, 4096), axis=1, sample=True),
+    row_call((2, 64, 1 << 26), rms=True, axis=1),
+    row_call((1 << 32, 64), F32, residual=True),
+]
+CALLS = [
+    channel_call(RESNET[0], last=True, sample=True),
+    channel_call(RESNET[1], last=True, residual=True, sample=True),
+    channel_call((32, 256, 32, 32), last=True, groups=32, act="silu", sample=True),
+    channel_call((2, 64, 28, 28), residual=True, sample=True),
+    *(
+        channel_call(s, last=last, residual=r)
+        for s in RESNET
+        for last in (False, True)
+        for r in (False, True)
+    ),
+    *(channel_call(s, F32, last=last, residual=True) for s in RESNET for last in (False, True)),
+    *(channel_call(RESNET[0], act=act, last=True) for act in ACTS),
+    *(channel_call(RESNET[2], act=act, residual=True) for act in ACTS),
+    *(channel_call((2, 64, 28, 28), dtype, last=last) for dtype in (BF16, F32) for last in (False, True)),
+    *(
+        channel_call((32, 256, 32, 32), dtype, groups=32, last=last, act="silu", residual=r)
+        for dtype in (BF16, F32)
+        for last in (False, True)
+        for r in (False, True)
+    ),
+    *(channel_call((1, 128, 512, 512), groups=32, act="silu", last=last) for last in (False, True)),
+    *(channel_call((8, 64, 64, 64), groups=64, act="identity", last=last) for last in (False, True)),
+    channel_call((8, 32, 16, 32, 32), last=True),
+    *(channel_call((4096, c), dtype) for c in (3, 100, 512) for dtype in (F16, F32)),
+    *(channel_call(RESNET[2], F64, last=last, residual=True) for last in (False, True)),
+    *(row_call((ROWS, n), rms=rms, sample=True) for n in (1024, 4096, 8192, 16384) for rms in (False, True)),
+    *(row_call((ROWS, n), residual=True) for n in (1024, 4096, 8192, 16384)),
+    *(row_call((ROWS, n), parameters=F32) for n in (4096, 16384)),
+    *(row_call((ROWS, n), F32) for n in (1024, 4096, 8192, 16384)),
+    *(row_call((ROWS, n), F32, residual=True) for n in (1024, 8192)),
+    *(row_call((ROWS, n)) for n in (7, 64, 100, 768, 2048, 5000, 32768)),
+    row_call((ROWS, 64), F32, sample=True),
+    row_call((ROWS, 50000), sample=True),
+    row_call((ROWS, 50000), F32, rms=True, residual=True),
+    row_call((ROWS, 4096), F16, residual=True),
+    row_call((ROWS, 512), F64),
+    row_call((ROWS, 3000), F64),
+    row_call((128, 96, 56, 56), axis=1, sample=True),
+    row_call((128, 384, 14, 14), F32, axis=1),
+    row_call((128, 512, 7, 7), rms=True, axis=1),
+    row_call((128, 3, 224, 224), axis=1),
+    row_call((128, 2048, 7, 7), axis=1),
+    *(statistics_call(512, dtype) for dtype in (F32, F64, BF16)),
+    *FAR,
+]
+
+
+def _specialized(
+    kernel: Any, values: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
+    """Types, constants and attributes of the arguments, as Triton finds them for such values."""
+    types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+    signature, constants, attributes = {}, {}, {}
+    for number, parameter in enumerate(kernel.params):
+        value, free = values[parameter.name], not parameter.do_not_specialize
+        constant = parameter.is_constexpr or value is None
+        if constant or (free and type(value) is int and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = f"*{types[value.dtype]}"
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            free = free and value % 16 == 0
+        if free and not isinstance(value, float):
+            attributes[(number,)] = [["tt.divisibility", 16]]
+    return signature, constants, attributes
+
+
+def variants(architecture: int, calls: list[Call]) -> list[Variant]:
+    """What the calls launch on such a GPU, each kernel of the same kind once."""
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, statistics
+
+    found: dict[str, Variant] = {}
+    name = ""
+
+    class Recorded:
+        """A kernel that notes how it is launched."""
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            def note(*arguments: Any, **named: Any) -> None:
+                values = dict(zip(self.kernel.arg_names, arguments, strict=False))
+                options = {k: v for k, v in named.items() if k not in self.kernel.arg_names}
+                values |= {k: v for k, v in named.items() if k in self.kernel.arg_names}
+                compiled = _specialized(self.kernel, values)
+                label = f"{self.kernel.__name__}, {name}"
+                key = repr((self.kernel.__name__, compiled, options))
+                found.setdefault(key, Variant(label, self.kernel, grid[0], *compiled, options))
+
+            return note
+
+    plain = launch.launch
+
+    def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        plain(Recorded(kernel), *arguments, **constants)
+
+    for module in (channel, channel_gradients, rows, statistics):
+        module.launch = record
+    for module in (channel, rows):
+        module.processors = lambda device: PROCESSORS
+    rows._device = lambda device: (architecture // 10, SHARED[architecture])
+    for call in calls:
+        name = call.name
+        call.run()
+    return list(found.values())
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack and of a program's shared memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(re.findall(r"(\w+):(\d+)", said.rsplit("Function", 1)[1]))
+    stack = int(usage["STACK"]) + int(usage["LOCAL"])
+    return {"registers": int(usage["REG"]), "stack": stack, "shared": compiled.metadata.shared}
+
+
+def compiled(variant: Variant, architecture: int, **options: Any) -> dict[str, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(variant.kernel, variant.signature, variant.constants, variant.attributes)
+    target = GPUTarget("cuda", architecture, 32)
+    return resources(triton.compile(source, target=target, options=variant.options | options))
+
+
+def main(architecture: str, which: str = "sample", limit: str = "") -> None:
+    """`which`: sample, all or one. With a `limit` of registers what is compiled spills."""
+    options = {"maxnreg": int(limit)} if limit else {}
+    calls = [call for call in CALLS if call.sample or which == "all"]
+    for variant in variants(int(architecture), calls[:1] if which == "one" else calls):
+        used = compiled(variant, int(architecture), **options)
+        about = {"name": variant.name, "kernel": variant.kernel.__name__, "programs": variant.programs}
+        print(json.dumps(about | {"warps": variant.options["num_warps"]} | used), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

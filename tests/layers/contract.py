@@ -1,0 +1,60 @@
+"""How the rows of the table of layers are asked for a clause of the contract."""
+
+import pytest
+import torch
+from layer_cases import LAYERS, Case
+
+ALL = [Case(layer, option) for layer in LAYERS for option in layer.options]
+FIRST = [Case(layer, layer.options[0]) for layer in LAYERS]
+
+
+def each(clause, cases):
+    """Of all cases those whose layer promises this clause."""
+    return pytest.mark.parametrize("case", [c for c in cases if clause not in c.layer.without], ids=str)
+
+
+def each_mode(clause, cases):
+    """Those in training and in evaluation, but for what is not promised in training."""
+    params = [
+        pytest.param(case, training, id=f"{case}-{'train' if training else 'eval'}")
+        for case in cases
+        for training in (True, False)
+        if not {clause, f"{clause} in training" * training} & set(case.layer.without)
+    ]
+    return pytest.mark.parametrize(("case", "training"), params)
+
+
+def randomized(case, **place):
+    """The layer, with parameters and statistics that are random."""
+    layer = case.make(**place)
+    with torch.no_grad():
+        for name, value in layer.state_dict().items():
+            if value.is_floating_point():
+                value.copy_(torch.rand_like(value) + 0.5 if "var" in name else torch.randn_like(value))
+    return layer
+
+
+def step(layer, inputs, call=None):
+    """Forward and backward: the output, every gradient, and what then stands in the buffers."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = (layer if call is None else call)(*leaves)
+    dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype)
+    parameters = dict(layer.named_parameters())
+    gradients = torch.autograd.grad(y, [*leaves, *parameters.values()], dy)
+    names = ["dx", "dresidual"][: len(leaves)] + list(parameters)
+    found = {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
+    return found | {name: b.clone() for name, b in layer.named_buffers()}
+
+
+def assert_equal(got, want):
+    """Both have the same names, and under each the same bits."""
+    assert list(got) == list(want)
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+def assert_close(got, want, **tolerance):
+    """The same to a tolerance, by default torch's."""
+    assert list(got) == list(want)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, msg=lambda said, n=name: f"{n}: {said}", **tolerance)

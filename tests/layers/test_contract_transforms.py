@@ -1,0 +1,138 @@
+"""What every layer promises under torch's transforms: compiled, traced, mapped, differentiated twice."""
+
+import copy
+
+import pytest
+import torch
+from cases import lay_out
+from contract import ALL, FIRST, assert_close, assert_equal, each, each_mode, randomized, step
+from torch import nn as stock
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
+
+# a compiler takes its time: of the layers that differ in their number of axes alone, one with all options
+IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
+OPTIONS = [case for case in ALL if case.layer.name in ("BatchNorm2d", "InstanceNorm2d", "ConvBatchNorm2d")]
+
+
+def assert_compiles(case, training, layout):
+    torch._dynamo.reset()  # which compiles a forward a few times only, over all tests
+    eager = randomized(case).train(training)
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    inputs = [lay_out(t, layout) for t in case.inputs()]
+    for _ in range(2):
+        found, want = step(traced, inputs, compiled), step(eager, inputs)
+        assert_close(found, want)
+        for name in ("y", "dx"):
+            assert found[name].stride() == want[name].stride()
+
+
+@each("compile", FIRST + [case for case in OPTIONS if case not in FIRST])
+def test_training_compiles_to_one_graph(case):
+    """Two steps are the eager ones, strides too; the statistics move inside the graph."""
+    assert_compiles(case, True, "contiguous")
+
+
+@each("compile", IMAGES)
+def test_evaluation_compiles_to_one_graph(case):
+    assert_compiles(case, False, "contiguous")
+
+
+@each("compile", [case for case in IMAGES if len(case.layer.shape) == 4])
+def test_channels_last_compiles_to_one_graph(case):
+    assert_compiles(case, True, "channels_last")
+
+
+@each_mode("fx", ALL)
+def test_traces_to_one_node(case, training):
+    """Of our function and not of torch's, in the mode that the layer had."""
+    layer, inputs = randomized(case).train(training), case.inputs()
+    twin = copy.deepcopy(layer)
+    traced = torch.fx.symbolic_trace(layer if case.layer.residual else stock.Sequential(layer))
+    nodes = [n.target.__module__ for n in traced.graph.nodes if n.op == "call_function"]
+    assert len(nodes) == 1
+    assert nodes[0].startswith("leannorm.")
+    assert torch.equal(traced(*inputs), twin(*inputs))
+    assert_equal(layer.state_dict(), twin.state_dict())
+
+
+@each_mode("func", ALL)
+@pytest.mark.parametrize("mapped", [True, False], ids=["inputs", "one input"])
+def test_an_ensemble_runs_under_vmap(case, training, mapped):
+    layers = [randomized(case).train(training) for _ in range(3)]
+    inputs = [case.inputs() for _ in layers] if mapped else [case.inputs()] * 3
+    parameters, buffers = stack_module_state(layers)
+    if not (parameters or buffers or mapped):
+        return  # then nothing is
+
+    def loss(p, b, *x):
+        y = functional_call(layers[0], (p, b), x)
+        return y.pow(3).sum(), y
+
+    x = [torch.stack(each) if mapped else each[0] for each in zip(*inputs, strict=True)]
+    places = (0, 0, *[0 if mapped else None] * len(x))
+    grads, ys = vmap(grad(loss, has_aux=True), in_dims=places)(parameters, buffers, *x)
+    for i, layer in enumerate(layers):
+        y = layer(*inputs[i])
+        torch.testing.assert_close(ys[i], y)
+        assert_close({name: b[i] for name, b in buffers.items()}, dict(layer.named_buffers()))
+        if parameters:
+            alone = torch.autograd.grad(y.pow(3).sum(), layer.parameters())
+            torch.testing.assert_close([g[i] for g in grads.values()], list(alone), rtol=1e-4, atol=1e-3)
+
+
+@each_mode("func", ALL)
+def test_functional_derivatives_with_the_layers_own_buffers(case, training):
+    """torch's layer refuses jvp and jacrev in training: it writes into captured buffers."""
+    layer = randomized(case).double().train(training)
+    x, *more = case.inputs(torch.float64)
+    with torch.no_grad():
+        tangent, c = torch.randn_like(x), torch.randn_like(copy.deepcopy(layer)(x, *more))
+
+    def loss(x):
+        return (layer(x, *more) * c).pow(3).sum()
+
+    leaf = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    torch.testing.assert_close(grad(loss)(x), g.detach())
+    torch.testing.assert_close(jacrev(loss)(x), g.detach())
+    torch.testing.assert_close(jvp(loss, (x,), (tangent,))[1], (g.detach() * tangent).sum())
+    (gg,) = torch.autograd.grad((g * tangent).sum(), leaf)
+    if not training:
+        h = hessian(loss)(x).reshape(x.numel(), x.numel())
+        torch.testing.assert_close(h @ tangent.flatten(), gg.flatten())
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
+
+
+@each_mode("func", FIRST)
+def test_an_input_that_a_transform_does_not_see(case, training):
+    """A layer may be called inside a transform on what is a constant there."""
+    layer, inputs = randomized(case).train(training), case.inputs()
+    with torch.no_grad():
+        total = copy.deepcopy(layer)(*inputs).square().sum()
+
+    def loss(t):
+        return (layer(*inputs) * t).square().sum()
+
+    assert grad(loss)(torch.tensor(3.0)).item() == pytest.approx(6 * total.item(), rel=1e-4)
+    torch.testing.assert_close(vmap(loss)(torch.ones(3)), total.expand(3))
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
+
+
+@each_mode("double backward", ALL)
+def test_first_and_second_derivatives(case, training):
+    """Of the inputs and of every parameter."""
+    layer = randomized(case).double().train(training)
+    names = [name for name, _ in layer.named_parameters()]
+    buffers = {name: b.clone() for name, b in layer.named_buffers()}
+    inputs = case.inputs(torch.float64)
+
+    def function(*leaves):
+        fresh = {name: b.clone() for name, b in buffers.items()}
+        parameters = dict(zip(names, leaves[len(inputs) :], strict=True))
+        return functional_call(layer, (parameters, fresh), leaves[: len(inputs)])
+
+    leaves = [t.detach().requires_grad_() for t in (*inputs, *layer.parameters())]
+    assert gradcheck(function, leaves, fast_mode=True)
+    assert gradgradcheck(function, leaves, fast_mode=True)

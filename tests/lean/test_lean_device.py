@@ -1,0 +1,194 @@
+"""`lean()` where the host does not wait for the device: later passes look at no value; CUDA's own nodes."""
+
+from __future__ import annotations
+
+import lean_cases
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lean import Stock, assert_same, step
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leannorm import convert
+from leannorm import nn as lnn
+from leannorm.saving import evidence, lean, masks, narrowed, trial
+
+aten = torch.ops.aten
+_LOOKS = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.item, aten.nonzero, aten.masked_select}
+
+
+class Looks(TorchDispatchMode):
+    """Notes where the host would wait for values: what stalls a step on a device, and ends a capture."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in _LOOKS:
+            self.looks.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """The CPU's tensors are treated as a device's, where that is not to ask for its clock."""
+    for module in (narrowed, evidence, trial):
+        monkeypatch.setattr(module, "asynchronous", lambda tensor: True)
+    monkeypatch.setattr(masks, "_on_host", lambda tensor: False)
+
+
+# torch's own batch norm looks at the number of batches where momentum is None
+CASES = {
+    **{name: (make, lean_cases.IMAGE) for name, make in lean_cases.IMAGES.items() if "momentum" not in name},
+    **{name: (make, lean_cases.TOKENS) for name, make in lean_cases.SEQUENCES.items()},
+    "converted": (lambda: convert(lean_cases.around(nn.ReLU())), lean_cases.IMAGE),
+    "leannorm rms norm": (lambda: lean_cases.on_tokens(lnn.RMSNorm(32)), lean_cases.TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_the_first_pass_looks_at_values(name, as_on_a_device):
+    make, shape = CASES[name]
+    model, x = make(), torch.randn(shape)
+    step(model, x, lean("conv"))
+    model.zero_grad()
+    with Looks() as noted:
+        step(model, x, lean("conv"))
+    assert not noted.looks
+
+
+def test_a_look_is_noticed(as_on_a_device):
+    model, x = lean_cases.around(nn.SiLU()), torch.randn(3, *lean_cases.IMAGE[1:])
+    trial._SEEN.clear()
+    with Looks() as noted:
+        step(model, x, lean())
+    assert noted.looks
+
+
+@pytest.mark.parametrize("make", [lambda: nn.MaxPool2d(2), lambda: nn.MaxPool2d(3, 2, 1)])
+def test_positions_of_maxima_are_narrowed_without_a_look(make, as_on_a_device):
+    model, x = lean_cases.around(nn.ReLU(), make(), nn.SiLU()), torch.randn(4, 3, 28, 28)
+    stock, counted = step(model, x, Stock())
+    model.zero_grad()
+    ours, saved = step(model, x, lean())
+    assert_same({k: v for k, v in ours.items() if "running" not in k and "num" not in k}, {
+        k: v for k, v in stock.items() if "running" not in k and "num" not in k
+    })  # fmt: skip
+    positions = 8 * 4 * 16 * 14 * 14
+    assert saved.kept_bytes <= counted.kept_bytes - 0.75 * positions
+
+
+def test_in_a_capture_what_was_not_tried_before_is_held(monkeypatch):
+    model, x = lean_cases.around(nn.SiLU()), torch.randn(lean_cases.IMAGE)
+    step(model, x, lean())
+    monkeypatch.setattr(trial, "capturing", lambda tensor: True)
+    assert not step(model, x, lean())[1].reasons  # met before
+    trial._SEEN.clear()
+    with pytest.warns(UserWarning, match="not tried before this CUDA graph's capture"):
+        _, saved = step(model, x, lean())
+    assert saved.rebuilt_bytes == 0
+    assert any("before it" in reason for reason in saved.reasons)
+
+
+def test_a_norm_called_past_torchs_function_is_held():
+    """The node does not say eps, the frame of F.layer_norm does; where there is none it is held."""
+    model = lean_cases.on_tokens(lean_cases.Apply(lambda x: torch.layer_norm(x, (32,), eps=0.5)))
+    x = torch.randn(lean_cases.TOKENS)
+    for _ in range(2):
+        model.zero_grad()
+        stock, _ = step(model, x, Stock())
+        model.zero_grad()
+        assert_same(step(model, x, lean())[0], stock)
+
+
+# ---------------------------------------------------------------- CUDA's nodes, on tensors without data
+
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="torch is built without CUDA; its nodes need the build, not a GPU"
+)
+
+
+def rebuilt(make, *shape, dtype=torch.float32):
+    """What `lean()` makes of a function's saved tensors, by node; on fake CUDA tensors, forward only."""
+    with FakeTensorMode():
+        x = torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
+        with lean() as saved:
+            kept = make(x)
+        assert kept.device.type == "cuda"
+    return {record.node: record.rebuilt for record in saved.records}, saved
+
+
+def weights(n, dtype=torch.float32):
+    return [torch.ones(n, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2)]
+
+
+def linear(x, n=64):
+    return F.linear(x, torch.ones(8, n, device="cuda", dtype=x.dtype, requires_grad=True))
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("statistics", [True, False])
+def test_cudnn_batch_norm(training, statistics):
+    def run(x):
+        running = [torch.zeros(64, device="cuda") for _ in range(2)] if statistics else [None, None]
+        y = F.batch_norm(x.exp(), *running, *weights(64), training or not statistics)
+        assert y.grad_fn.name() == "CudnnBatchNormBackward0"
+        return F.conv2d(y, torch.ones(8, 64, 1, 1, device="cuda", requires_grad=True))
+
+    nodes, saved = rebuilt(run, 4, 64, 16, 16)
+    assert nodes["CudnnBatchNormBackward0"]
+    assert saved.rebuilt_bytes == 4 * 64 * 256 * 4
+
+
+@needs_cuda_build
+def test_native_batch_norm_on_cuda():
+    def run(x):
+        y = F.batch_norm(x.exp(), None, None, *weights(64), True)  # cuDNN's is for other dtypes
+        assert y.grad_fn.name() == "NativeBatchNormBackward0"
+        return F.conv2d(y, torch.ones(8, 64, 1, 1, device="cuda", dtype=torch.bfloat16, requires_grad=True))
+
+    nodes, _ = rebuilt(run, 4, 64, 16, 16, dtype=torch.bfloat16)
+    assert nodes["NativeBatchNormBackward0"]
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+@pytest.mark.parametrize("rows", [32, 4096])
+def test_rows_on_cuda(norm, rows):
+    def run(x):
+        w, b = weights(64)
+        y = F.layer_norm(x.exp(), (64,), w, b) if norm == "layer" else F.rms_norm(x.exp(), (64,), w)
+        assert y.grad_fn.name() == {"layer": "NativeLayerNormBackward0", "rms": "FusedRmsNormBackward0"}[norm]
+        return linear(y)
+
+    nodes, _ = rebuilt(run, rows, 64)
+    assert nodes[{"layer": "NativeLayerNormBackward0", "rms": "FusedRmsNormBackward0"}[norm]]
+
+
+_ATTENTIONS = {
+    "flash": lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v)[0],
+    "efficient": lambda q, k, v: aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0],
+    "cudnn": lambda q, k, v: aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0],
+}
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("kind", _ATTENTIONS)
+def test_attention_on_cuda_keeps_its_output_once(kind):
+    """The node keeps it, and the next linear layer keeps it seen from another side, which costs nothing."""
+    batch, tokens, heads, width = 2, 128, 4, 16
+
+    def run(x):
+        qkv = (x.exp()).view(batch, tokens, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+        y = _ATTENTIONS[kind](*qkv)
+        assert y.grad_fn.name().startswith("ScaledDotProduct")
+        return linear(y.transpose(1, 2).reshape(batch * tokens, heads * width))
+
+    _, saved = rebuilt(run, batch * tokens, 3 * heads * width, dtype=torch.bfloat16)
+    one = batch * tokens * heads * width * 2  # bytes of q, of k, of v and of the output
+    statistics = batch * heads * tokens * 4
+    assert 4 * one <= saved.kept_bytes <= 4 * one + 2 * statistics + 4096

@@ -1,0 +1,191 @@
+"""What fits in fewer bytes is held in those: sources of casts, logits of a loss, masks of dropout."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from leannorm import lean
+from leannorm.saving import masks
+from leannorm.saving.trial import same_bits
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class RMSNorm(nn.Module):
+    """As language models write it."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size) + 0.5)
+
+    def forward(self, x):
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * wide.to(x.dtype)
+
+
+class Residual(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm, self.up, self.down = RMSNorm(size), nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+def gradients(run, leaves, context=None):
+    for leaf in leaves:
+        leaf.grad = None
+    torch.manual_seed(1)
+    if context is None:
+        loss = run()
+    else:
+        with context:
+            loss = run()
+    loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def assert_stock(run, leaves, context):
+    stock = gradients(run, leaves)
+    for ours, theirs in zip(gradients(run, leaves, context), stock, strict=True):
+        assert same_bits(ours, theirs)
+
+
+def held(saved, node):
+    return sum(r.bytes for r in saved.records if r.node == node and not r.rebuilt)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_widening_cast_is_held_by_its_source(dtype):
+    model = nn.Sequential(*(Residual(64) for _ in range(3))).to(dtype)
+    x, saved = torch.randn(64, 64, dtype=dtype, requires_grad=True), lean()
+    assert_stock(lambda: model(x).square().mean(), [x, *model.parameters()], saved)
+    assert held(saved, "source of a cast") == 2 * 64 * 64 * 2  # of the first block the source is a leaf
+    assert held(saved, "ToCopyBackward0") == 0
+
+
+def test_autocast_casts_to_float32_by_themselves():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Softplus(), nn.Linear(64, 64)), torch.randn(64, 64)
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(model(x), x.square())
+
+    saved = lean()
+    assert_stock(run, list(model.parameters()), saved)
+    assert held(saved, "ToCopyBackward0") == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 1e-40, 3e38], ids=str)
+def test_values_at_the_edge_keep_their_bits(value):
+    x = torch.randn(64, 64).bfloat16()
+    x[3, 5] = value
+    x.requires_grad_()
+    assert_stock(lambda: (x + 0).float().pow(2).mul(0.5).sum(), [x], lean())
+
+
+def test_a_cast_that_was_edited_unseen_is_held():
+    """Through .data: autograd counts no edit, and the values do not fit in the source's dtype any more."""
+    x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean()
+
+    def run():
+        wide = (x * 1).float()
+        wide.data.add_(1e-3)
+        return wide.pow(2).sum()
+
+    assert_stock(run, [x], saved)
+    assert held(saved, "ToCopyBackward0") == 64 * 64 * 4
+
+
+def test_a_source_that_others_need_too_is_held_once():
+    x, saved = torch.randn(64, 64).bfloat16().requires_grad_(), lean()
+
+    def run():
+        y = x * 2
+        return y.float().square().sum() + y.exp().float().sum() + F.silu(y).float().sum()
+
+    assert_stock(run, [x], saved)
+    assert held(saved, "source of a cast") == 0
+    assert held(saved, "MulBackward0") == 64 * 64 * 2
+
+
+def test_a_source_that_was_edited_before_others_read_it_is_another():
+    x = torch.randn(64, 64).bfloat16().requires_grad_()
+
+    def run():
+        y = x * 2
+        wide = y.float().square().sum()
+        with torch.no_grad():
+            y.add_(1)
+        return wide + F.silu(y).float().sum()
+
+    assert_stock(run, [x], lean())
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_loss_holds_narrow_logits(dtype, smoothing):
+    hidden, head = torch.randn(64, 32, dtype=dtype), nn.Linear(32, 500).to(dtype)
+    target, saved = torch.randint(0, 500, (64,)), lean()
+
+    def run():
+        logits = head(hidden).float()
+        return F.cross_entropy(logits.view(-1, 500), target, label_smoothing=smoothing)
+
+    assert_stock(run, list(head.parameters()), saved)
+    assert held(saved, "LogSoftmaxBackward0") == 0
+    assert held(saved, "source of a cast") == 64 * 500 * 2
+
+
+def test_the_loss_holds_nothing_where_logits_are_rebuilt():
+    hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
+    target, saved = torch.randint(0, 500, (64,)), lean("conv")
+    run = lambda: F.cross_entropy(head(hidden).float(), target)  # noqa: E731
+    assert_stock(run, list(head.parameters()), saved)
+    assert saved.kept_bytes < 64 * 500
+
+
+def test_logits_of_float32_are_no_narrow_ones():
+    logits, target = torch.randn(64, 500, requires_grad=True), torch.randint(0, 500, (64,))
+    assert_stock(lambda: F.cross_entropy(logits * 2, target), [logits], lean())
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+def test_dropout_holds_a_bit_a_value(dtype, p):
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(p), nn.Linear(64, 64)).to(dtype)
+    x, saved = torch.randn(64, 64, dtype=dtype), lean()
+    assert_stock(lambda: model(x).square().mean(), list(model.parameters()), saved)
+    if 0 < p < 1:
+        assert held(saved, "bits of a mask") == 64 * 64 // 8
+        assert held(saved, "MulBackward0") == 0
+
+
+def test_attention_holds_a_bit_for_each_weight_that_it_drops():
+    q, saved = torch.randn(2, 4, 64, 32, requires_grad=True), lean()
+    assert_stock(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.2).square().sum(), [q], saved)
+    assert held(saved, "bits of a mask") == 2 * 4 * 64 * 64 // 8
+
+
+def test_what_is_not_of_two_values_is_held_as_it_is():
+    x = torch.randn(64, 64, requires_grad=True)
+    for last in (2.0, float("nan"), -0.0):
+
+        def run(last=last):
+            mask = (torch.rand(64, 64) > 0.5).float()
+            mask[-1, -1] = last
+            return (x.exp() * (mask * 1)).sum()
+
+        assert_stock(run, [x], lean())
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 1003])
+def test_bits_are_packed_alike_on_every_device(count, monkeypatch):
+    flags = torch.rand(count) > 0.3
+    packed = masks.pack_bits(flags)
+    assert torch.equal(masks.unpack_bits(packed, count), flags)
+    monkeypatch.setattr(masks, "_on_host", lambda tensor: False)
+    assert torch.equal(masks.pack_bits(flags), packed)
+    assert torch.equal(masks.unpack_bits(packed, count), flags)

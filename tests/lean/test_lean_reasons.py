@@ -1,0 +1,277 @@
+"""`lean()` closes its hooks on every exit, says why it saved less than asked, and can check itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lean_sound import BOTH, IMAGE, assert_as_stock, convolutions, image
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from leannorm.saving import lean, make_lean, reasons
+from leannorm.saving.verify import RebuildError
+
+
+@pytest.fixture(autouse=True)
+def causes_not_yet_said(monkeypatch):
+    monkeypatch.setattr(reasons, "_WARNED", set())
+
+
+def hooks_are_open():
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# ---------------------------------------------------------------- isolation
+
+
+@pytest.mark.parametrize("setting", [*BOTH, pytest.param({"budget": 0.3}, id="budget")])
+@pytest.mark.filterwarnings("ignore:leannorm. budget")
+def test_a_logged_tensor_that_is_edited_in_place_afterwards(setting):
+    def program(context):
+        conv, other = convolutions()
+        x = image()
+        with context():
+            y = conv(x)
+            y.square().mean()
+            loss = other(F.relu(y, inplace=True)).square().mean()
+        loss.backward()
+        return conv.weight.grad, other.weight.grad, x.grad
+
+    assert_as_stock(program, **setting)
+
+
+@pytest.mark.parametrize("name", ["ConvNorm", "ChannelNorm", "RowNorm", "SyncNorm", "ChannelAffine", "Relu"])
+def test_a_function_of_the_users_may_have_any_name(name):
+    def forward(ctx, x):
+        ctx.save_for_backward(*(x * i for i in range(8 if name == "SyncNorm" else 6)))
+        return x * 2
+
+    def backward(ctx, g):
+        return g * 2 + ctx.saved_tensors[3]
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(name, (torch.autograd.Function,), members)
+
+    def program(context):
+        conv, _ = convolutions()
+        x = image()
+        with context():
+            loss = conv(function.apply(x * 1.0)).square().sum()
+        loss.backward()
+        return conv.weight.grad, x.grad
+
+    assert_as_stock(program)
+
+
+def test_a_recipe_that_fails_is_a_tensor_that_is_held(monkeypatch):
+    """As where another release of torch names what a node keeps otherwise."""
+    from leannorm.saving.recipes import norms
+
+    def gone(node, output, given, like):
+        return node._saved_no_longer_there
+
+    def program(context):
+        conv, _ = convolutions()
+        x, norm = image(), nn.GroupNorm(2, 8)
+        with context() as saved:
+            loss = conv(norm(x.sin())).square().sum()
+        if saved is not None:
+            (reason,) = saved.reasons
+            assert "NativeGroupNormBackward0 is held" in reason
+            assert "_saved_no_longer_there" in reason
+            assert saved.rebuilt_bytes == 0
+        loss.backward()
+        return conv.weight.grad, x.grad
+
+    from leannorm.saving.recipes import RECIPES
+
+    assert RECIPES["NativeGroupNormBackward0"] is norms.group_norm
+    monkeypatch.setitem(RECIPES, "NativeGroupNormBackward0", gone)
+    with pytest.warns(UserWarning, match="rebuilding it failed with AttributeError"):
+        assert_as_stock(program)
+
+
+def test_group_norm_whose_node_does_not_say_eps(monkeypatch):
+    """As on torch 2.15: the call says it."""
+    from leannorm.saving.recipes import norms
+
+    monkeypatch.setattr(norms, "_EPS_OF_GROUP_NORM", "_saved_no_eps")
+
+    def program(context):
+        conv, _ = convolutions()
+        x, norm = image(), nn.GroupNorm(2, 8, eps=0.3)
+        with context() as saved:
+            loss = conv(norm(x.sin())).square().sum()
+        assert saved is None or (saved.rebuilt_bytes and not saved.reasons)
+        loss.backward()
+        return conv.weight.grad, x.grad
+
+    assert_as_stock(program)
+
+
+# ---------------------------------------------------------------- closing
+
+
+class Interrupted(nn.Module):
+    error: type[BaseException] | None = None
+
+    def forward(self, x):
+        if self.error:
+            raise self.error
+        return x
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError, GeneratorExit])
+def test_hooks_close_on_every_exit(error):
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), Interrupted(), nn.Linear(64, 4))
+    make_lean(model)
+    x = torch.randn(32, 64)
+    model[2].error = error
+    with pytest.raises(error):
+        model(x)
+    assert not hooks_are_open()
+    with pytest.raises(error), lean():
+        model(x)
+    assert not hooks_are_open()
+    model[2].error = None
+    model(x).sum().backward()
+    assert not hooks_are_open()
+
+
+def test_copies_of_a_lean_model_run_with_their_own_parameters():
+    model = make_lean(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4)))
+    x = torch.randn(32, 64)
+    other = copy.deepcopy(model)
+    nn.init.zeros_(other[2].weight), nn.init.zeros_(other[2].bias)
+    assert other(x).eq(0).all()
+    assert other.forward(x).eq(0).all()
+    assert not model(x).eq(0).all()
+    replica = model._replicate_for_data_parallel()  # shares `forward`, and has other parameters
+    replica._modules = other._modules
+    assert replica(x).eq(0).all()
+
+
+# ---------------------------------------------------------------- reasons
+
+
+def test_hooks_that_were_there_first_are_named():
+    conv, other = convolutions()
+    there_first = saved_tensors_hooks(lambda t: t, lambda t: t)
+    with there_first, pytest.warns(UserWarning, match="were there first"), lean() as saved:
+        other(F.silu(conv(image())))
+    assert len(saved.reasons) == 1
+    assert saved.kept_bytes == saved.rebuilt_bytes == 0
+
+
+def test_hooks_within_are_named():
+    conv, other = convolutions()
+
+    def offloaded():
+        with save_on_cpu():
+            return F.silu(conv(image()))
+
+    with pytest.warns(UserWarning, match="such as save_on_cpu"), lean() as saved:
+        other(offloaded())
+    assert "theirs" in saved.reasons[0]
+    with pytest.warns(UserWarning, match="saw no tensor"), lean() as saved, save_on_cpu():
+        other(F.silu(conv(image())))
+    assert len(saved.reasons) == 1
+
+
+def test_a_warning_comes_once_for_each_cause(recwarn):
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        for _ in range(3):
+            with lean() as saved:
+                pass
+    assert len(recwarn) == 1
+    assert saved.reasons
+
+
+def test_a_budget_out_of_reach_is_said():
+    model, x = nn.LSTM(32, 32, 2), torch.randn(20, 8, 32)
+    with pytest.warns(UserWarning, match="budget=0.4 is out of reach"), lean(budget=0.4) as saved:
+        y = model(x)
+    assert y[0].requires_grad
+    assert "of stock's bytes" in saved.reasons[0]
+    with lean(budget=1.0) as saved:
+        y = model(x)
+    assert not saved.reasons
+    with pytest.warns(UserWarning, match=r"move backward\(\) out"), lean(budget=0.3) as saved:
+        model(x)[0].sum().backward()
+    assert saved.plan is None
+
+
+def test_compiled_code_is_said():
+    network = lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))  # noqa: E731
+    x = torch.randn(32, 64)
+    with pytest.warns(UserWarning, match="entered inside compiled code"):
+        torch.compile(make_lean(network()), backend="aot_eager", fullgraph=True)(x)
+    compiled = torch.compile(network(), backend="aot_eager")
+    with pytest.warns(UserWarning, match="compiled code ran within"), lean() as saved:
+        compiled(x).square().sum().backward()
+    assert any("compiled code ran within" in reason for reason in saved.reasons)
+
+
+# ---------------------------------------------------------------- records, verify
+
+
+def network():
+    return nn.Sequential(
+        *(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3)),
+        *(nn.GroupNorm(4, 16), nn.ReLU(True), nn.Flatten(2), nn.Linear(25, 32), nn.LayerNorm(32), nn.GELU()),
+        nn.Linear(32, 4),
+    )
+
+
+@pytest.mark.parametrize("setting", [*BOTH, pytest.param({"budget": 0.6}, id="budget")])
+def test_records_add_up(setting):
+    model = network()
+    for _ in range(2):
+        with lean(**setting) as saved:
+            loss = model(IMAGE).square().mean()
+            inside = sum(r.bytes for r in saved.records), saved.kept_bytes + saved.rebuilt_bytes
+        assert inside[0] == inside[1] > 0
+        loss.backward()
+        for rebuilt, total in ((False, saved.kept_bytes), (True, saved.rebuilt_bytes)):
+            assert sum(r.bytes for r in saved.records if r.rebuilt == rebuilt) == total
+        assert all((r.seconds is not None) == r.rebuilt for r in saved.records)
+        assert saved.records[0]._fields == ("node", "shape", "dtype", "bytes", "rebuilt", "seconds")
+
+
+@pytest.mark.parametrize("setting", [*BOTH, pytest.param({"budget": 0.6}, id="budget")])
+def test_verify_holds_everything_and_finds_nothing_in_a_sound_model(setting):
+    def program(context):
+        model = network()
+        with context():
+            loss = model(IMAGE).square().mean()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    assert_as_stock(program, verify=True, **setting)
+
+
+def test_verify_names_what_is_wrong():
+    """An edit that lean() documents as unseen: of a tensor that nobody saved, out of autograd's sight."""
+
+    class Noisy(nn.Module):
+        noise = 0.0
+
+        def forward(self, x):
+            if self.noise:
+                with torch.no_grad():
+                    x[0, 0] += self.noise
+            return F.relu(x)
+
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), Noisy(), nn.Conv2d(8, 8, 3))
+    with lean():
+        model(IMAGE).sum()  # a kind of step is tried at the first
+    model[2].noise = 1.0
+    with lean(verify=True):
+        loss = model(IMAGE).sum()
+    with pytest.raises(
+        RebuildError, match=r"ReluBackward0 of shape \[4, 8, 14, 14\], saved in Noisy.*at \[0, 0"
+    ):
+        loss.backward()

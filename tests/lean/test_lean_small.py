@@ -1,0 +1,136 @@
+"""A pass that saves little is left as it is from its second time on; one that saves much never is."""
+
+import pytest
+import torch
+from torch import nn
+
+from leannorm import lean, make_lean
+from leannorm.saving import small
+
+LIMIT = 1 << 18
+
+
+@pytest.fixture(autouse=True)
+def limit(monkeypatch):
+    monkeypatch.setattr(small, "SMALL", LIMIT)
+
+
+def network(width=32):
+    return nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(width, width), nn.LayerNorm(width), nn.GELU())),
+        nn.Linear(width, 8),
+    )
+
+
+def step(model, x, **settings):
+    """Gradients, and what was saved; every call is a pass at the same place."""
+    model.zero_grad()
+    with lean(**settings) as saved:
+        loss = model(x).square().mean()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()], saved
+
+
+def stock(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_equal(ours, theirs):
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_small_pass_is_left_alone_from_its_second_time_on():
+    model, x = network(), torch.randn(48, 32)
+    expected = stock(model, x)
+    first, saved = step(model, x)
+    assert saved.rebuilt_bytes > 0
+    assert not saved.reasons
+    second, again = step(model, x)
+    assert_equal(first, expected)
+    assert_equal(second, expected)
+    assert again.rebuilt_bytes == 0
+    assert again.kept_bytes == saved.kept_bytes + saved.rebuilt_bytes
+    assert "as in the pass before it" in again.reasons[0]
+    assert again.records
+
+
+def test_a_pass_that_has_grown_is_looked_at_again():
+    """The small prefix is held, what comes behind it is rebuilt, and the next pass is lean from the start."""
+    model, few, many = network(), torch.randn(48, 32), torch.randn(512, 32)
+    step(model, few)
+    step(model, few)
+    expected = stock(model, many)
+    grown, saved = step(model, many)
+    assert_equal(grown, expected)
+    assert saved.rebuilt_bytes > 0
+    assert not saved.reasons
+    whole, after = step(model, many)
+    assert_equal(whole, expected)
+    assert after.rebuilt_bytes > saved.rebuilt_bytes
+    assert after.kept_bytes + after.rebuilt_bytes == saved.kept_bytes + saved.rebuilt_bytes
+
+
+def test_a_node_that_ran_in_the_small_part_is_no_evidence():
+    """It may have been edited unseen in between."""
+    x = torch.randn(16, 512, requires_grad=True)
+
+    def run(context):
+        x.grad = None
+        with context:
+            y = x * 2
+            early = y.exp().sum()  # held as it is, in the small part
+            y.data.add_(1)
+            wide = y.repeat(8, 1)
+            late = torch.sigmoid(wide).sum() + torch.tanh(torch.sigmoid(wide)).sum()
+        (early + late).backward()
+        return x.grad.clone()
+
+    expected = run(torch.enable_grad())
+    with lean():
+        torch.randn(8, requires_grad=True).exp().sum()
+    for _ in range(3):
+        assert torch.equal(run(lean()), expected)
+
+
+@pytest.mark.parametrize("setting", [{"budget": 0.6}, {"overhead": 0.5}, {"verify": True}], ids=str)
+def test_who_asks_for_more_gets_it_at_any_size(setting):
+    model, x = network(), torch.randn(48, 32)
+    for _ in range(3):
+        _, saved = step(model, x, **setting)
+        assert saved.rebuilt_bytes > 0
+
+
+def test_lean_models_are_told_apart():
+    little, large = make_lean(network()), make_lean(network())
+    few, many = torch.randn(48, 32), torch.randn(512, 32)
+    for _ in range(3):
+        for model, x in ((little, few), (large, many)):
+            model(x).sum().backward()
+    places = {place for place in small._STAYED_SMALL if "_LeanForward" in str(place)}
+    assert len(places) == 1
+
+
+def test_an_edit_in_place_raises_in_a_small_pass_too():
+    def run():
+        x = torch.randn(64, requires_grad=True)
+        with lean():
+            y = x.exp()
+        y.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    run()
+    run()
+
+
+def test_a_checkpoint_within_a_small_pass_is_no_foreign_hook():
+    from torch.utils.checkpoint import checkpoint
+
+    model, x = network(), torch.randn(16, 32, requires_grad=True)
+    for _ in range(3):
+        with lean() as saved:
+            loss = checkpoint(model, x, use_reentrant=False).sum() + model(x).sum()
+        loss.backward()
+        assert not any("other saved-tensor hooks" in reason for reason in saved.reasons)
