@@ -26,7 +26,6 @@ INSTRUCTION_SETS = {
 FLAGS = [
     "-std=c++17",
     "-O3",
-    "-fno-unswitch-loops",  # a kernel would be there once for each of its tensors that may be missing
     "-g0",
     "-fPIC",
     "-fvisibility=hidden",
