@@ -11,8 +11,8 @@ from leannorm.report.render import (
     Section,
     Table,
     bar_figure,
+    bytes_in_words,
     line_figure,
-    megabytes,
     milliseconds,
     page,
 )
@@ -27,8 +27,8 @@ def setting_table(report: MemoryReport) -> Table:
     def row(s: Measured) -> list[str]:
         return [
             s.name,
-            f"{megabytes(s.kept)}  {s.kept / stock.kept:.2f}",
-            f"{megabytes(s.peak)}  {s.peak / stock.peak:.2f}",
+            f"{bytes_in_words(s.kept)}  {s.kept / stock.kept:.2f}",
+            f"{bytes_in_words(s.peak)}  {s.peak / stock.peak:.2f}",
             f"{milliseconds(s.seconds)}  {s.time_ratio:.2f}",
             "equal" if s.gradient_difference == 0 else f"off by {s.gradient_difference:.0e}",
         ]
@@ -49,9 +49,9 @@ def layer_table(report: MemoryReport) -> Table:
         texts = []
         for i, (_, layers) in enumerate(counted):
             layer = layers.get(name)
-            texts.append(megabytes(layer.kept if layer else 0))
+            texts.append(bytes_in_words(layer.kept if layer else 0))
             if i:
-                texts.append(megabytes(layer.rebuilt if layer else 0))
+                texts.append(bytes_in_words(layer.rebuilt if layer else 0))
         return texts
 
     columns = ["layer", "kind"]
@@ -69,7 +69,7 @@ def kind_table(report: MemoryReport) -> Table:
             sums[layer.kind][i] += layer.kept
     rows = sorted(sums.items(), key=lambda row: -row[1][0])
     columns = ["kept by", *(setting for setting, _ in counted)]
-    return Table(columns, [[kind, *map(megabytes, kept)] for kind, kept in rows])
+    return Table(columns, [[kind, *map(bytes_in_words, kept)] for kind, kept in rows])
 
 
 def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes]]], dict[str, str]]:
@@ -86,7 +86,7 @@ def operation_table(report: MemoryReport) -> Table:
             s.name,
             op.node.removesuffix("Backward0"),
             str(op.tensors),
-            megabytes(op.nbytes),
+            bytes_in_words(op.nbytes),
             milliseconds(op.seconds),
         ]
         for s in report.settings
@@ -101,7 +101,10 @@ def html(report: MemoryReport) -> str:
     best = min(report.settings, key=lambda s: s.peak)
     quickest = min(report.settings[1:] or [stock], key=lambda s: s.time_ratio)
     facts = [
-        Fact(megabytes(stock.peak), f"peak of a stock step; {megabytes(stock.kept)} kept after forward"),
+        Fact(
+            bytes_in_words(stock.peak),
+            f"peak of a stock step; {bytes_in_words(stock.kept)} kept after forward",
+        ),
         Fact(
             f"{best.peak / stock.peak:.2f} ×",
             f"lowest peak, by {best.name}, at {best.time_ratio:.2f} × the time",
@@ -110,7 +113,7 @@ def html(report: MemoryReport) -> str:
             f"{quickest.time_ratio:.2f} ×",
             f"least time, by {quickest.name}, at {quickest.peak / stock.peak:.2f} × the peak",
         ),
-        Fact(megabytes(report.parameter_bytes), "parameters (not in the other numbers)"),
+        Fact(bytes_in_words(report.parameter_bytes), "parameters (not in the other numbers)"),
     ]
     sections = [Section("Settings", "Ratios are to stock, in the same run.", table=setting_table(report))]
     timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -18,9 +19,13 @@ if TYPE_CHECKING:
 COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d7c0f", "#0e7490")
 
 
-def megabytes(nbytes: float) -> str:
-    """Decimal megabytes (10^6 bytes), as text."""
-    return f"{nbytes / 1e6:,.1f} MB"
+def bytes_in_words(nbytes: float) -> str:
+    """Decimal megabytes (10^6 bytes), or kilobytes where those would be few.
+
+    >>> bytes_in_words(12_345_678), bytes_in_words(12_345), bytes_in_words(0)
+    ('12.3 MB', '12.3 KB', '0.0 MB')
+    """
+    return f"{nbytes / 1e3:,.1f} KB" if 0 < nbytes < 1e5 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def milliseconds(seconds: float) -> str:
@@ -92,7 +97,8 @@ def require_page() -> None:
             import_module(name)
         except ImportError:
             raise MissingDependencyError(
-                f"the HTML report needs {name}, which is not installed: pip install 'leannorm[report]'"
+                f"the HTML report needs {name}, which is not installed: "
+                f"{sys.executable} -m pip install jinja2 plotly"
             ) from None
 
 
