@@ -4,9 +4,9 @@
     python tests/matrix.py 2.10.0 2.15.0
     python tests/matrix.py --bare           # `make wheel`: beside the pinned one, nothing else and no suite
 
-An environment has torch, what the tests need (constraints.txt) and the wheel: the newest one in dist/. They are
-installed with no compiler on the PATH, and `leannorm check` runs so. Then the suite runs in a copy of the tree,
-in which leannorm's source is not found: what is tested is the wheel. (Here the PATH is as it is, since
+An environment has torch, what the tests need (constraints.txt) and the wheel: the newest one in dist/. They
+are installed with no compiler on the PATH, and `leannorm check` runs so. Then the suite runs in a copy of the
+tree, in which leannorm's source is not found: what is tested is the wheel. (Here the PATH is as it is, since
 torch.compile writes C++ for CPUs.) One environment takes some 6 GB of disk; it is removed before the next is
 made. The logs stay in build/matrix/.
 """

@@ -35,8 +35,7 @@ class Fit(NamedTuple):
 class FitReport:
     """What `fit` found in `memory` bytes; `fits[0]` is stock.
 
-    `parameter_bytes`: what parameters, gradients, the optimizer's state and buffers take of it, whatever the
-    batch.
+    `parameter_bytes`: what parameters, the optimizer's state and buffers take of it, whatever the batch.
 
     >>> import torch, leannorm
     >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
@@ -83,11 +82,11 @@ class FitReport:
         there = f"{bytes_in_words(self.parameter_bytes)} of {bytes_in_words(self.memory)}"
         names = " and ".join(equal)
         if not stock.batch:
-            yield f"Not even {_SMALLEST} samples fit: parameters, gradients and optimizer take {there}."
+            yield f"Not even {_SMALLEST} samples fit: parameters and optimizer take {there}."
         elif 2 * self.parameter_bytes > self.memory:
-            yield f"{names} as stock: parameters, gradients and optimizer take {there}, which lean() leaves."
+            yield f"{names} as stock: parameters and optimizer take {there}, which lean() leaves."
         else:
-            yield f"{names} as stock: what they rebuild is not there at the step's peak, or there is none of it."
+            yield f"{names} as stock: they rebuild nothing that is there at the step's peak."
 
 
 def bytes_of(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from leannorm.report.layers import LayerBytes
@@ -18,6 +19,10 @@ from leannorm.report.render import (
 )
 
 _MAX_POINTS = 3000
+_SETTINGS = (
+    "Ratios are to stock, in the same run. Times are medians; a ratio of times is the median of the turns' "
+    "own ratios, which other work on the machine moves less than the times themselves."
+)
 
 
 def setting_table(report: MemoryReport) -> Table:
@@ -84,7 +89,7 @@ def operation_table(report: MemoryReport) -> Table:
     rows = [
         [
             s.name,
-            op.node.removesuffix("Backward0"),
+            _in_words(op.node),
             str(op.tensors),
             bytes_in_words(op.nbytes),
             milliseconds(op.seconds),
@@ -93,6 +98,21 @@ def operation_table(report: MemoryReport) -> Table:
         for op in s.rebuilt
     ]
     return Table(["setting", "made by", "tensors", "bytes", "time to rebuild"], rows, numbers_from=2)
+
+
+_WORDS = {"t": "transpose", "clone": "copy", "mm": "matrix product", "addmm": "linear layer"}
+
+
+def _in_words(node: str) -> str:
+    """The operation that a node of autograd's is named after.
+
+    >>> _in_words("NativeBatchNormBackward0"), _in_words("CloneBackward0"), _in_words("AddmmBackward0")
+    ('batch norm', 'copy', 'linear layer')
+    """
+    name = re.sub(r"Backward\d*$", "", node)
+    parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*|\d+\w*|[a-z]+", name)]
+    words = " ".join(part for part in parts if part not in ("native", "cudnn", "mkldnn", "aten"))
+    return _WORDS.get(words, words or "no gradient: indices, masks")
 
 
 def html(report: MemoryReport) -> str:
@@ -111,18 +131,19 @@ def html(report: MemoryReport) -> str:
         ),
         Fact(
             f"{quickest.time_ratio:.2f} ×",
-            f"least time, by {quickest.name}, at {quickest.peak / stock.peak:.2f} × the peak",
+            f"least time (median of the turns' ratios), by {quickest.name}, "
+            f"at {quickest.peak / stock.peak:.2f} × the peak",
         ),
         Fact(bytes_in_words(report.parameter_bytes), "parameters (not in the other numbers)"),
     ]
-    sections = [Section("Settings", "Ratios are to stock, in the same run.", table=setting_table(report))]
+    sections = [Section("Settings", _SETTINGS, table=setting_table(report))]
     timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
     if timelines:
         sections.append(
             Section(
                 "Memory over one step",
                 "Bytes above the step's start. The forward pass ends at 1.",
-                line_figure(timelines, "forward pass: 0 to 1, backward pass: 1 to 2", "MB", steps=True),
+                line_figure(timelines, "forward: 0–1, backward: 1–2", "MB", steps=True),
             )
         )
     counted, names = _counted(report)
