@@ -102,6 +102,35 @@ def test_a_tile_far_behind_2_to_the_31(columns):
     assert found.tolist() == [start, t * 32 if columns else (samples - 1) * inner + 7 * 32]
 
 
+# in four rows of a tile, along a row, beside it
+FAR_ROWS = [(4, 720_000_000, 1), (7, 2**31 - 1, 1), (2, 2**32 + 24, 1), (3, 2**20, 4096), (2, 3, 2**30 + 1)]
+
+
+@needs_triton
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("kind", ["along", "shares"])
+@pytest.mark.parametrize(("outer", "kept", "inner"), FAR_ROWS)
+def test_rows_of_a_tile_that_reaches_behind_2_to_the_31(outer, kept, inner, kind):
+    import tile_probe
+
+    from leannorm.ops.backends.triton import row_tiles
+
+    tile = getattr(row_tiles, kind)(inner, 2)
+    at, block = tile.needed(outer, inner) - 1, -(-kept // tile.block) - 1
+    found = torch.zeros(tile.rows, tile.block, dtype=torch.int64)
+    constants = tile.constants(kept, inner)
+    tile_probe.row_probe[(1,)](found, at, outer * inner, kept, inner, block, TILE=constants)
+    blocks = -(-inner // tile.rows)
+    row = (at // blocks * inner + at % blocks * tile.rows if inner > 1 else at * tile.rows) + torch.arange(
+        tile.rows
+    )
+    k = block * tile.block + torch.arange(tile.block)
+    place = (row // inner * kept)[:, None] * inner + k * inner + (row % inner)[:, None]
+    there = (row < (at // blocks + 1) * inner if inner > 1 else row < outer)[:, None] & (k < kept)
+    assert place.max() > 2**31
+    assert torch.equal(found, place.where(there, -1))
+
+
 @needs_triton
 def test_only_by_name_does_an_interpreter_serve():
     x = torch.randn(4, 6, 3, 3)

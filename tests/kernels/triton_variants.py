@@ -138,10 +138,11 @@ ACTS = (
     "elu",
     "mish",
 )
-FAR = [  # past 2^31 elements: in a plane, in a tile, along a row, beside it, and in the number of rows
+FAR = [  # past 2^31 elements: in a plane, in a tile, in four rows, along a row, beside it, in the number of rows
     *(channel_call((2, 4, 65536, 32768), last=last) for last in (False, True)),
     channel_call((2, 4, 65536, 32768), act="identity", groups=2),
     channel_call((128, 1 << 26)),
+    row_call((4, 720_000_000)),
     row_call((4, 1 << 31)),
     row_call((2, 1 << 20, 4096), axis=1, sample=True),
     row_call((2, 64, 1 << 26), rms=True, axis=1),

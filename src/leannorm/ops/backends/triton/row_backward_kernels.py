@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.row_addresses import divided, parameter, rows_of, values, walk
+from leannorm.ops.backends.triton.row_addresses import (
+    block_of_row,
+    divided,
+    parameter,
+    rows_of,
+    values,
+    walk,
+)
 
 
 @triton.jit
@@ -158,7 +165,7 @@ def backward_shares(
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     program = tl.program_id(0) % programs
-    k = (tl.program_id(0) // programs) * BLOCK + walk(kept, TILE)[0]
+    k = block_of_row(tl.program_id(0) // programs, kept, TILE)
     sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=2):
