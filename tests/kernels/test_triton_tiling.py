@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import CASES
+from torch._subclasses import FakeTensorMode
 
 from leannorm import functional, use_backend
 from leannorm._errors import BackendUnavailableError
+from leannorm.ops import schema
 from leannorm.ops.backends import TRITON, triton
 from leannorm.ops.select import backends, pick
 
@@ -160,6 +163,29 @@ print(*backends()['triton'])
     done = subprocess.run(command, env={**environment, "PATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("compute_capability", [(7, 5), (8, 0)])
+def test_old_devices_are_refused_while_compiling_too(compute_capability, monkeypatch):
+    major, minor = compute_capability
+    properties = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(TRITON, "ops", schema.OPS)  # as where nothing is interpreted
+    called = set()
+
+    def seen(graph, example):
+        called.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    with FakeTensorMode():  # tensors of a device that is not there
+        x = torch.empty(4, 8, device="cuda")
+        torch.compile(functional.layer_norm, backend=seen, fullgraph=True)(x, (8,))
+        refused = "the kernels need compute capability 8.0, the device has 7.5"
+        assert backends(x)["triton"] == ([refused] if major < 8 else [])
+    assert called
+    assert ("leannorm.row_forward.default" in called) == (major >= 8)
 
 
 @needs_triton

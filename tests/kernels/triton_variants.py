@@ -138,7 +138,7 @@ ACTS = (
     "elu",
     "mish",
 )
-FAR = [  # past 2^31 elements: in a plane, in a tile, in four rows, along a row, beside it, in the number of rows
+FAR = [  # past 2^31 elements: in a plane, a tile, four rows, along a row, beside it, in the number of rows
     *(channel_call((2, 4, 65536, 32768), last=last) for last in (False, True)),
     channel_call((2, 4, 65536, 32768), act="identity", groups=2),
     channel_call((128, 1 << 26)),

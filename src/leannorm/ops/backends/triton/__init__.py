@@ -44,6 +44,12 @@ def _why_unavailable() -> str | None:
 _UNAVAILABLE = _why_unavailable()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(device: torch.device) -> tuple[int, int]:
+    found = torch.cuda.get_device_properties(device)
+    return found.major, found.minor
+
+
 def _room(operator: str) -> str:
     if operator in schema.BETWEEN or operator in _FUNCTIONS:
         return "statistics"
@@ -106,10 +112,10 @@ class Triton(Compiled):
                 continue
             if t.device.type != "cuda" and not (named and INTERPRETED and t.device.type == "cpu"):
                 reasons.append(f"the kernels run on CUDA, a tensor is on {t.device}")
-            elif t.device.type == "cuda" and not torch.compiler.is_compiling():
-                found = torch.cuda.get_device_properties(t.device)
-                if found.major < _OLDEST:
-                    has = f"the device has {found.major}.{found.minor}"
+            elif t.device.type == "cuda":
+                major, minor = _capability(t.device)
+                if major < _OLDEST:
+                    has = f"the device has {major}.{minor}"
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
 
