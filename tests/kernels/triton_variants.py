@@ -223,7 +223,7 @@ def _specialized(
 
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
-    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, statistics
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, shares, statistics
 
     found: dict[str, Variant] = {}
     name = ""
@@ -251,7 +251,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
         plain(Recorded(kernel), *arguments, **constants)
 
-    for module in (channel, channel_gradients, rows, statistics):
+    for module in (channel, channel_gradients, rows, shares, statistics):
         module.launch = record
     for module in (channel, rows):
         module.processors = lambda device: PROCESSORS

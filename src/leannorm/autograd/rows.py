@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Rows
-from leannorm.autograd.channel import applied_directly, twice_differentiable
+from leannorm.autograd.channel import applied_directly, for_both_gradients, twice_differentiable
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -55,6 +55,7 @@ class RowNorm(torch.autograd.Function):
             # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
             mean, rstd = REFERENCE.row_moments(x, *ctx.rows)
+        weight = for_both_gradients(weight, *ctx.dtypes[2:])
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
         return _grads(ctx, *grads)
 

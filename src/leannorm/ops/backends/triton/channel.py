@@ -4,7 +4,7 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
 
     forward      one launch, 2 S (a program reads all values of its statistics twice, the second time from
                  the cache), or three, 3 S and some KB of partial statistics
-    backward     one launch, 3 S, or three, 5 S; group and instance norm two more, which add up C sums
+    backward     one launch, 3 S, or three, 5 S; of several samples one more, which adds up their C sums
     moments      two, 1 S; normalize: one, 2 S; gradient sums: two, 2 S; input gradient: one, 3 S
 
 A residual, its gradient dz, and an output from which the derivative is computed add an S each time they are

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.row_addresses import (
     block_of_row,
     divided,
@@ -107,9 +108,9 @@ def backward_tile(
                 sum_dbias += d
     if dweight is not None:
         share = program.to(tl.int64) * kept + k
-        tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
+        tl.store(dweight + share, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
         if dbias is not None:
-            tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
+            tl.store(dbias + share, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
@@ -177,6 +178,6 @@ def backward_shares(
         sum_dweight += d * xhat
         sum_dbias += d
     share = program.to(tl.int64) * kept + k
-    tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
+    tl.store(dweight + share, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
     if dbias is not None:
-        tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
+        tl.store(dbias + share, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)
