@@ -16,6 +16,7 @@ from leannorm.ops.backends.triton.channel_gradient_kernels import (
 from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.shares import Shares
+from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, SUMS_REGISTERS, merging
 from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
@@ -54,7 +55,7 @@ def _sums(
     part_dz, part_dz_xhat = (
         new_statistics(x, (geometry.segments, parts.parts, geometry.channels)) for _ in range(2)
     )
-    p, q = (torch.empty_like(mean) if want_means else None for _ in range(2))
+    p, q = (empty_like(mean) if want_means else None for _ in range(2))
     # dz does not depend on the weight without an activation, nor if the derivative comes from `out`
     scale = None if act == "identity" or out is not None else weight
     launch(
@@ -80,6 +81,7 @@ def _sums(
     return p, q
 
 
+@taped
 def channel_grad_sums(
     dy: Tensor,
     x: Tensor,
@@ -129,6 +131,7 @@ def _input_grad(
     )
 
 
+@taped
 def channel_input_grad(
     dy: Tensor,
     x: Tensor,
@@ -144,11 +147,11 @@ def channel_input_grad(
     want_dz: bool,
 ) -> tuple[Tensor, Tensor]:
     check(act, x, dy, residual, out, weight=weight, bias=bias)
-    dx = torch.empty_like(x)
-    dz = torch.empty_like(x) if want_dz else None
+    dx = empty_like(x)
+    dz = empty_like(x) if want_dz else None
     if x.numel() != 0:
         _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
-    return dx, x.new_empty(0) if dz is None else dz
+    return dx, empty((0,), x.dtype, x.device) if dz is None else dz
 
 
 def _backward(
@@ -168,15 +171,15 @@ def _backward(
     """dweight, dbias and dz; writes dx."""
     check(act, x, dy, residual, out, weight=weight, bias=bias)
     channels = (x.shape[1],)
-    dz = torch.empty_like(x) if want_dz else None
-    returned_dz = x.new_empty(0) if dz is None else dz
+    dz = empty_like(x) if want_dz else None
+    returned_dz = empty((0,), x.dtype, x.device) if dz is None else dz
     dtype = gradient_dtype(x, weight)
     if x.numel() == 0:
         dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
         return dweight, dbias, returned_dz
     plan = plan_of(x, groups)
     geometry = plan.geometry
-    dweight, dbias = (torch.empty(channels, dtype=dtype, device=x.device) for _ in range(2))
+    dweight, dbias = (empty(channels, dtype, x.device) for _ in range(2))
     shares = Shares(dweight, dbias, geometry.segments, geometry.channels, statistics_dtype(x))
     assert shares.dweight is not None
     assert shares.dbias is not None
@@ -209,6 +212,7 @@ def _backward(
     return dweight, dbias, returned_dz
 
 
+@taped
 def channel_backward(
     dy: Tensor,
     x: Tensor,
@@ -222,11 +226,12 @@ def channel_backward(
     groups: int,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x)
+    dx = empty_like(x)
     arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz)
     return dx, *_backward(dy, x, dx, *arguments)
 
 
+@taped
 def channel_backward_(
     dy: Tensor,
     x: Tensor,

@@ -19,6 +19,7 @@ from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kerne
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.shares import Shares
+from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.layout import dense_rows
 from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
 from leannorm.ops.precision import compute_dtype, row_gradient_dtype
@@ -67,6 +68,7 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
+@taped
 def row_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -78,15 +80,15 @@ def row_forward(
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = row_statistics_shape(x.shape, start, stop)
-    mean, rstd = (torch.empty(shape, dtype=compute_dtype(x), device=x.device) for _ in range(2))
-    none = x.new_empty(0)
+    mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
+    none = empty((0,), x.dtype, x.device)
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
     dense, plan = _dense(x, start, stop)
     outer, kept, inner = plan
-    y = torch.empty_like(dense)
-    total = none if residual is None else torch.empty_like(dense)
+    y = empty_like(dense)
+    total = none if residual is None else empty_like(dense)
     parameters = max((p.element_size() for p in (weight, bias) if p is not None), default=0)
     pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
     tile = tiles.forward(kept, inner, x.element_size(), pressed)
@@ -104,6 +106,7 @@ def row_forward(
     return _in_layout_of(x, y, dense), total, mean, rstd
 
 
+@taped
 def row_backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -118,13 +121,13 @@ def row_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
-        return torch.empty(shape, dtype=row_gradient_dtype(x, weight), device=x.device)
+        return empty(shape, row_gradient_dtype(x, weight), x.device)
 
     dweight, dbias = affine(want_affine), affine(want_affine and not rms)
     if x.numel() == 0:
         return torch.empty_like(x), dweight.zero_(), dbias.zero_()
     dense, plan = _dense(x, start, stop)
-    dx = torch.empty_like(dense)
+    dx = empty_like(dense)
     statistics = mean.contiguous(), rstd.contiguous()
     given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, _flat(weight))
     wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)

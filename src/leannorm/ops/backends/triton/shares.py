@@ -7,6 +7,7 @@ from torch import Tensor
 
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.row_share_kernels import sum_shares
+from leannorm.ops.backends.triton.tape import empty
 
 # what a program of `sum_shares` reads at a time: so many shares, of so many columns
 _MANY, _FEW = {"COUNT": 256, "BLOCK": 16}, {"COUNT": 16, "BLOCK": 256}
@@ -23,7 +24,7 @@ class Shares:
         if count == 1 or dweight is None:
             return
         vectors = 1 if dbias is None else 2
-        self.all = torch.empty((vectors, count, kept), dtype=dtype, device=dweight.device)
+        self.all = empty((vectors, count, kept), dtype, dweight.device)
         self.dweight, self.dbias = self.all[0], None if dbias is None else self.all[1]
 
     def add_up(self) -> None:
