@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,39 @@ def test_an_error_in_one_case_is_written_down_and_the_rest_goes_on(tmp_path):
 
     with pytest.raises(OutOfTimeError):
         report.attempt("that", stops)
+
+
+def test_outputs_live_for_a_round_of_calls(monkeypatch):
+    """So that the allocator hands out a block that has left the cache."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 1.0
+
+    class Output:
+        pass
+
+    for name, stand_in in (("Event", Event), ("device", nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    made, alive = [], []
+
+    def call():
+        alive.append(sum(one() is not None for one in made))
+        output = Output()
+        made.append(weakref.ref(output))
+        return output
+
+    assert device_seconds([call] * 5, "cuda", 20) == [1e-3] * 20
+    assert alive == [0, 1, 2, 3, 4] + [5] * 15  # across groups of calls too
+    assert not any(one() for one in made)
 
 
 def test_timing_on_the_cpu():
