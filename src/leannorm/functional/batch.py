@@ -18,6 +18,7 @@ from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
 from leannorm.functional.running import (
     fused_update,
     running_mean_and_rstd,
+    staying,
     update_running_statistics,
 )
 from leannorm.ops.activation import lists_activations
@@ -58,6 +59,8 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
+    if training and staying():
+        running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(batch_norm, locals())
     if leaving() and training:
@@ -102,6 +105,8 @@ def batch_norm_act(
     >>> bool((y >= 0).all())
     True
     """
+    if training and staying():
+        running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
         return hand_over(batch_norm_act, locals())
     if leaving() and training:
@@ -146,6 +151,8 @@ def tracked_batch_norm(
     of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
     the statistics are those of all ranks that share, where there are several.
     """
+    if training and staying():
+        running_mean = running_var = num_batches_tracked = None
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
         return hand_over(tracked_batch_norm, locals())

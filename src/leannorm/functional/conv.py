@@ -17,7 +17,7 @@ from leannorm._types import Epilogue, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over
-from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
 from leannorm.ops.modes import leaving
 
 EPS_MODES = ("inside", "outside")
@@ -68,6 +68,8 @@ def conv_batch_norm(
     >>> F.conv_batch_norm(x, w, None, None, None, padding=1, training=True).shape
     torch.Size([2, 5, 8, 8])
     """
+    if training and staying():
+        running_mean = running_var = num_batches_tracked = None
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     if has_torch_function_variadic(*tensors):
         return hand_over(conv_batch_norm, locals())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,39 @@ from leannorm._types import Running
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.select import pick
+
+_staying = False
+
+
+@contextmanager
+def no_stats_update() -> Iterator[None]:
+    """Within the context, training uses the batch's statistics, and running statistics and counters stay.
+
+    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
+    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
+    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
+    it too. `torch.compile` compiles once more for it.
+
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> layer = leannorm.nn.BatchNorm1d(4)
+    >>> with leannorm.no_stats_update():
+    ...     y = layer(torch.randn(16, 4) + 3)
+    >>> layer.num_batches_tracked.item(), layer.running_mean.sum().item(), y.mean().abs().item() < 1e-6
+    (0, 0.0, True)
+    """
+    global _staying
+    before, _staying = _staying, True
+    try:
+        yield
+    finally:
+        _staying = before
+
+
+def staying() -> bool:
+    """Do running statistics stay as they are? Then training goes as for a layer that has none."""
+    return _staying
 
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
+from leannorm.functional.running import staying
 from leannorm.nn._leaving import Leaving
+from leannorm.ops.modes import rebuilding
 
 
 class BatchNormOp(Leaving, torch.nn.Module):
@@ -74,7 +76,7 @@ class BatchNormOp(Leaving, torch.nn.Module):
             batch_id=self.batch_id,
             data_layout=self.data_layout,
         )
-        if self.training:
+        if self.training and not (staying() or rebuilding()):
             self.batch_id.add_(1)
         return result.y
 

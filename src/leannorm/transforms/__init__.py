@@ -4,5 +4,7 @@ from leannorm.transforms.conversion import convert as convert
 from leannorm.transforms.conversion import preview as preview
 from leannorm.transforms.folding import FoldReport as FoldReport
 from leannorm.transforms.folding import fold as fold
+from leannorm.transforms.freezing import freeze as freeze
+from leannorm.transforms.freezing import unfreeze as unfreeze
 
-__all__ = ["FoldReport", "convert", "fold", "preview"]
+__all__ = ["FoldReport", "convert", "fold", "freeze", "preview", "unfreeze"]
