@@ -31,9 +31,12 @@ from leannorm.saving import lean as lean
 from leannorm.saving import make_lean as make_lean
 from leannorm.saving import unmake_lean as unmake_lean
 from leannorm.transforms import FoldReport as FoldReport
+from leannorm.transforms import RecalibrationReport as RecalibrationReport
+from leannorm.transforms import accumulate_stats as accumulate_stats
 from leannorm.transforms import convert as convert
 from leannorm.transforms import fold as fold
 from leannorm.transforms import freeze as freeze
+from leannorm.transforms import recalibrate as recalibrate
 from leannorm.transforms import unfreeze as unfreeze
 
 __version__ = "0.1.0"
@@ -49,7 +52,9 @@ __all__ = [
     "LeannormError",
     "MemoryReport",
     "MissingDependencyError",
+    "RecalibrationReport",
     "SyncError",
+    "accumulate_stats",
     "backends",
     "bench",
     "convert",
@@ -66,6 +71,7 @@ __all__ = [
     "no_stats_update",
     "profile",
     "program",
+    "recalibrate",
     "transforms",
     "unfreeze",
     "unmake_lean",

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from leannorm._types import Running
+from leannorm._errors import InputError
+from leannorm._types import Moments, Pool, Running
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
+from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
 
 _staying = False
@@ -79,11 +81,26 @@ def fused_update(running: Running) -> Running | None:
     return running if num_batches is None or num_batches.dtype is torch.int64 else None
 
 
-def update_running_statistics(running: Running, mean: Tensor, m2: Tensor, count: int | Tensor) -> None:
-    """Move the running statistics that are not None towards a batch's, in place.
+def update_running_statistics(
+    running: Running, mean: Tensor, m2: Tensor, count: int | Tensor, pool: Pool | None = None
+) -> None:
+    """Move the running statistics that are not None towards a batch's, in place, or add the batch to a pool.
 
     Does nothing in a recompute: the first forward pass has moved them.
     """
     if rebuilding() or (running.mean is None and running.num_batches is None):
         return
-    _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)
+    if pool is None:
+        _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)
+    else:
+        merge_into(pool, Moments(mean, m2, count))
+        pool.used = True
+
+
+def refuse_to_leave(pool: Pool | None) -> None:
+    """No graph that leaves knows a pool."""
+    if pool is not None:
+        raise InputError(
+            "within accumulate_stats() a model cannot be exported or traced: its graph would move statistics "
+            "at every call; leave the context first"
+        )

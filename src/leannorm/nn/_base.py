@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leannorm._types import Pool
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
 from leannorm.nn._leaving import Leaving, quantized, quantizing
@@ -21,6 +22,7 @@ class BatchNormBase(Leaving, _BatchNorm):
     """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
+    _pool: Pool | None = None  # within `accumulate_stats`
 
     def _sharing(self) -> Sharing | None:
         """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
@@ -44,6 +46,7 @@ class BatchNormBase(Leaving, _BatchNorm):
             act,
             residual,
             self._sharing() if self.training else None,
+            pool=self._pool,
         )
 
     def forward(self, input: Tensor) -> Tensor:

@@ -148,6 +148,7 @@ class _ConvBatchNorm(Leaving, torch.nn.Module):
             eps=bn.eps,
             eps_mode=self.eps_mode,
             num_batches_tracked=bn.num_batches_tracked if updates else None,
+            pool=getattr(bn, "_pool", None),
         )
 
     def extra_repr(self) -> str:

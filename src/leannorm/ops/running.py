@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from leannorm._types import Moments, Pool
 from leannorm.ops.precision import statistics_dtype
 
 
@@ -36,6 +37,21 @@ def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return nullcontext()
     return torch._C._DisableFuncTorch()
+
+
+def merge_into(pool: Pool, moments: Moments) -> None:
+    """Merge a batch into the statistics of several, in place, as Chan, Golub and LeVeque (1983) do."""
+    mean, m2 = (_unwrapped(v.detach(), pool.mean) for v in (moments.mean, moments.m2))
+    more: int | Tensor = moments.count
+    more = _unwrapped(more.detach(), pool.mean) if isinstance(more, Tensor) else more
+    with _outside_of_transforms(pool.mean, mean):
+        count = pool.counts[1]
+        share = more / (count + more).clamp_min(1)
+        difference = mean - pool.mean
+        pool.m2.add_(m2 + difference * difference * (count * share))
+        pool.mean.add_(difference * share)
+        pool.counts[1].add_(more)
+        pool.counts[0].add_(1)
 
 
 class RunningVerbs:

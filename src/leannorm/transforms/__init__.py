@@ -6,5 +6,20 @@ from leannorm.transforms.folding import FoldReport as FoldReport
 from leannorm.transforms.folding import fold as fold
 from leannorm.transforms.freezing import freeze as freeze
 from leannorm.transforms.freezing import unfreeze as unfreeze
+from leannorm.transforms.pooling import Recalibrated as Recalibrated
+from leannorm.transforms.pooling import RecalibrationReport as RecalibrationReport
+from leannorm.transforms.pooling import accumulate_stats as accumulate_stats
+from leannorm.transforms.pooling import recalibrate as recalibrate
 
-__all__ = ["FoldReport", "convert", "fold", "freeze", "preview", "unfreeze"]
+__all__ = [
+    "FoldReport",
+    "Recalibrated",
+    "RecalibrationReport",
+    "accumulate_stats",
+    "convert",
+    "fold",
+    "freeze",
+    "preview",
+    "recalibrate",
+    "unfreeze",
+]
