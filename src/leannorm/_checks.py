@@ -70,6 +70,13 @@ def positive_eps(eps: float) -> None:
         raise InputError(f"eps must be positive, got {eps}; the default is 1e-5")
 
 
+def stats_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(
+            f"stats_dtype must be a floating dtype or None, got {dtype}; torch.float32 is wide enough"
+        )
+
+
 def momentum(value: float | Tensor | None) -> None:
     if isinstance(value, (int, float)) and not 0 <= value <= 1:
         raise InputError(

@@ -15,7 +15,7 @@ from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.group import note_evaluation
 from leannorm.distributed.membership import SharesStatistics, sharing_group
-from leannorm.nn._base import BatchNormBase, without_bias
+from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
 # forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
@@ -119,9 +119,10 @@ class SyncBatchNorm(Synchronized):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        stats_dtype: torch.dtype | None = None,
         timeout: float | None = None,
         debug_consistency: bool = False,
     ) -> None:
         given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, **without_bias(bias))
+        super().__init__(*given, bias=bias, stats_dtype=stats_dtype)
         self.share(process_group, timeout, debug_consistency)
