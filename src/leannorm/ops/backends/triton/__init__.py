@@ -90,6 +90,7 @@ class Triton(Compiled):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
+    has_blocks = False
 
     def __init__(self) -> None:
         super().__init__(_kernels if INTERPRETED else schema.OPS)
