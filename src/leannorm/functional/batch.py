@@ -14,6 +14,7 @@ from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
+from leannorm.functional.ghost import ghost_norm, of_all_ranks
 from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
 from leannorm.functional.running import (
     fused_update,
@@ -144,6 +145,7 @@ def tracked_batch_norm(
     sharing: Sharing | None = None,
     *,
     pool: Pool | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
     """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
@@ -152,7 +154,8 @@ def tracked_batch_norm(
     count, on the device. Without running statistics the batch's own are used, in evaluation too. A recompute
     of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
     the statistics are those of all ranks that share, where there are several. A `pool` takes the batch's
-    statistics in the place of the running ones.
+    statistics in the place of the running ones. With `group_size` so many samples are normalized together;
+    the running statistics are those of all.
     """
     if training and staying():
         running_mean = running_var = num_batches_tracked = None
@@ -178,7 +181,7 @@ def tracked_batch_norm(
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
     if use_batch:
-        return _by_batch(input, running, epilogue, eps, sharing, pool)
+        return _by_batch(input, running, epilogue, eps, sharing, pool, group_size)
     return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
 
 
@@ -205,8 +208,14 @@ def _by_batch(
     eps: float,
     sharing: Sharing | None = None,
     pool: Pool | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
     count: int | Tensor
+    if group_size is not None:
+        y, moments = ghost_norm(input, epilogue, eps, group_size)
+        moments = of_all_ranks(moments, sharing, input)
+        update_running_statistics(running, moments.mean, moments.m2, moments.count, pool)
+        return y
     if sharing is None:
         count = values_per_channel(input.shape)
         _checks.more_than_one_value(input, count)

@@ -80,8 +80,8 @@ def _sync(*given: Any) -> Tensor:
     return tracked_batch_norm(*(*of_norm, sharing))
 
 
-def _call_tracked(*given: Any, pool: Any = None) -> Any:
-    refuse_to_leave(pool)
+def _call_tracked(*given: Any, pool: Any = None, group_size: int | None = None) -> Any:
+    refuse_to_leave(pool, group_size)
     *of_norm, sharing = given
     if sharing is None:
         return ops.tracked_batch_norm(*of_norm)

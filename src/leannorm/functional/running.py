@@ -97,8 +97,13 @@ def update_running_statistics(
         pool.used = True
 
 
-def refuse_to_leave(pool: Pool | None) -> None:
-    """No graph that leaves knows a pool."""
+def refuse_to_leave(pool: Pool | None, group_size: int | None = None) -> None:
+    """No graph that leaves knows a pool, or groups of samples in training."""
+    if group_size is not None:
+        raise InputError(
+            f"a batch norm with group_size={group_size} cannot be exported or traced in training mode; "
+            "export it in evaluation mode"
+        )
     if pool is not None:
         raise InputError(
             "within accumulate_stats() a model cannot be exported or traced: its graph would move statistics "

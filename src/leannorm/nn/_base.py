@@ -25,6 +25,7 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
     """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
+    group_size: int | None = None  # samples that are normalized together; None: all
     _pool: Pool | None = None  # within `accumulate_stats`
 
     def __init__(
@@ -39,11 +40,15 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         *,
         bias: bool = True,
         stats_dtype: torch.dtype | None = None,
+        group_size: int | None = None,
     ) -> None:
         _checks.stats_dtype(stats_dtype)
+        _checks.group_size(group_size)
         given = num_features, eps, momentum, affine, track_running_stats, device, dtype
         super().__init__(*given, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
+        if group_size is not None:
+            self.group_size = group_size
 
     def _sharing(self) -> Sharing | None:
         """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
@@ -70,7 +75,12 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             residual,
             self._sharing() if self.training else None,
             pool=self._pool,
+            group_size=self.group_size,
         )
+
+    def extra_repr(self) -> str:
+        said = super().extra_repr()
+        return said if self.group_size is None else f"{said}, group_size={self.group_size}"
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, ...), normalized for each channel.

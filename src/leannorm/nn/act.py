@@ -28,11 +28,12 @@ class BatchNormActBase(BatchNormBase):
         *,
         bias: bool = True,
         stats_dtype: torch.dtype | None = None,
+        group_size: int | None = None,
         act: str = "relu",
     ) -> None:
         _checks.activation(act)
         given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, bias=bias, stats_dtype=stats_dtype)
+        super().__init__(*given, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.activation = act
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -35,6 +35,8 @@ def _check_norm(bn: torch.nn.Module, bn_type: type[_BatchNorm]) -> None:
             f"the norm must be a {bn_type.__name__} of torch.nn or leannorm.nn, got {type(bn).__name__}, "
             "which may compute something else; run that pair as two layers"
         )
+    if getattr(bn, "group_size", None) is not None:
+        raise InputError(f"the norm must be of the whole batch, got {bn}; run that pair as two layers")
 
 
 def _check_hooks(*modules: torch.nn.Module) -> None:

@@ -63,8 +63,8 @@ class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
 
     E and the biased Var are over all positions of one channel of one sample. With `track_running_stats=True`
     training moves `running_mean` and `running_var` (unbiased) towards the averages over the samples by
-    `momentum`, and evaluation uses them. Parameters and defaults (no weight, no bias, no running statistics)
-    are torch's.
+    `momentum`, and evaluation uses them; `stats_dtype` is a dtype that they keep whatever the layer is cast
+    to. Parameters and defaults (no weight, no bias, no running statistics) are torch's.
 
     Shapes: input (N, C, L) or (C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.

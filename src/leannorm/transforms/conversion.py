@@ -252,7 +252,7 @@ def _undo_swap(module: Module) -> bool:
             before = before.cls_to_become  # a lazy layer that has been materialized since
         for attribute in swapped.attributes:
             del vars(module)[attribute]
-    elif getattr(module, "dim", None) is None:
+    elif getattr(module, "dim", None) is None and getattr(module, "group_size", None) is None:
         before = before or TO_TORCH.get(type(module))
     if before is None:
         return False

@@ -123,6 +123,7 @@ class Triton(Compiled):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
+    has_blocks = False
 
     def __init__(self) -> None:
         calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})
