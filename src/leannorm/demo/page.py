@@ -10,8 +10,8 @@ from leannorm.report.render import (
     Section,
     Table,
     bar_figure,
+    bytes_in_words,
     line_figure,
-    megabytes,
     milliseconds,
     page,
 )
@@ -23,8 +23,8 @@ def cost_table(result: Comparison) -> Table:
 
     def column(side: Side) -> list[str]:
         return [
-            f"{megabytes(side.held)}  {side.held / stock.held:.2f}",
-            f"{megabytes(side.peak)}  {side.peak / stock.peak:.2f}",
+            f"{bytes_in_words(side.held)}  {side.held / stock.held:.2f}",
+            f"{bytes_in_words(side.peak)}  {side.peak / stock.peak:.2f}",
             f"{milliseconds(side.step_seconds)}  {side.time_ratio:.2f}",
             "–" if side is stock else f"{side.gradient_difference:.1e}",
             "–" if side is stock else f"{side.relative_difference:.1e}",
