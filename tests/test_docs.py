@@ -3,14 +3,17 @@
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
 
 import leannorm
+from benchmarks.architectures import import_torchvision
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -32,7 +35,35 @@ def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(name), optionflags=OPTIONS).failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def run(page):
+    """Runs every python block of a page, in one namespace: those with prompts print what they say."""
+    names = {"__name__": "__main__"}
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        code, line = found[1], text.count("\n", 0, found.start(1))
+        if ">>> " in code:
+            test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
+            assert doctest.DocTestRunner(optionflags=OPTIONS).run(test, clear_globs=False).failed == 0
+            names = test.globs
+        else:
+            exec(compile("\n" * line + code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_on_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where examples write their files
-    assert doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS).failed == 0
+    if re.search(r"^(?:>>> )?(?:from|import) (?:timm|transformers|torchvision)", page.read_text(), re.M):
+        import_torchvision()
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_example_stands_in_a_python_block(page):
+    """Others would not be run."""
+    rest = BLOCK.sub("", page.read_text())
+    assert ">>> " not in rest
+    assert set(re.findall(r"^ *```(\w+)", rest, re.M)) <= {"console"}
