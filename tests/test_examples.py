@@ -53,7 +53,7 @@ SCRIPTS = [
 
 
 def output_of(*command, folder):
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
     ran = subprocess.run(
         command,
         cwd=folder,  # files that it leaves behind show
