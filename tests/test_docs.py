@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import leannorm
 from benchmarks.architectures import import_torchvision
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -67,3 +68,40 @@ def test_every_example_stands_in_a_python_block(page):
     rest = BLOCK.sub("", page.read_text())
     assert ">>> " not in rest
     assert set(re.findall(r"^ *```(\w+)", rest, re.M)) <= {"console"}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("[A-Z]*.md")}), ids=name_of)
+def test_every_link_to_a_file_leads_to_one(page):
+    """The site's own test looks at links as browsers see them, this one at pages as they lie in the tree."""
+    rest = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    for address in re.findall(r"\]\(([^)\s]+)\)", rest):
+        if not re.match(r"https?:|#", address):
+            assert (page.parent / address.partition("#")[0]).exists(), address
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == leannorm.__version__
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=name_of)
+def test_an_issue_form_has_what_the_platform_asks_for(form):
+    content = yaml.safe_load(form.read_text())
+    if form.name == "config.yml":
+        assert content == {"blank_issues_enabled": True}
+        return
+    assert {"name", "description", "body"} <= set(content)
+    asked = [part for part in content["body"] if part["type"] != "markdown"]
+    assert all(part["attributes"]["label"] for part in asked)
+    assert len({part["id"] for part in asked}) == len(asked)
+    assert any(part.get("validations", {}).get("required") for part in asked)
+
+
+def test_contributors_are_told_the_rooms_of_the_design():
+    """The line of rooms, from `ops` on, is DESIGN.md's."""
+    told, designed = (
+        re.search(r"^    (?:.*\bops\b) ← (.+)$", (ROOT / name).read_text(), re.M)[1]
+        for name in ("CONTRIBUTING.md", "DESIGN.md")
+    )
+    assert told == designed
