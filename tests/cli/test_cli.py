@@ -111,7 +111,18 @@ def test_info_names_versions_and_backends(capsys, tmp_path):
 
 def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
     done = in_a_process(
-        *["demo", "--epochs", "1", "--batch-size", "700", "--json", "out.json", "--report", "out.html"],
+        *[
+            "demo",
+            "--no-networks",
+            "--epochs",
+            "1",
+            "--batch-size",
+            "700",
+            "--json",
+            "out.json",
+            "--report",
+            "out.html",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)},
     )
@@ -127,7 +138,7 @@ def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
     running = subprocess.Popen(
-        [*RUN, *f"demo --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split()],
+        [*RUN, *f"demo --no-networks --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -137,15 +137,8 @@ def html(report: MemoryReport) -> str:
         Fact(bytes_in_words(report.parameter_bytes), "parameters (not in the other numbers)"),
     ]
     sections = [Section("Settings", _SETTINGS, table=setting_table(report))]
-    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
-    if timelines:
-        sections.append(
-            Section(
-                "Memory over one step",
-                "Bytes above the step's start. The forward pass ends at 1.",
-                line_figure(timelines, "forward: 0–1, backward: 1–2", "MB", steps=True),
-            )
-        )
+    if any(s.timeline for s in report.settings):
+        sections.append(timeline_section(report, "Memory over one step"))
     counted, names = _counted(report)
     bars = {setting: _per_layer(layers, names) for setting, layers in counted}
     sections += [
@@ -169,6 +162,13 @@ def html(report: MemoryReport) -> str:
     title = f"{report.model}: memory of a training step"
     lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to keep less for the backward pass."
     return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
+
+
+def timeline_section(report: MemoryReport, heading: str) -> Section:
+    """The bytes over one step, a line for each setting."""
+    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
+    figure = line_figure(timelines, "forward: 0–1, backward: 1–2", "MB", steps=True)
+    return Section(heading, "Bytes above the step's start. The forward pass ends at 1.", figure)
 
 
 def _per_layer(layers: Mapping[str, LayerBytes], names: Iterable[str]) -> list[float]:
