@@ -233,7 +233,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
         """A kernel that notes how it is launched."""
 
         def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+            self.kernel, self.arg_names = kernel, kernel.arg_names
 
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             def note(*arguments: Any, **named: Any) -> None:

@@ -66,11 +66,12 @@ def keep_for_backward(
 ) -> None:
     """Save those of the `given` fields that the backward pass with `act` needs; `more` are saved as they are.
 
-    `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x.
+    `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x, or in
+    its place the output, which the next layer keeps too.
     """
     x, mean, rstd, weight, bias, residual, out = given
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
-    if residual is None or ACTIVATIONS[act].from_output is None:
+    if ACTIVATIONS[act].from_output is None or (residual is None and not constant):
         out = None
     else:
         residual, out = None, None if act == "identity" else out

@@ -1,5 +1,7 @@
 """The schema and the fake of every operator that has kernels; the backends register the kernels.
 
+`groups` is 0 for statistics of the batch, G of each sample's G groups of channels, -B of every B samples.
+
 The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
@@ -61,6 +63,7 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
+SCHEMAS = _SCHEMAS + _BETWEEN
 # the operators by name; looking up the overload at every call would cost time
 OPS = SimpleNamespace(**{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)})
 
@@ -97,7 +100,7 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 @_fake("channel_grad_sums")
 def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
+    shape = (x.shape[1],) if mean.dim() == 1 else (mean.shape[0], x.shape[1])
     return _statistics(x, shape), _statistics(x, shape)
 
 

@@ -46,10 +46,13 @@ def _why_unavailable() -> str | None:
 _UNAVAILABLE = _why_unavailable()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _capability(device: torch.device) -> tuple[int, int]:
     found = torch.cuda.get_device_properties(device)
     return found.major, found.minor
+
+
+# What torch.compiler.assume_constant_result sets; to call it would import the compiler with leannorm.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _room(operator: str) -> str:
@@ -123,6 +126,7 @@ class Triton(Compiled):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
+    has_blocks = False
 
     def __init__(self) -> None:
         calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})
