@@ -91,6 +91,7 @@ def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
     yield channel.channel_forward_tracked_, (x, w, b, None, 1e-5, "relu", running, var, batches, 0.1)
     yield channel.channel_forward_tracked_, (x, w, b, None, 1e-5, "relu", running, var, None, 0.2)
     yield statistics.move_running_, (running, var, batches, None, mean, m2, 0, count)
+    yield channel.channel_evaluate, (x, running, var, 1e-5, w, b, None, "relu")
     yield statistics.constants_of, (running, var, 1e-5)
     yield statistics.sums_of, (mean, m2, 100)
     yield statistics.moments_of, (new(33, dtype=f64), 1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(trit
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 BF16 = torch.bfloat16
 IMAGES, SMALL, ROWS = (64, 64, 56, 56), (2, 64, 14, 14), (4096, 1024)
+
+
+def no_grad(layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.no_grad()(layer.forward)
 
 
 def with_residual(layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -47,6 +52,7 @@ CASES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tup
     "`BatchNorm2d`, a small input": (lambda: nn.BatchNorm2d(64), SMALL),
     "`BatchNorm2d`, bfloat16 parameters": (lambda: nn.BatchNorm2d(64, dtype=BF16), IMAGES),
     "`BatchNorm2d`, evaluation": (lambda: nn.BatchNorm2d(64).eval(), IMAGES),
+    "`BatchNorm2d`, evaluation without gradients": (lambda: no_grad(nn.BatchNorm2d(64).eval()), IMAGES),
     "`BatchNormAct2d` with a residual": (lambda: with_residual(nn.BatchNormAct2d(64)), IMAGES),
     "`GroupNorm`": (lambda: nn.GroupNorm(32, 64), IMAGES),
     "`GroupNorm`, large planes": (lambda: nn.GroupNorm(2, 64), (2, 64, 512, 512)),
@@ -99,6 +105,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(sync, "add_up", add_up)
     monkeypatch.setattr(TRITON, "why_not", lambda *_, **__: [])
     monkeypatch.setattr(TRITON, "ops", triton._kernels)
+    monkeypatch.setattr(triton, "_listened_to", lambda: False)  # but for this count
     with use_backend("triton"), torch.device("meta"):
         yield mode
 
@@ -123,7 +130,8 @@ def test_launches_are_those_of_the_table(counted, name):
         y = call(x)
         forward = list(counted.seen)
         counted.seen.clear()
-        torch.autograd.backward(y, dy)
+        if y.requires_grad:
+            torch.autograd.backward(y, dy)
     backward = counted.seen
     print(name, len(forward), len(backward), forward, backward)
     assert (len(forward), len(backward)) == table()[name], (forward, backward)
@@ -180,3 +188,32 @@ def test_a_bias_wider_than_the_weight_gets_all_digits_of_its_gradient(as_on_a_de
     layer(x).backward(dy)
     assert layer.weight.grad.dtype == BF16
     torch.testing.assert_close(layer.bias.grad, dy.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("running", [torch.float32, torch.float64, BF16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
+def test_evaluation_in_one_launch_is_that_in_two(dtype, running):
+    x, residual = torch.randn(3, 4, 5, 5, dtype=dtype), torch.randn(3, 4, 5, 5, dtype=dtype)
+    mean, var = torch.randn(4).to(running), torch.rand(4).to(running)
+    weight, bias = torch.randn(4), torch.randn(4)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        for epilogue in ((None, None, None, "identity"), (weight, bias, residual, "relu")):
+            given = x.to(memory_format=layout)
+            both = TRITON.channel_normalize(given, *TRITON.constants_of(mean, var, 1e-5), *epilogue)
+            one = TRITON.channel_evaluate(given, mean, var, 1e-5, *epilogue)
+            assert torch.equal(one, both)
+            assert one.stride() == both.stride()
+    stepped = torch.stack((mean, mean), 1)[:, 0], torch.stack((var, var), 1)[:, 0]
+    assert torch.equal(
+        TRITON.channel_evaluate(x, *stepped, 1e-5), TRITON.channel_evaluate(x, mean, var, 1e-5)
+    )
+
+
+def test_evaluation_follows_every_edit_of_its_statistics():
+    """By `.data`, by a replayed graph, from another rank: not all of them count a tensor's version up."""
+    layer, x = nn.BatchNorm1d(4).eval(), torch.randn(8, 4)
+    with use_backend("triton") if triton.INTERPRETED else nullcontext(), torch.no_grad():
+        before = layer(x)
+        layer.running_mean.data.add_(1.0)
+        torch.testing.assert_close(layer(x), before - 1.0 / (1 + layer.eps) ** 0.5)

@@ -177,6 +177,16 @@ def channel_norm(
     return result
 
 
+def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
+    """Evaluation of which nothing is recorded, by one verb; None where `channel_affine` must do it."""
+    tensors = (x, running.mean, running.var, epilogue.weight, epilogue.bias, epilogue.residual)
+    if torch.compiler.is_compiling() or transformed(*tensors) or recorded(*tensors):
+        return None
+    assert running.mean is not None
+    assert running.var is not None
+    return pick(*tensors).channel_evaluate(x, running.mean, running.var, eps, *epilogue)
+
+
 def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) -> Tensor:
     """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue

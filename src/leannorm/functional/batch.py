@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Epilogue, Pool, Running
-from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
@@ -126,7 +126,7 @@ def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bo
     _check(input, running, epilogue, training, eps)
     if training:
         return _by_batch(input, running, epilogue, eps)
-    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
+    return _by_running(input, running, epilogue, eps)
 
 
 def tracked_batch_norm(
@@ -182,7 +182,12 @@ def tracked_batch_norm(
     _check(input, running, epilogue, use_batch, eps)
     if use_batch:
         return _by_batch(input, running, epilogue, eps, sharing, pool, group_size)
-    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
+    return _by_running(input, running, epilogue, eps)
+
+
+def _by_running(input: Tensor, running: Running, epilogue: Epilogue, eps: float) -> Tensor:
+    y = channel_evaluated(input, running, eps, epilogue)
+    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue) if y is None else y
 
 
 def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> None:

@@ -26,15 +26,15 @@ def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
 
 @overload
-def _like(x: Tensor, other: Tensor) -> Tensor: ...
+def like(x: Tensor, other: Tensor) -> Tensor: ...
 @overload
-def _like(x: Tensor, other: None) -> None: ...
-def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
+def like(x: Tensor, other: None) -> None: ...
+def like(x: Tensor, other: Tensor | None) -> Tensor | None:
     """`other` in the dtype and layout of x, which is dense."""
     if other is None:
         return None
@@ -45,7 +45,7 @@ def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
     return other if _channels_last(other) else other.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
-def _flat(v: Tensor | None) -> Tensor | None:
+def flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
@@ -83,7 +83,7 @@ class Compiled(Backend):
 
     def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
         plan = channel_plan(x.shape, groups)
-        mean, m2 = self.ops.channel_moments(_dense(x), groups)
+        mean, m2 = self.ops.channel_moments(dense(x), groups)
         return Moments(mean, m2, plan.outer * plan.inner)
 
     def channel_normalize(
@@ -96,9 +96,9 @@ class Compiled(Backend):
         residual: Tensor | None = None,
         act: str = "identity",
     ) -> Tensor:
-        x = _dense(x)
+        x = dense(x)
         statistics = mean.contiguous(), rstd.contiguous()
-        return self.ops.channel_normalize(x, *statistics, _flat(weight), _flat(bias), _like(x, residual), act)
+        return self.ops.channel_normalize(x, *statistics, flat(weight), flat(bias), like(x, residual), act)
 
     def channel_grad_sums(
         self,
@@ -112,16 +112,16 @@ class Compiled(Backend):
         out: Tensor | None = None,
         act: str = "identity",
     ) -> tuple[Tensor, Tensor]:
-        x = _dense(x)
+        x = dense(x)
         return self.ops.channel_grad_sums(
-            _like(x, dy),
+            like(x, dy),
             x,
             mean.contiguous(),
             rstd.contiguous(),
-            _flat(weight),
-            _flat(bias),
-            _like(x, residual),
-            _like(x, out),
+            flat(weight),
+            flat(bias),
+            like(x, residual),
+            like(x, out),
             act,
         )
 
@@ -142,19 +142,19 @@ class Compiled(Backend):
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`into` is not used."""
-        x = _dense(x)
-        dy = _like(x, dy)
+        x = dense(x)
+        dy = like(x, dy)
         dx, dz = self.ops.channel_input_grad(
             dy,
             x,
             mean.contiguous(),
             rstd.contiguous(),
-            _flat(weight),
-            _flat(bias),
-            _like(x, residual),
-            _like(x, out),
-            _flat(p),
-            _flat(q),
+            flat(weight),
+            flat(bias),
+            like(x, residual),
+            like(x, out),
+            flat(p),
+            flat(q),
             act,
             want_dz and act != "identity",
         )
@@ -172,8 +172,8 @@ class Compiled(Backend):
         running: Running | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Each channel is normalized while it is in the cache. `running` must not need a gradient."""
-        x = _dense(x)
-        arguments = x, _flat(weight), _flat(bias), _like(x, residual), eps, act
+        x = dense(x)
+        arguments = x, flat(weight), flat(bias), like(x, residual), eps, act
         if running is None:
             result = self.ops.channel_forward(*arguments, groups)
         else:
@@ -196,17 +196,17 @@ class Compiled(Backend):
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        x = _dense(x)
-        dy = _like(x, dy)
+        x = dense(x)
+        dy = like(x, dy)
         arguments = (
             dy,
             x,
             mean.contiguous(),
             rstd.contiguous(),
-            _flat(weight),
-            _flat(bias),
-            _like(x, residual),
-            _like(x, out),
+            flat(weight),
+            flat(bias),
+            like(x, residual),
+            like(x, out),
             act,
             groups,
             want_dz and act != "identity",

@@ -166,6 +166,21 @@ class ChannelVerbs(RunningVerbs):
             y[part] = normalize(part)
         return y
 
+    def channel_evaluate(
+        self,
+        x: Tensor,
+        running_mean: Tensor,
+        running_var: Tensor,
+        eps: float,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        act: str = "identity",
+    ) -> Tensor:
+        """`channel_normalize` by running statistics."""
+        constants = self.constants_of(running_mean, running_var, eps)
+        return self.channel_normalize(x, *constants, weight, bias, residual, act)
+
     def channel_grad_sums(
         self,
         dy: Tensor,

@@ -156,6 +156,41 @@ def channel_normalize(
         ACT=act,
         **plan.tiling.constants,
         DOUBLE=double,
+        EPS=None,
+    )
+    return y
+
+
+@taped
+def channel_evaluate(
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    eps: float,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+) -> Tensor:
+    """`channel_normalize` by running statistics, whose rstd the kernel computes: no operator, one launch."""
+    check(act, x, residual, weight=weight, bias=bias)
+    for name, value in (("running_mean", running_mean), ("running_var", running_var)):
+        if not value.is_contiguous() or value.numel() != x.shape[1]:
+            raise RuntimeError(f"{name} must be contiguous and have one value a channel")
+    y = empty_like(x)
+    if x.numel() == 0:
+        return y
+    plan = plan_of(x, 0)
+    launch(
+        normalize_kernel,
+        plan.programs(plan.mapping),
+        x.device,
+        *(x, residual, y, running_mean, running_var, weight, bias),
+        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
+        ACT=act,
+        **plan.tiling.constants,
+        DOUBLE=x.dtype == torch.float64,
+        EPS=float(eps),
     )
     return y
 

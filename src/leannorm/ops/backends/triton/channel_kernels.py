@@ -170,12 +170,18 @@ def merge_moments_kernel(
 def normalize_kernel(
     x, residual, y, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, EPS: tl.constexpr = None,
 ):  # fmt: skip
-    """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once."""
+    """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once.
+
+    With an EPS `rstd` is the variance, and both statistics may have any dtype: those of evaluation.
+    """
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     c, exists, place = block_of_channels(segment, c0, C, G, BC)
     high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
+    if EPS is not None:  # rounded as the constants that `constants_kernel` makes in a launch of its own
+        variance = tl.load(rstd + place, mask=exists, other=1.0).to(tl.float64)
+        scale = (1 / tl.sqrt(variance + EPS)).to(tl.float64 if DOUBLE else tl.float32)
     for step in range(t0, t1):
         t = t0 + t1 - 1 - step
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)

@@ -144,7 +144,7 @@ def block_of_channels(segment, c0, C, G, BC: tl.constexpr):
 @triton.jit
 def constants(mean, rstd, weight, bias, c, exists, place, DOUBLE: tl.constexpr):
     """What every channel of a block is normalized by: mean (in two), rstd, weight and bias."""
-    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0), DOUBLE)
+    high, low = in_two(tl.load(mean + place, mask=exists, other=0.0).to(tl.float64), DOUBLE)
     scale = per_channel(rstd, place, exists, 0.0, DOUBLE)
     w = per_channel(weight, c, exists, 1.0, DOUBLE)
     b = per_channel(bias, c, exists, 0.0, DOUBLE)
