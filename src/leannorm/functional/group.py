@@ -123,7 +123,7 @@ def instance_norm(
     if channels == 0:  # no channels, so no groups: the input is empty
         return input.clone()
     y, mean, m2 = channel_norm(input, epilogue, eps, channels)
-    if input.numel():
+    if running_mean is not None and input.numel():
         inner = channel_plan(input.shape, channels).inner
         update_running_statistics(running, mean.mean(0), m2.mean(0), inner)
     return y
