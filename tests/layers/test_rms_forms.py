@@ -138,7 +138,7 @@ def test_kept_are_the_input_and_two_statistics_a_row(offset, cast):
 
 
 @FORM
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 def test_compiles_exports_and_is_an_operator(offset, cast):
     layer = nn.RMSNorm(8, 1e-6, weight_offset=offset, cast=cast)
     torch.nn.init.normal_(layer.weight)

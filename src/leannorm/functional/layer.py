@@ -102,9 +102,10 @@ def rms_norm(
     arithmetic's dtype; 1.0 is Gemma's. With `cast="before"` the normalized value is rounded to the input's
     dtype before it meets the weight, as Llama does. All else is as in `torch.nn.functional.rms_norm`.
 
-    Shapes, Kept: as `layer_norm`.
+    Shapes: as `layer_norm`.
     Dtypes: as `layer_norm`; with `cast="before"` the output has the dtype to which torch promotes input and
     weight.
+    Kept: as `layer_norm`.
     Raises: as `layer_norm`, and `InputError` where `weight_offset` is not finite or `cast` is another word.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
@@ -170,7 +171,10 @@ def add_rms_norm(
 
     Returns y and r. The other arguments are those of `rms_norm`.
 
-    Shapes, Dtypes, Kept, Raises: as `add_layer_norm`.
+    Shapes: as `add_layer_norm`.
+    Dtypes: y as `rms_norm`, r as the input.
+    Kept: as `add_layer_norm`.
+    Raises: as `rms_norm`, and `InputError` where the residual's shape is not the input's.
     Source: as `rms_norm`.
 
     >>> import torch

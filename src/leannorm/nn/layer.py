@@ -71,8 +71,9 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
     Llama's) are those of `functional.rms_norm`. All other arguments are torch's.
 
     Shapes: as `LayerNorm`.
-    Dtypes, Raises: as `functional.rms_norm`.
+    Dtypes: as `functional.rms_norm`.
     Kept: as `LayerNorm`.
+    Raises: as `functional.rms_norm`.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
     >>> import torch
