@@ -44,9 +44,11 @@ _SCHEMAS = (
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
     " -> (Tensor dweight, Tensor dbias, Tensor dz)",
     "row_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int start, int stop, float eps,"
-    " bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
+    " bool rms, float weight_offset=0.0, bool cast_before=False)"
+    " -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
     "row_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start,"
-    " int stop, bool rms, bool want_affine) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    " int stop, bool rms, bool want_affine, float weight_offset=0.0)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 
 OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
@@ -142,7 +144,7 @@ def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, T
 
 @_fake("row_backward")
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, start, stop, rms, want_affine = rest
+    start, stop, rms, want_affine = rest[3:7]
 
     def affine(wanted: bool) -> Tensor:
         return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
