@@ -30,7 +30,7 @@ template <class T, int kRows, bool kStream> inline void line_forward_rows(const 
     static_cast<S*>(a.mean)[(row + k) * a.statistics_row] = mean[k] = moments.mean;
     static_cast<S*>(a.rstd)[(row + k) * a.statistics_row] = rstd[k] = moments.rstd;
   }
-  const int64_t next = larger(kRows * a.x_row, kLookAhead<T>);
+  const int64_t next = a.x_ahead != 0 ? a.x_ahead : larger(kRows * a.x_row, kLookAhead<T>);
   for (int k = 0; k < kRows; ++k, x += a.x_row, y += a.y_row) {
     const T* const coming = source + k * a.x_row + next;
     const V m = splat<V>(mean[k]), r = splat<V>(rstd[k]);
@@ -92,8 +92,8 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
   T* dx = static_cast<T*>(a.dx) + row * a.dx_row;
   const S* weight = static_cast<const S*>(a.weight);
   S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
-  const int64_t next = larger(kRows * a.x_row, kLookAhead<T>);
-  const int64_t next_dy = larger(kRows * a.dy_row, kLookAhead<T>);
+  const int64_t next = a.x_ahead != 0 ? a.x_ahead : larger(kRows * a.x_row, kLookAhead<T>);
+  const int64_t next_dy = a.dy_ahead != 0 ? a.dy_ahead : larger(kRows * a.dy_row, kLookAhead<T>);
   LineGrad<V> grad[kRows];
   for (int k = 0; k < kRows; ++k) grad[k] = line_grad<T>(a, row + k);
   each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {

@@ -46,6 +46,11 @@ template <int kTensors> class Runs {
 
   const Offsets& step() const { return axes_[0].step; }
 
+  // From a row to the one at its place in the next run; 0 where a run is long.
+  int64_t ahead(int tensor) const {
+    return axes_.size() > 1 && axes_[0].size <= kShortRun ? axes_[1].step[tensor] : 0;
+  }
+
   // body(offsets, rows) for every run, or part of one, of the rows begin..end-1.
   template <class Body> void each(int64_t begin, int64_t end, Body body) const {
     std::vector<int64_t> index(axes_.size());
@@ -71,6 +76,7 @@ template <int kTensors> class Runs {
   }
 
  private:
+  static constexpr int64_t kShortRun = 64;
   struct Axis {
     int64_t size;
     Offsets step;

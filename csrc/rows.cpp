@@ -157,16 +157,19 @@ std::vector<int64_t> statistics_size(const Tensor& x, int64_t start, int64_t sto
 }
 
 // The same call on the rows of one run.
-RowForward moved(RowForward args, const Runs<2>::Offsets& at, const Runs<2>::Offsets& step, const Tensor& x) {
+RowForward moved(RowForward args, const Runs<2>::Offsets& at, const Runs<2>& runs, const Tensor& x) {
+  const auto& step = runs.step();
   const int64_t size = x.element_size(), wide = std::max<int64_t>(size, 4);
   args.x = static_cast<const char*>(args.x) + at[0] * size;
   args.y = static_cast<char*>(args.y) + at[1] * size;
   args.mean = static_cast<char*>(args.mean) + at[2] * wide;
   args.rstd = static_cast<char*>(args.rstd) + at[2] * wide;
   args.x_row = step[0], args.y_row = step[1], args.statistics_row = step[2];
+  args.x_ahead = runs.ahead(0);
   return args;
 }
-RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>::Offsets& step, const Tensor& x) {
+RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& runs, const Tensor& x) {
+  const auto& step = runs.step();
   const int64_t size = x.element_size(), wide = std::max<int64_t>(size, 4);
   args.x = static_cast<const char*>(args.x) + at[0] * size;
   args.dx = static_cast<char*>(args.dx) + at[1] * size;
@@ -176,6 +179,7 @@ RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>::O
   args.rstd = static_cast<const char*>(args.rstd) + at[4] * wide;
   args.x_row = step[0], args.dx_row = step[1], args.dy_row = step[2], args.dtotal_row = step[3];
   args.statistics_row = step[4];
+  args.x_ahead = runs.ahead(0), args.dy_ahead = runs.ahead(2);
   return args;
 }
 
@@ -199,14 +203,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   const int64_t kept = rows.shape.kept;
   const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
-                        cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1};
+                        cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape);
   const auto each = [&](auto body) { torch::stable::parallel_for(0, units, grain(given.numel() / units), body); };
   if (rows.apart) {
     const Runs<2> runs({&rows.x, &y}, start, stop);
     each([&](int64_t begin, int64_t end) {
-      runs.each(begin, end, [&](const auto& at, int64_t n) { forward(moved(args, at, runs.step(), given), 0, n); });
+      runs.each(begin, end, [&](const auto& at, int64_t n) { forward(moved(args, at, runs, given), 0, n); });
     });
   } else {
     each([&](int64_t begin, int64_t end) { forward(args, begin, end); });
@@ -246,7 +250,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Optional w = plain(weight, type, weight_offset);
   const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
                          data(mean), data(rstd), data(w),      mutable_data(dx), rms,
-                         rows.stream(dx, given_dtotal ? 4 : 3), shape.kept, shape.kept, shape.kept, shape.kept, 1};
+                         rows.stream(dx, given_dtotal ? 4 : 3), shape.kept, shape.kept, shape.kept, shape.kept, 1, 0, 0};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
 
@@ -265,7 +269,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
       const int64_t first = chunk * length, last = std::min(units, first + length);
       if (runs)
         runs->each(first, last, [&](const auto& offsets, int64_t n) {
-          backward(moved(args, offsets, runs->step(), given), 0, n, dw, db);
+          backward(moved(args, offsets, *runs, given), 0, n, dw, db);
         });
       else backward(args, first, last, dw, db);
     }
