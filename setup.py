@@ -125,7 +125,9 @@ class BuildKernels(build_ext):
             ast.unparse(node.targets[0]): node for node in source.body if isinstance(node, ast.Assign)
         }
         schemas = [
-            schema for name in ("_SCHEMAS", "_BETWEEN") for schema in ast.literal_eval(assigned[name].value)
+            schema
+            for name in ("_SCHEMAS", "_MODULATED", "_BETWEEN")
+            for schema in ast.literal_eval(assigned[name].value)
         ]
         return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]
 

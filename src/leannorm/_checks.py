@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -198,6 +198,22 @@ def non_negative_eps(eps: float) -> None:
         raise InputError(f"eps must not be negative, got {eps}; the usual value is 1e-5")
 
 
+def weight_offset(offset: float) -> None:
+    if not (isinstance(offset, (int, float)) and isfinite(offset)):
+        raise InputError(
+            f"weight_offset must be a finite number, got {offset!r}; 1.0 gives 1 + weight (Gemma's), 0.0 the "
+            "weight alone"
+        )
+
+
+def cast(word: str) -> None:
+    if word not in ("after", "before"):
+        raise InputError(
+            f"cast must be 'before' or 'after', got {word!r}; 'before' rounds the normalized value to the "
+            "input's dtype before it meets the weight (Llama), 'after' rounds the product alone (Gemma)"
+        )
+
+
 def single_axis(normalized_shape: Sequence[int], dim: int | None) -> None:
     if dim is not None and len(normalized_shape) != 1:
         raise InputError(
@@ -237,6 +253,35 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
                 f"{name} must have the shape normalized_shape = {wanted}, "
                 f"got {tuple(tensor.shape)}; reshape it or leave it out"
             )
+
+
+def modulations(input: Tensor, start: int, **tensors: Tensor | None) -> None:
+    """Each tensor given has the normalized shape behind leading axes of the input, of their sizes or 1."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        floating(name, tensor)
+        same_device(name, tensor, input)
+        given = tensor.dim() - (input.dim() - start)
+        leading = zip(tensor.shape[: max(given, 0)], input.shape, strict=False)
+        if (
+            not 0 <= given <= start
+            or tensor.shape[given:] != input.shape[start:]
+            or any(size not in (1, of_input) for size, of_input in leading)
+        ):
+            raise InputError(
+                f"{name} must end in the normalized shape {tuple(input.shape[start:])}, behind first axes of "
+                f"the input {tuple(input.shape)}, each of the input's size or 1, got {tuple(tensor.shape)}; "
+                f"for one a sample take (N, C), for one a token (N, L, C)"
+            )
+
+
+def same_modulation(scale: Tensor, shift: Tensor | None) -> None:
+    if shift is not None and shift.shape != scale.shape:
+        raise InputError(
+            f"shift must have the scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}; "
+            "expand the smaller one, for example with shift.expand_as(scale)"
+        )
 
 
 def divisible_groups(input: Tensor, num_groups: int) -> None:

@@ -24,7 +24,7 @@ from leannorm.nn._leaving import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.fuse import find_fusions
-from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
+from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, has_torchs_form, is_norm, why_not
 from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
     inside_convolutions,
@@ -252,7 +252,7 @@ def _undo_swap(module: Module) -> bool:
             before = before.cls_to_become  # a lazy layer that has been materialized since
         for attribute in swapped.attributes:
             del vars(module)[attribute]
-    elif getattr(module, "dim", None) is None and getattr(module, "group_size", None) is None:
+    elif has_torchs_form(module):
         before = before or TO_TORCH.get(type(module))
     if before is None:
         return False

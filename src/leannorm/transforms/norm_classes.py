@@ -93,6 +93,13 @@ def why_not(module: Module) -> str | None:
     return None
 
 
+def has_torchs_form(module: Module) -> bool:
+    """Does a layer of ours compute what torch's of its name does?"""
+    found = (getattr(module, name, None) for name in ("dim", "group_size", "weight_offset", "cast"))
+    dim, group_size, offset, cast = found
+    return dim is None and group_size is None and not offset and cast in (None, "after")
+
+
 def is_norm(module: Module) -> bool:
     """Is it one of torch's norms, or of a subclass?"""
     return isinstance(module, (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm))

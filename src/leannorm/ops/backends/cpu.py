@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from leannorm.ops.backends.compiled import Compiled
+from leannorm.ops.backends.compiled_modulated import CompiledModulated
 from leannorm.ops.backends.library import load
 
 _UNAVAILABLE = load()
 
 
-class Cpu(Compiled):
+class Cpu(CompiledModulated):
     """The C++ kernels, on the CPU."""
 
     name = "cpu"
