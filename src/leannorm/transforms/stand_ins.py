@@ -1,0 +1,221 @@
+"""Runs a layer's forward on stand-ins and says what it computes, and all that it looked at to decide so.
+
+The layer is a copy that notes each attribute that is read; the input is small and random; a mode sees each
+operation, another each look at a tensor's size. What a run cannot show (a branch on values, on a size of the
+batch, state that it keeps) is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leannorm.transforms.formula import LOW, Form, Parameter, Row, UnknownFormError, form_of
+from leannorm.transforms.operations import Values
+
+# what autocast of CUDA computes in float32
+_WIDENED = {"pow", "rsqrt", "reciprocal", "native_layer_norm", "native_group_norm", "_fused_rms_norm"}
+_SIZES = {"shape", "size", "numel", "nelement", "__len__"}
+_SEEN = {"dtype", "device", "ndim", "dim", "ndimension", "is_floating_point", "is_cuda", "itemsize"}
+_REFUSED = {"__dict__", "__class__", "_parameters", "_buffers", "_modules"}
+_FREE = (7, 3, 5, 2)  # sizes of the axes that no parameter gives
+
+
+class Missing:
+    """The value of an attribute that a layer does not have."""
+
+
+class Run(NamedTuple):
+    """What one run computes, and whether autocast would change it."""
+
+    form: Form
+    neutral: bool
+
+
+class Size(int):
+    """A size of the input that may go on into other sizes, but that nothing may depend on."""
+
+    def _refuse(self, *_: object) -> Any:
+        raise UnknownFormError("it depends on a size of its input")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = __float__ = _refuse
+
+
+def _derived(name: str) -> Callable[..., Any]:
+    def call(self: Size, *others: Any) -> Any:
+        result = getattr(int, name)(self, *others)
+        return Size(result) if isinstance(result, int) else result
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "neg", "radd", "rsub", "rmul", "rfloordiv"):
+    setattr(Size, f"__{_name}__", _derived(f"__{_name}__"))
+
+
+class _Looks(TorchFunctionMode):
+    """Sees what Python code asks of tensors; sizes in `free` axes become `Size`."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.fixed, self.operations, self.device = sizes, 0, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        before = self.operations
+        result = func(*args, **(kwargs or {}))
+        if name in _SIZES:
+            return self._sized(result)
+        self.device |= name in ("device", "is_cuda")
+        if isinstance(result, Tensor) or self.operations > before or name in _SEEN or _has_tensor(result):
+            return result
+        raise UnknownFormError(f"it asks for {name} of a tensor")
+
+    def _sized(self, result: Any) -> Any:
+        if isinstance(result, int):
+            return result if result in self.fixed else Size(result)
+        return _Shape(n if n in self.fixed else Size(n) for n in result)
+
+
+class _Shape(tuple[int, ...]):
+    """A shape; code that takes a `torch.Size` gets one of plain numbers."""
+
+    def numel(self) -> int:
+        return functools.reduce(lambda a, b: b * a, self, Size(1))
+
+
+def _has_tensor(result: Any) -> bool:
+    return isinstance(result, (tuple, list)) and any(isinstance(t, Tensor) for t in result)
+
+
+class _Operations(TorchDispatchMode):
+    """Hands each operation to the algebra."""
+
+    def __init__(self, values: Values, looks: _Looks) -> None:
+        super().__init__()
+        self.values, self.looks, self.neutral = values, looks, True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.looks.operations += 1
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if "out" in kwargs:
+            raise UnknownFormError(f"it calls torch's {name} with out=")
+        out = func(*args, **kwargs)
+        if name in _WIDENED and any(isinstance(a, Tensor) and a.dtype in LOW for a in args):
+            self.neutral = False
+        self.values.interpret(name, args, kwargs, out)
+        return out
+
+
+class Twin:
+    """A copy of a layer, on random parameters of its own, that notes what its forward reads.
+
+    `reads` has each attribute's name and value; a parameter's value is None, or its shape.
+    """
+
+    def __init__(self, layer: Module, training: bool) -> None:
+        self.reads: dict[str, Any] = {}
+        self.functions: dict[str, Any] = {}
+        self.tensors = {k: t for k, t in (*layer._parameters.items(), *layer._buffers.items())}
+        plain = {k: v for k, v in vars(layer).items() if k not in _Noted.own and k != "training"}
+        try:
+            self.plain = copy.deepcopy(plain) | {"training": training}
+        except Exception as error:
+            raise UnknownFormError("it has attributes that cannot be copied") from error
+        self.cls = type(layer)
+        self.noted = type(f"{self.cls.__name__}", (_Noted, self.cls), {"__module__": self.cls.__module__})
+
+    def run(self, x: Tensor, parameters: dict[str, Tensor]) -> Any:
+        """The layer's output; nothing that forward sets lasts."""
+        layer = self.noted.__new__(self.noted)
+        object.__getattribute__(layer, "__dict__").update(self.plain, _twin=self, _tensors=parameters)
+        return self.cls.forward(layer, x)
+
+    def note(self, name: str, value: Any) -> None:
+        if isinstance(value, Module) or not _is_simple(value):
+            raise UnknownFormError(f"it reads its attribute {name}, which may change")
+        self.reads[name] = value
+
+
+class _Noted:
+    """The class of a twin's layer."""
+
+    own = frozenset(vars(Module())) - {"training"}
+
+    def __getattribute__(self, name: str) -> Any:
+        state = object.__getattribute__(self, "__dict__")
+        twin: Twin = state["_twin"]
+        if name in _REFUSED or name in _Noted.own:
+            raise UnknownFormError(f"it looks at its own {name}")
+        if name in state["_tensors"]:
+            return state["_tensors"][name]
+        if name in state:
+            twin.note(name, state[name])
+            return state[name]
+        found = getattr(twin.cls, name, Missing)
+        if name in twin.tensors:  # None
+            twin.note(name, None)
+            return None
+        if found is Missing or not (callable(found) or isinstance(found, property)):
+            twin.note(name, found)
+        elif not (name.startswith("__") and name.endswith("__")):
+            twin.functions[name] = found
+        return object.__getattribute__(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UnknownFormError(f"it sets its attribute {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise UnknownFormError(f"it deletes its attribute {name}")
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_simple(v) for v in value)
+    return value is None or value is Missing or isinstance(value, (bool, int, float, str, torch.dtype))
+
+
+def shapes(rank: int, sizes: dict[str, tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Input shapes of a rank whose axes fit the parameters: the last axes, then axis 1."""
+    wanted = max(sizes.values(), key=len, default=())
+    if not wanted:
+        wanted = (11,)
+    free = [n for n in (*_FREE, 13, 17) if n not in wanted]
+    if len(wanted) <= rank:
+        yield (*free[: rank - len(wanted)], *wanted)
+    if len(wanted) == 1 and rank > 2:
+        yield (free[0], *wanted, *free[1 : rank - 1])
+
+
+def run(twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: dict[str, Tensor]) -> Run:
+    """What the layer computes for an input of this shape and dtype."""
+    fixed = {n for p in parameters.values() for n in p.shape} or {11}
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    values = Values()
+    values.leaf(x, Row(tuple(range(len(shape))), dtype))
+    for name, tensor in parameters.items():
+        values.leaf(tensor, Parameter(name, tensor.dtype))
+    looks = _Looks(tuple(fixed))
+    operations = _Operations(values, looks)
+    with ExitStack() as stack:
+        stack.enter_context(operations)
+        stack.enter_context(looks)
+        out = twin.run(x, parameters)
+    if not isinstance(out, Tensor):
+        raise UnknownFormError(f"it returns a {type(out).__name__}")
+    value = values.find(out)
+    if not isinstance(value, Row):
+        raise UnknownFormError("its output is no normalized input")
+    return Run(form_of(value, dtype), operations.neutral)
