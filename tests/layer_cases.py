@@ -177,6 +177,40 @@ def along(norm: type[stock.Module]) -> Callable[..., stock.Module]:
     return Along
 
 
+class RMSNorm(stock.RMSNorm):
+    """The RMS norms of transformers: Gemma's weight, Llama's order of rounding."""
+
+    def __init__(
+        self,
+        *given: Any,
+        weight_offset: float = 0.0,
+        cast: str = "after",
+        device: Any = None,
+        dtype: Any = None,
+        **of: Any,
+    ) -> None:
+        self.weight_offset, self.cast = weight_offset, cast
+        super().__init__(*given, device=device, dtype=dtype, **of)
+
+    def reset_parameters(self) -> None:
+        if self.elementwise_affine:
+            stock.init.constant_(self.weight, 1 - self.weight_offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        axes = tuple(range(-len(self.normalized_shape), 0))
+        eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps
+        y = wide * torch.rsqrt(wide.pow(2).mean(axes, keepdim=True) + eps)
+        if self.weight is None:
+            return y.to(x.dtype)
+        weight = self.weight + self.weight_offset
+        return y.to(x.dtype) * weight if self.cast == "before" else (y * weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return super().extra_repr() + offset + (f", cast={self.cast!r}" if self.cast != "after" else "")
+
+
 def _has_bias(norm: type[stock.Module]) -> bool:
     """Does this release of torch know `bias=False` here?"""
     return "bias" in inspect.signature(norm).parameters
@@ -214,7 +248,13 @@ CONV = (
 )
 GROUP = ({}, {"affine": False}, {"eps": 1e-3}, *([{"bias": False}] if _has_bias(stock.GroupNorm) else []))
 LAYER = ({}, {"eps": 1e-3, "bias": False}, {"elementwise_affine": False})
-RMS = ({}, {"eps": 1e-3}, {"elementwise_affine": False})
+RMS = (
+    {},
+    {"eps": 1e-3},
+    {"elementwise_affine": False},
+    {"weight_offset": 1.0},
+    {"weight_offset": 0.5, "cast": "before"},
+)
 SHAPES = {1: (6, 4, 5), 2: (6, 4, 3, 5), 3: (6, 4, 2, 3, 2)}
 
 
@@ -253,8 +293,9 @@ def _sync(shape: tuple[int, ...], options: tuple[dict[str, Any], ...], empty: tu
 
 def _rows(name: str, options: tuple[dict[str, Any], ...]) -> list[Layer]:
     norm, empty = getattr(stock, name), (0,)
+    twin = RMSNorm if norm is stock.RMSNorm else norm
     return [
-        Layer(name, (6,), (4, 3, 6), norm, norm, options, empty=empty),
+        Layer(name, (6,), (4, 3, 6), twin, norm, options, empty=empty),
         Layer(name, ([4, 6],), (3, 4, 6), norm, norm, empty=empty),
         Layer(name, (6,), (2, 6, 3, 4), along(norm), norm, ({"dim": 1},)),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from math import prod
+from math import isfinite, prod
 
 import torch
 from torch import Tensor
@@ -173,6 +173,22 @@ def one_per_output_channel(name: str, vector: Tensor | None, conv_weight: Tensor
 def non_negative_eps(eps: float) -> None:
     if not eps >= 0:
         raise InputError(f"eps must not be negative, got {eps}; the usual value is 1e-5")
+
+
+def weight_offset(offset: float) -> None:
+    if not (isinstance(offset, (int, float)) and isfinite(offset)):
+        raise InputError(
+            f"weight_offset must be a finite number, got {offset!r}; 1.0 gives 1 + weight (Gemma's), 0.0 the "
+            "weight alone"
+        )
+
+
+def cast(word: str) -> None:
+    if word not in ("after", "before"):
+        raise InputError(
+            f"cast must be 'before' or 'after', got {word!r}; 'before' rounds the normalized value to the "
+            "input's dtype before it meets the weight (Llama), 'after' rounds the product alone (Gemma)"
+        )
 
 
 def single_axis(normalized_shape: Sequence[int], dim: int | None) -> None:

@@ -27,12 +27,18 @@ class Epilogue(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Which axes a row norm normalizes, start..stop-1, and how."""
+    """Which axes a row norm normalizes, start..stop-1, and how.
+
+    `weight_offset` is added to the weight. `cast_before`: is the normalized value rounded to the dtype of the
+    input before it meets the weight?
+    """
 
     start: int
     stop: int
     eps: float
     rms: bool
+    weight_offset: float = 0.0
+    cast_before: bool = False
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight = KeptByRowNorm(*ctx.saved_tensors)
-        start, stop, _, rms = ctx.rows
+        start, stop, eps, rms, weight_offset, _ = ctx.rows
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
             return _grads(ctx, dtotal, None, None)
@@ -54,8 +54,9 @@ class RowNorm(torch.autograd.Function):
         if twice_differentiable():
             # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
-            mean, rstd = REFERENCE.row_moments(x, *ctx.rows)
-        grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
+            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
+        how = start, stop, rms, want_affine, weight_offset
+        grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, *how)
         return _grads(ctx, *grads)
 
 
@@ -82,7 +83,7 @@ def row_norm(
     in_transform = transformed(*tensors)
     if in_transform or not recorded(*tensors):
         backend = REFERENCE if in_transform else pick(*tensors)
-        y, total, _, _ = backend.row_forward(*tensors, *rows)
+        y, total, _, _ = backend.row_forward(x, residual, weight, bias, *rows)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm
     out = apply(x, residual, weight, bias, rows)

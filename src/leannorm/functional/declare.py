@@ -74,10 +74,11 @@ def declare(
     torch.library.register_fake(f"leannorm::{name}", fake, lib=LIBRARY)
 
     names = [argument.name for argument in operator._schema.arguments]
+    defaults = {a.name: a.default_value for a in operator._schema.arguments if a.has_default_value()}
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         """Torch's own functions, where `run_decompositions` asks; a batch's own statistics stay ours."""
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         if by_batch is not None and by_batch(given):
             return NotImplemented
         return function(*(given[name] for name in names))

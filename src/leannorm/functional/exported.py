@@ -28,7 +28,7 @@ from leannorm.functional.group import (
 )
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.functional.operator import batch_norm_op, checked_batch_norm_op
-from leannorm.functional.overridden import OPERATORS
+from leannorm.functional.overridden import OPERATORS, parameters_of
 from leannorm.functional.sync import sync_batch_norm
 
 _STATE = "Tensor(a!)? running_mean, Tensor(b!)? running_var"
@@ -195,27 +195,46 @@ OPERATORS.update(
 )
 
 
-def _declare_row_norm(function: Callable[..., Any], tensors: str, rest: str) -> None:
-    """Declare a function whose last argument `dim` is keyword-only; two results with a residual, else one."""
-    name, one = function.__name__, "residual" not in tensors
-    arguments = f"{tensors}, int[] normalized_shape, Tensor? weight, {rest}, int? dim"
+def _weighted(x: Tensor, weight: Tensor | None, cast: str) -> Tensor:
+    """As x; in a wider weight's dtype where the normalized value is rounded before it meets that."""
+    if weight is None or cast != "before":
+        return torch.empty_like(x)
+    return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _like_rms(x: Tensor, shape: Any, weight: Tensor | None, *rest: Any) -> Tensor:
+    return _weighted(x, weight, rest[-1])
+
+
+def _like_add_rms(x: Tensor, residual: Tensor, shape: Any, weight: Any, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _weighted(x, weight, rest[-1]), torch.empty_like(x)
+
+
+_OF_RMS = "float? eps, int? dim, float weight_offset=0.0, str cast='after'"
+
+
+def _declare_row_norm(
+    function: Callable[..., Any], tensors: str, rest: str, fake: Callable[..., Any]
+) -> None:
+    """Declare a function whose arguments from `dim` on are keyword-only; two results with a residual."""
+    name, results = function.__name__, "(Tensor, Tensor)" if "residual" in tensors else "Tensor"
+    positional, named = parameters_of(function)
 
     def run(*given: Any) -> Any:
-        return function(*given[:-1], dim=given[-1])
+        by_name = given[len(positional) :]  # without defaults at the end
+        return function(*given[: len(positional)], **dict(zip(named, by_name, strict=False)))
 
-    declare(
-        f"{name}({arguments}) -> {'Tensor' if one else '(Tensor, Tensor)'}",
-        run,
-        _like if one else _like_twice,
-    )
+    declare(f"{name}({tensors}, int[] normalized_shape, Tensor? weight, {rest}) -> {results}", run, fake)
     operator = getattr(ops, name)
-    OPERATORS[function] = lambda *given, dim: operator(*given, dim)
+    OPERATORS[function] = lambda *given, **by_name: operator(*given, *by_name.values())
 
 
-_declare_row_norm(layer_norm, "Tensor x", "Tensor? bias, float eps")
-_declare_row_norm(rms_norm, "Tensor x", "float? eps")
-_declare_row_norm(add_layer_norm, "Tensor x, Tensor residual", "Tensor? bias, float eps")
-_declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", "float? eps")
+_declare_row_norm(layer_norm, "Tensor x", "Tensor? bias, float eps, int? dim", _like)
+_declare_row_norm(rms_norm, "Tensor x", _OF_RMS, _like_rms)
+_declare_row_norm(
+    add_layer_norm, "Tensor x, Tensor residual", "Tensor? bias, float eps, int? dim", _like_twice
+)
+_declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", _OF_RMS, _like_add_rms)
 
 
 class AsOperators(TorchFunctionMode):

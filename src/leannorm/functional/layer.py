@@ -24,9 +24,11 @@ def _row_norm(
     eps: float | None,
     dim: int | None,
     rms: bool,
+    weight_offset: float = 0.0,
+    cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
     if leaving():
-        return stock.row_norm(tensors, normalized_shape, eps, dim, rms)
+        return stock.row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast == "before")
     input, residual, weight, bias = tensors
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
@@ -38,7 +40,10 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
-    return row_norm(input, residual, weight, bias, Rows(start, stop, eps, rms))
+    _checks.weight_offset(weight_offset)
+    _checks.cast(cast)
+    rows = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
+    return row_norm(input, residual, weight, bias, rows)
 
 
 @stands_in_for(F.layer_norm)
@@ -85,16 +90,23 @@ def rms_norm(
     eps: float | None = None,
     *,
     dim: int | None = None,
+    weight_offset: float = 0.0,
+    cast: str = "after",
 ) -> Tensor:
     """Divide every row by its root mean square, then scale it.
 
-        y = x / sqrt(E[x^2] + eps) * weight
+        y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)
 
     E is over the normalized axes, which are those of `layer_norm`. `eps=None` is the machine epsilon of the
-    arithmetic (float64's for float64 input, else float32's). All else is as in
-    `torch.nn.functional.rms_norm`.
+    arithmetic (float64's for float64 input, else float32's). The sum with `weight_offset` is formed in the
+    arithmetic's dtype; 1.0 is Gemma's. With `cast="before"` the normalized value is rounded to the input's
+    dtype before it meets the weight, as Llama does. All else is as in `torch.nn.functional.rms_norm`.
 
-    Shapes, Dtypes, Kept, Raises: as `layer_norm`.
+    Shapes: as `layer_norm`.
+    Dtypes: as `layer_norm`; with `cast="before"` the output has the dtype to which torch promotes input and
+    weight.
+    Kept: as `layer_norm`.
+    Raises: as `layer_norm`, and `InputError` where `weight_offset` is not finite or `cast` is another word.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
     >>> import torch
@@ -104,7 +116,7 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight):
         return hand_over(rms_norm, locals())
-    return _row_norm((input, None, weight, None), normalized_shape, eps, dim, rms=True)[0]
+    return _row_norm((input, None, weight, None), normalized_shape, eps, dim, True, weight_offset, cast)[0]
 
 
 def add_layer_norm(
@@ -149,6 +161,8 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     dim: int | None = None,
+    weight_offset: float = 0.0,
+    cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, then RMS-normalize the sum: the step between two blocks of a transformer.
 
@@ -157,7 +171,10 @@ def add_rms_norm(
 
     Returns y and r. The other arguments are those of `rms_norm`.
 
-    Shapes, Dtypes, Kept, Raises: as `add_layer_norm`.
+    Shapes: as `add_layer_norm`.
+    Dtypes: y as `rms_norm`, r as the input.
+    Kept: as `add_layer_norm`.
+    Raises: as `rms_norm`, and `InputError` where the residual's shape is not the input's.
     Source: as `rms_norm`.
 
     >>> import torch
@@ -168,4 +185,4 @@ def add_rms_norm(
     """
     if has_torch_function_variadic(input, residual, weight):
         return hand_over(add_rms_norm, locals())
-    return _row_norm((input, residual, weight, None), normalized_shape, eps, dim, rms=True)
+    return _row_norm((input, residual, weight, None), normalized_shape, eps, dim, True, weight_offset, cast)

@@ -49,10 +49,10 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
     A tensor subclass gets torch's function, unless a keyword-only argument, which torch's lacks, is set. All
     others get `function`, with its arguments in the order of its signature.
     """
-    positional, named = _parameters(function)
+    positional, named = parameters_of(function)
     args, kwargs = _arguments(function, given)
     torchs = _STANDS_IN_FOR.get(function)
-    if torchs is not None and has_subclass(*args) and all(kwargs[name] is named[name] for name in named):
+    if torchs is not None and has_subclass(*args) and all(map(_same, kwargs.values(), named.values())):
         result: Result = torchs(**dict(zip(positional, args, strict=True)))
     else:
         result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
@@ -66,13 +66,18 @@ def as_operator(function: Callable[..., Result], given: dict[str, Any]) -> Resul
     return result
 
 
+def _same(value: object, default: object) -> bool:
+    """Is an argument, which may be a tensor, its default?"""
+    return value is default or (isinstance(value, (float, str)) and value == default)
+
+
 def _arguments(function: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    positional, named = _parameters(function)
+    positional, named = parameters_of(function)
     return [given[name] for name in positional], {name: given[name] for name in named}
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+def parameters_of(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """The names of the arguments given by position; those given by name, with their defaults."""
     of = inspect.signature(function).parameters.values()
     named = {p.name: p.default for p in of if p.kind is p.KEYWORD_ONLY}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, Running
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
 from leannorm.ops.layout import memory_format
 from leannorm.ops.precision import compute_dtype
 
@@ -70,6 +71,8 @@ def row_norm(
     eps: float | None,
     dim: int | None,
     rms: bool,
+    weight_offset: float = 0.0,
+    cast_before: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """y and input + residual; a single axis that is not the last is moved there and back."""
     input, residual, weight, bias = tensors
@@ -77,14 +80,20 @@ def row_norm(
     shape, last = tuple(normalized_shape), x.dim() - 1
     axis = last if dim is None else dim % x.dim()
     moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)
-    wide, weight, bias = _of_one_dtype(moved, weight, bias)
     if rms:
         eps = torch.finfo(compute_dtype(x)).eps if eps is None else eps
-        y = F.rms_norm(wide, shape, weight, eps)
+        if cast_before:
+            xhat = _finished(F.rms_norm(moved, shape, None, eps), x)
+            y = rounded_then_weighted(xhat, weight, weight_offset, xhat.dim() - len(shape), xhat.dim())
+        else:
+            if weight is not None and weight_offset:
+                weight = shifted_weight(weight, weight_offset, compute_dtype(x))
+            wide, weight = _of_one_dtype(moved, weight)
+            y = _finished(F.rms_norm(wide, shape, weight, eps), x)
     else:
         assert eps is not None
-        y = F.layer_norm(wide, shape, weight, bias, eps)
-    y = _finished(y, x)
+        wide, weight, bias = _of_one_dtype(moved, weight, bias)
+        y = _finished(F.layer_norm(wide, shape, weight, bias, eps), x)
     if axis != last:
         y = y.permute(*range(axis), last, *range(axis, last))
         layout = memory_format(x)  # which what follows may count on

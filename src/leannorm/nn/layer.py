@@ -64,15 +64,16 @@ class LayerNorm(Leaving, torch.nn.LayerNorm):
 class RMSNorm(Leaving, torch.nn.RMSNorm):
     """Divide every row by its root mean square, then scale it; replaces `torch.nn.RMSNorm`.
 
-        y = x / sqrt(E[x^2] + eps) * weight
+        y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)
 
     E is over the normalized axes, which are those of `LayerNorm`. `eps=None` is the machine epsilon of the
-    arithmetic, as in torch. All other arguments are torch's.
+    arithmetic, as in torch. `weight_offset` (1.0 is Gemma's; a new weight is then 0) and `cast` ("before" is
+    Llama's) are those of `functional.rms_norm`. All other arguments are torch's.
 
     Shapes: as `LayerNorm`.
-    Dtypes: as `functional.layer_norm`.
+    Dtypes: as `functional.rms_norm`.
     Kept: as `LayerNorm`.
-    Raises: as `functional.layer_norm`.
+    Raises: as `functional.rms_norm`.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, arXiv:1910.07467.
 
     >>> import torch
@@ -82,6 +83,8 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
     """
 
     dim: int | None = None
+    weight_offset: float = 0.0
+    cast: str = "after"
 
     def __init__(
         self,
@@ -92,9 +95,14 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
         dtype: torch.dtype | None = None,
         *,
         dim: int | None = None,
+        weight_offset: float = 0.0,
+        cast: str = "after",
     ) -> None:
         if eps is not None:
             _checks.non_negative_eps(eps)
+        _checks.weight_offset(weight_offset)
+        _checks.cast(cast)
+        self.weight_offset, self.cast = weight_offset, cast  # the first is read while parameters are made
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
@@ -103,10 +111,25 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
         """`input`, divided for each row by its root mean square over `normalized_shape`."""
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
-        return rms_norm(input, self.normalized_shape, self.weight, self.eps, dim=self.dim)
+        return rms_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            dim=self.dim,
+            weight_offset=self.weight_offset,
+            cast=self.cast,
+        )
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.elementwise_affine and self.weight_offset:
+            torch.nn.init.constant_(self.weight, 1 - self.weight_offset)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + _dim_repr(self.dim)
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        cast = "" if self.cast == "after" else f", cast={self.cast!r}"
+        return super().extra_repr() + _dim_repr(self.dim) + offset + cast
 
 
 def _dim_repr(dim: int | None) -> str:

@@ -14,6 +14,24 @@ def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
     return v.reshape(*x.shape[start:stop], *(1,) * (x.dim() - stop))
 
 
+def shifted_weight(weight: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """weight + offset, in the dtype of the arithmetic."""
+    weight = weight.to(dtype)
+    return weight if offset == 0 else weight + offset
+
+
+def rounded_then_weighted(xhat: Tensor, weight: Tensor | None, offset: float, *span: int) -> Tensor:
+    """xhat, which has the input's dtype, times (weight + offset), in the dtype to which torch promotes both.
+
+    It is torch's own product, so that it is Llama's formula to the bit in any mix of dtypes.
+    """
+    if weight is None:
+        return xhat
+    dtype = torch.promote_types(xhat.dtype, weight.dtype)
+    weight = weight if offset == 0 else shifted_weight(weight, offset, compute_dtype(weight))
+    return (xhat * _along_row(weight, xhat, *span)).to(dtype)
+
+
 class RowVerbs:
     """Statistics of every row: layer and RMS norm over the axes start..stop-1."""
 
@@ -42,10 +60,18 @@ class RowVerbs:
         bias: Tensor | None,
         start: int,
         stop: int,
+        weight_offset: float = 0.0,
+        cast_before: bool = False,
     ) -> Tensor:
-        """(x - mean) * rstd * weight + bias, in x's dtype."""
+        """(x - mean) * rstd * (weight + weight_offset) + bias, in x's dtype.
+
+        With `cast_before`, which takes no bias, as `rounded_then_weighted`.
+        """
         y = (x.to(mean.dtype) - mean) * rstd
-        y = y if weight is None else y * _along_row(weight.to(y.dtype), x, start, stop)
+        if cast_before:
+            return rounded_then_weighted(y.to(x.dtype), weight, weight_offset, start, stop)
+        if weight is not None:
+            y = y * _along_row(shifted_weight(weight, weight_offset, y.dtype), x, start, stop)
         y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
         return y.to(x.dtype)
 
@@ -59,11 +85,14 @@ class RowVerbs:
         stop: int,
         eps: float,
         rms: bool = False,
+        weight_offset: float = 0.0,
+        cast_before: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, x + residual (x itself where there is none), mean, rstd."""
         total = x if residual is None else x + residual.to(x.dtype)
         mean, rstd = self.row_moments(total, start, stop, eps, rms)
-        return self.row_normalize(total, mean, rstd, weight, bias, start, stop), total, mean, rstd
+        how = start, stop, weight_offset, cast_before
+        return self.row_normalize(total, mean, rstd, weight, bias, *how), total, mean, rstd
 
     def row_grad_sums(
         self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
@@ -88,6 +117,7 @@ class RowVerbs:
         start: int,
         stop: int,
         rms: bool = False,
+        weight_offset: float = 0.0,
     ) -> Tensor:
         """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
 
@@ -99,7 +129,8 @@ class RowVerbs:
         dims = tuple(range(start, stop))
         count = max(row_plan(x.shape, start, stop).kept, 1)
         g = dy.to(mean.dtype)
-        g = g if weight is None else g * _along_row(weight.to(g.dtype), x, start, stop)
+        if weight is not None:
+            g = g * _along_row(shifted_weight(weight, weight_offset, g.dtype), x, start, stop)
         xhat = (x.to(mean.dtype) - mean) * rstd
         inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
         if not rms:
@@ -119,9 +150,10 @@ class RowVerbs:
         stop: int,
         rms: bool = False,
         want_affine: bool = True,
+        weight_offset: float = 0.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
-        dx = self.row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms)
+        dx = self.row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms, weight_offset)
         if not want_affine:
             return dx, None, None
         dweight, dbias = self.row_grad_sums(dy, x, mean, rstd, start, stop)
