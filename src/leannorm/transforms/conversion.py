@@ -21,8 +21,11 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.nn._leaving import takes_back
 from leannorm.nn.sync import SHARING
+from leannorm.transforms.formula import UnknownFormError
+from leannorm.transforms.formula_norm import formula_class
 from leannorm.transforms.fuse import find_fusions
 from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
+from leannorm.transforms.recognition import formula_of, looks_like_norm, may_be_norm, why_not_by_formula
 from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
     inside_convolutions,
@@ -87,6 +90,10 @@ def convert(
     left: dict[str, list[str]] = defaultdict(list)
     with _all_or_nothing(model):
         _swap(model, to, process_group, fuse, left)
+    if to == "leannorm" and not left and not any(_is_ours(m) or _is_fused(m) for m in model.modules()):
+        warnings.warn(
+            f"convert found no norm layer in {type(model).__name__} and left it as it is", stacklevel=2
+        )
     if left:
         reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left.items())
         warnings.warn(f"convert left these layers as they are: {reasons}", stacklevel=2)
@@ -173,8 +180,8 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
         entry, reason = KNOWN.get(name_of(type(module))), None
         if entry is not None:
             reason = why_not(module)
-        elif is_norm(module) and not _is_ours(module):
-            reason = _reason_unknown(module)
+        elif not _is_ours(module):
+            entry, reason = _by_formula(module)
         if reason is not None:
             left[reason].append(name or "the model itself")
         elif entry is not None:
@@ -189,6 +196,23 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
             object.__setattr__(block, "__class__", fused)
     for module, entry in entries.items():
         _become(module, entry)
+
+
+def _by_formula(module: Module) -> tuple[Entry | None, str | None]:
+    """What a layer of an unknown class becomes, or why it stays although it looks like a norm."""
+    named = is_norm(module) or looks_like_norm(module)
+    if not named and not may_be_norm(module):
+        return None, None
+    if isinstance(module, LazyModuleMixin):
+        return None, f"{name_of(type(module))} without a size yet; run one batch first"
+    reason = why_not_by_formula(module)
+    if reason is None:
+        try:
+            formula = formula_of(module, type(module))
+            return Entry(formula_class(type(module)), {"_formula": formula}), None
+        except UnknownFormError as error:
+            reason = f"{name_of(type(module))} is not known, {error}"
+    return None, reason if named else None
 
 
 def _become(module: Module, entry: Entry) -> None:
@@ -243,16 +267,13 @@ def _undo_swap(module: Module) -> bool:
     return True
 
 
+def _is_fused(module: Module) -> bool:
+    return hasattr(type(module), "unfused")
+
+
 def _is_ours(module: Module) -> bool:
     """Is its class, or a base of it, leannorm's?"""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
-
-
-def _reason_unknown(module: Module) -> str:
-    name = name_of(type(module))
-    if isinstance(module, LazyModuleMixin):
-        return f"{name} without a size yet; run one batch first"
-    return f"{name} is not known, a subclass may compute anything"
 
 
 @contextmanager

@@ -13,8 +13,11 @@ import torch
 LOW = (torch.bfloat16, torch.float16)
 
 
-class UnknownFormError(Exception):
-    """The formula is none that leannorm has; the message says at what."""
+class UnknownFormError(BaseException):
+    """The formula is none that leannorm has; the message says at what.
+
+    Not an `Exception`, as a layer's own code that handles those is not to handle this one.
+    """
 
 
 class Moment(NamedTuple):
@@ -119,7 +122,7 @@ class Row(NamedTuple):
 class Form(NamedTuple):
     """A norm that leannorm has: `kind` is "rms", "layer" or "group" (then `groups` is their number).
 
-    `dim` is the one normalized axis, None for the last ones. The offset is added to the weight in
+    `dim` is the one normalized axis, None for the last `count` ones. The offset is added to the weight in
     `offset_dtype`.
     """
 
@@ -131,7 +134,14 @@ class Form(NamedTuple):
     offset: float
     offset_dtype: torch.dtype | None
     cast: str
+    count: int = 1
     groups: int = 0
+
+    def axes(self, rank: int) -> tuple[int, ...]:
+        """The axes that are normalized together, in an input of this rank."""
+        if self.kind == "group":
+            return tuple(range(1, rank))
+        return tuple(range(rank - self.count, rank)) if self.dim is None else (self.dim,)
 
 
 def form_of(row: Row, dtype: torch.dtype) -> Form:
@@ -141,7 +151,9 @@ def form_of(row: Row, dtype: torch.dtype) -> Form:
         raise UnknownFormError("its output is no normalized input")
     if row.axes != tuple(range(rank)):
         raise UnknownFormError("its output has other axes than its input")
-    if row.dtype != dtype:
+    before = dtype in LOW and row.rounded and (row.weight is not None or row.bias is not None)
+    promoted = torch.promote_types(dtype, row.weight.dtype) if before and row.weight else dtype
+    if row.dtype != promoted:
         raise UnknownFormError(f"its output is {short(row.dtype)} for {short(dtype)} input")
     for rounded in row.casts:
         if rounded != dtype:
@@ -156,11 +168,12 @@ def form_of(row: Row, dtype: torch.dtype) -> Form:
         if used is not None and used != over:
             raise UnknownFormError("its weight or bias lies along other axes than it normalizes")
     weight, bias = row.weight, row.bias
-    before = dtype in LOW and row.rounded and (weight is not None or bias is not None)
-    if before and kind != "rms":
+    if before and (kind != "rms" or (weight and weight.offset)):
         raise UnknownFormError(f"it rounds to {short(dtype)} before the weight")
     if kind == "rms" and bias is not None:
         raise UnknownFormError("it is an RMS norm with a bias")
+    if kind == "rms" and weight and weight.offset and weight.dtype in LOW:
+        raise UnknownFormError(f"it adds to its weight in {short(weight.dtype)}")
     last = over == tuple(range(rank - len(over), rank))
     if not last and len(over) != 1:
         raise UnknownFormError(f"it normalizes the axes {over}")
@@ -173,6 +186,7 @@ def form_of(row: Row, dtype: torch.dtype) -> Form:
         weight.offset if weight else 0.0,
         weight.dtype if weight and weight.offset else None,
         "before" if before else "after",
+        len(over),
         moment.over[0] if kind == "group" else 0,
     )
 

@@ -220,9 +220,12 @@ def _to_copy(call: Operation) -> Value:
     return value._replace(dtype=dtype)
 
 
-@operation("clone", "alias", "view", "_unsafe_view", "unsqueeze", "expand", "slice", "select", "_reshape_alias")
+@operation("clone", "detach", "alias", "view", "_unsafe_view", "unsqueeze", "expand", "slice", "select", "_reshape_alias")
 def _view(call: Operation) -> Value:
-    """A view that only adds or drops axes of one value, of parameters; the same shape, of all else."""
+    """A view that only adds or drops axes of one value, of parameters; the same shape, of all else.
+
+    Autograd detaches what it saves. A layer's own `detach` is refused before it comes here.
+    """
     tensor, value, out = call.args[0], call.values.of(call.args[0]), call.out
     if isinstance(value, Parameter):
         same = [n for n in tensor.shape if n != 1] == [n for n in out.shape if n != 1]

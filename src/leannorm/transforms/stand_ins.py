@@ -26,8 +26,11 @@ from leannorm.transforms.operations import Values
 _WIDENED = {"pow", "rsqrt", "reciprocal", "native_layer_norm", "native_group_norm", "_fused_rms_norm"}
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 _SEEN = {"dtype", "device", "ndim", "dim", "ndimension", "is_floating_point", "is_cuda", "itemsize"}
+_DETACHES = {"data", "detach", "detach_", "requires_grad_", "grad"}
 _REFUSED = {"__dict__", "__class__", "_parameters", "_buffers", "_modules"}
-_FREE = (7, 3, 5, 2)  # sizes of the axes that no parameter gives
+_ADDED = {"training", "_swapped", "_formula"}
+_FREE = (2, 3, 5, 7)  # sizes of the axes that no parameter gives
+_ANY = 17  # of the normalized axis of a layer without parameters
 
 
 class Missing:
@@ -35,10 +38,12 @@ class Missing:
 
 
 class Run(NamedTuple):
-    """What one run computes, and whether autocast would change it."""
+    """What one run computes, for which shape; whether autocast leaves it, and whether it asked for a device."""
 
     form: Form
+    shape: tuple[int, ...]
     neutral: bool
+    device: bool
 
 
 class Size(int):
@@ -71,6 +76,8 @@ class _Looks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
+        if name in _DETACHES:
+            raise UnknownFormError("it detaches a tensor from its gradient")
         before = self.operations
         result = func(*args, **(kwargs or {}))
         if name in _SIZES:
@@ -122,17 +129,17 @@ class Twin:
     `reads` has each attribute's name and value; a parameter's value is None, or its shape.
     """
 
-    def __init__(self, layer: Module, training: bool) -> None:
+    def __init__(self, layer: Module, cls: type[Module], training: bool) -> None:
         self.reads: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}
         self.tensors = {k: t for k, t in (*layer._parameters.items(), *layer._buffers.items())}
-        plain = {k: v for k, v in vars(layer).items() if k not in _Noted.own and k != "training"}
+        plain = {k: v for k, v in vars(layer).items() if k not in {*_Noted.own, *_ADDED}}
         try:
             self.plain = copy.deepcopy(plain) | {"training": training}
         except Exception as error:
             raise UnknownFormError("it has attributes that cannot be copied") from error
-        self.cls = type(layer)
-        self.noted = type(f"{self.cls.__name__}", (_Noted, self.cls), {"__module__": self.cls.__module__})
+        self.cls = cls
+        self.noted = type(cls.__name__, (_Noted, cls), {"__module__": cls.__module__})
 
     def run(self, x: Tensor, parameters: dict[str, Tensor]) -> Any:
         """The layer's output; nothing that forward sets lasts."""
@@ -187,21 +194,19 @@ def _is_simple(value: Any) -> bool:
     return value is None or value is Missing or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def shapes(rank: int, sizes: dict[str, tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Input shapes of a rank whose axes fit the parameters: the last axes, then axis 1."""
-    wanted = max(sizes.values(), key=len, default=())
-    if not wanted:
-        wanted = (11,)
-    free = [n for n in (*_FREE, 13, 17) if n not in wanted]
-    if len(wanted) <= rank:
-        yield (*free[: rank - len(wanted)], *wanted)
-    if len(wanted) == 1 and rank > 2:
-        yield (free[0], *wanted, *free[1 : rank - 1])
+def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
+    """Input shapes of a rank: with these sizes as its last axes, then with a single one as axis 1."""
+    sizes = sizes or (_ANY,)
+    free = [n for n in (*_FREE, 11, 13) if n not in sizes]
+    if len(sizes) <= rank:
+        yield (*free[: rank - len(sizes)], *sizes)
+    if len(sizes) == 1 and rank > 2:
+        yield (free[0], *sizes, *free[1 : rank - 1])
 
 
 def run(twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: dict[str, Tensor]) -> Run:
     """What the layer computes for an input of this shape and dtype."""
-    fixed = {n for p in parameters.values() for n in p.shape} or {11}
+    fixed = {n for n in shape if n not in _FREE} | {n for p in parameters.values() for n in p.shape}
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     values = Values()
     values.leaf(x, Row(tuple(range(len(shape))), dtype))
@@ -218,4 +223,4 @@ def run(twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: dict
     value = values.find(out)
     if not isinstance(value, Row):
         raise UnknownFormError("its output is no normalized input")
-    return Run(form_of(value, dtype), operations.neutral)
+    return Run(form_of(value, dtype), shape, operations.neutral, looks.device)

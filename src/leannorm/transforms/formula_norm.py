@@ -1,0 +1,74 @@
+"""Layers of classes that nobody has listed, run by leannorm where their own code computes a norm of ours.
+
+A layer gets a subclass of its class. At every call the subclass looks whether all is as in the run that found
+the formula: the attributes that it read, its methods, dtypes and sizes. If so, leannorm computes it; in every
+other case (further arguments, another dtype, a tensor subclass, an exported graph) the layer's own code runs.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+from torch.nn import Module
+
+from leannorm.nn._leaving import Leaving
+from leannorm.ops.modes import leaving
+from leannorm.transforms.formula import UnknownFormError
+from leannorm.transforms.formula_call import Formula, compute
+from leannorm.transforms.recognition import formula_of
+
+
+class FormulaNorm(Leaving):
+    """Stands before the layer's own class."""
+
+    original: type[Module]
+    _formula: Formula
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        formula = self._formula
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+        else:
+            x = kwargs.get(formula.input_name) if len(kwargs) == 1 and not args else None
+        if x is not None and not leaving() and formula.holds(self, self.original):  # type: ignore[arg-type]
+            run = formula.run_of(self, x)  # type: ignore[arg-type]
+            if run is not None:
+                return compute(run.form, self, x)  # type: ignore[arg-type]
+        return self.original.forward(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Without the formula: it is read again where the layer's code may be another."""
+        parts: Any = object.__reduce_ex__(self, max(protocol, 2))
+        state = {k: v for k, v in parts[2].items() if k != "_formula"}
+        return _rebuild, (self.original,), state, *parts[3:]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self.read_again()
+
+    def read_again(self) -> None:
+        """Find the formula of a layer that was copied or loaded; it gets its own class back if it has none."""
+        try:
+            vars(self)["_formula"] = formula_of(self, self.original)  # type: ignore[arg-type]
+        except UnknownFormError:
+            vars(self).pop("_swapped", None)
+            self.__class__ = self.original  # type: ignore[assignment]
+
+
+def _rebuild(cls: type[Module]) -> Module:
+    made = formula_class(cls)
+    return made.__new__(made)
+
+
+_CLASSES: dict[type[Module], type[Module]] = {}
+
+
+def formula_class(cls: type[Module]) -> type[Module]:
+    """The subclass of `cls` that runs formulas; it has its name, by which others find norms."""
+    if cls not in _CLASSES:
+        body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls}
+        new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
+        new.__qualname__ = cls.__qualname__
+        _CLASSES[cls] = new
+    return _CLASSES[cls]

@@ -1,0 +1,260 @@
+"""Which layers of unknown classes compute a norm of ours: their formulas, found and checked once per process."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from leannorm.transforms.formula import UnknownFormError, short
+from leannorm.transforms.formula_call import Formula, compute
+from leannorm.transforms.stand_ins import Run, Twin, run, shapes
+from leannorm.transforms.steps import name_of
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_RANKS = (3, 2, 4, 5)
+_HINTS = {"rsqrt", "sqrt", "pow", "var", "var_mean", "layer_norm", "rms_norm", "group_norm", "square"}
+
+Tensors = tuple[tuple[str, torch.Size], ...]  # names and shapes
+
+_FORMULAS: WeakKeyDictionary[type[Module], list[Formula]] = WeakKeyDictionary()
+
+
+def looks_like_norm(module: Module) -> bool:
+    """Is it called a norm, without modules of its own that would be the norm?"""
+    name = getattr(module, "original_name", type(module).__name__)
+    return "norm" in name.lower() and not module._modules
+
+
+def may_be_norm(module: Module) -> bool:
+    """Is it worth a run: called a norm, or with code that takes roots or calls a norm?"""
+    cls = type(module)
+    if module._modules or cls.__module__.startswith(("torch.", "leannorm.")):
+        return False
+    return looks_like_norm(module) or bool(_HINTS & _names_in(cls, "forward", set()))
+
+
+def _names_in(cls: type[Module], method: str, seen: set[str]) -> set[str]:
+    """The names in a method's code, and in that of the methods that it names."""
+    seen.add(method)
+    function = inspect.getattr_static(cls, method, None)
+    if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch."):
+        return set()
+    names = set(function.__code__.co_names)
+    return names.union(*(_names_in(cls, n, seen) for n in names - seen if n in dir(cls)))
+
+
+def why_not_by_formula(module: Module) -> str | None:
+    """Why a layer is not looked into at all."""
+    cls = type(module)
+    if isinstance(module, ScriptModule):
+        return "a ScriptModule; convert the model before torch.jit.script"
+    if "forward" in vars(module):
+        return "its forward is replaced on the layer itself, convert before that is done"
+    own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
+    if type(cls) is not type or own & {
+        "__init_subclass__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__call__",
+        "__new__",
+        "__getattr__",
+        "__getattribute__",
+        "__setattr__",
+    }:
+        return f"{name_of(cls)} is not known, it has special methods that a subclass would change"
+    return None
+
+
+def formula_of(layer: Module, cls: type[Module]) -> Formula:
+    """The formula of a layer, as one of class `cls`.
+
+    Raises: `UnknownFormError` where it computes no norm of ours.
+    """
+    tensors = tuple((name, t.shape) for name, t in _tensors(layer).items())
+    known = _FORMULAS.setdefault(cls, [])
+    for formula in known:
+        if formula.tensors == tensors and formula.holds(layer, cls):
+            break
+    else:
+        with _by_itself():
+            formula = _read(layer, cls, tensors)
+        known.append(formula)
+    own = next((t.dtype for t in _tensors(layer).values()), None)
+    if own is not None and own != torch.float64 and not any(key[0] == own for key in formula.runs):
+        raise UnknownFormError(f"it computes another norm in {short(own)}")
+    return formula
+
+
+def _tensors(layer: Module) -> dict[str, Tensor]:
+    found = {**layer._parameters, **layer._buffers}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Whatever the caller has set, a run is a plain one."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
+    name, twin = _input_name(cls), Twin(layer, cls, layer.training)
+    sizes = _sizes(twin, tensors)
+    runs = _runs(twin, tensors, sizes)
+    if "training" in twin.reads:
+        other = Twin(layer, cls, not layer.training)
+        if _runs(other, tensors, sizes) != runs:
+            raise UnknownFormError("it computes something else in training than in evaluation")
+        twin.reads |= other.reads
+        twin.functions |= other.functions
+        del twin.reads["training"]
+    functions = []
+    for key, function in {"forward": cls.forward, **twin.functions}.items():
+        if not isinstance(function, (types.FunctionType, property)):
+            raise UnknownFormError(f"it calls its own {key}, which is no plain method")
+        functions.append((key, function, getattr(function, "__code__", None)))
+    formula = Formula(name, tuple(twin.reads.items()), tuple(functions), tensors, sizes, "cpu", runs)
+    return _checked(twin, formula)
+
+
+def _input_name(cls: type[Module]) -> str:
+    """The name of the one argument that forward needs."""
+    _, *parameters = inspect.signature(cls.forward).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    if len(needed) != 1:
+        raise UnknownFormError(f"its forward needs {len(needed)} arguments")
+    return needed[0]
+
+
+def _sizes(twin: Twin, tensors: Tensors) -> tuple[int, ...] | None:
+    """The sizes of the axes that the layer normalizes; None where it says none."""
+    for _, shape in tensors:
+        if math.prod(shape) > 1:
+            return tuple(shape)
+    given = twin.plain.get("normalized_shape")
+    given = (given,) if isinstance(given, int) else given
+    return tuple(given) if given else None
+
+
+def _runs(
+    twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None
+) -> dict[tuple[Any, ...], Run]:
+    """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
+    found: dict[tuple[Any, ...], Run] = {}
+    reason: UnknownFormError | None = None
+    ranks = dict[int, tuple[int, ...]]()
+    for rank in _RANKS:
+        for shape in shapes(rank, sizes):
+            try:
+                found[torch.float32, rank, *(torch.float32 for _ in tensors)] = _run(
+                    twin, shape, torch.float32, torch.float32, tensors
+                )
+                ranks[rank] = shape
+                break
+            except UnknownFormError as error:
+                reason = reason or error
+            except Exception as error:
+                failed = f"it fails on random input ({type(error).__name__})"
+                reason = reason or UnknownFormError(failed)
+    if not ranks:
+        assert reason is not None
+        raise reason
+    for rank, shape in ranks.items():
+        for dtype in _DTYPES:
+            for own in {dtype, torch.float32} if tensors else {dtype}:
+                key = (dtype, rank, *(own for _ in tensors))
+                if key not in found:
+                    try:
+                        found[key] = _run(twin, shape, dtype, own, tensors)
+                    except (UnknownFormError, Exception):  # its own code will run
+                        continue
+    return found
+
+
+def _run(
+    twin: Twin,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    own: torch.dtype,
+    tensors: Tensors,
+) -> Run:
+    """One run, and a second under autocast without gradients, which must be the same to be neutral."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {n: torch.rand(s, generator=generator).to(own).requires_grad_() for n, s in tensors}
+    seen = run(twin, shape, dtype, parameters)
+    with torch.no_grad():
+        if run(twin, shape, dtype, parameters).form != seen.form:
+            raise UnknownFormError("it computes something else without gradients")
+        with _autocasting():
+            try:
+                same = run(twin, shape, dtype, parameters).form == seen.form
+            except (UnknownFormError, RuntimeError):
+                same = False
+    return seen._replace(neutral=seen.neutral and same)
+
+
+@contextmanager
+def _autocasting() -> Iterator[None]:
+    """Autocast on the CPU, and the flag of CUDA's, which code asks for."""
+    before = torch.is_autocast_enabled("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before)
+
+
+def _checked(twin: Twin, formula: Formula) -> Formula:
+    """The formula without the runs that leannorm computes differently; raises if that is float32."""
+    runs = dict(formula.runs)
+    for key, seen in formula.runs.items():
+        differs = _difference(twin, formula, key, seen)
+        if differs is not None:
+            if key[0] == torch.float32:
+                raise UnknownFormError(f"its {differs} is not leannorm's on random input")
+            del runs[key]
+    return formula._replace(runs=runs)
+
+
+def _difference(twin: Twin, formula: Formula, key: tuple[Any, ...], seen: Run) -> str | None:
+    """What differs beyond rounding between the layer's code and ours, on rows of very different sizes."""
+    form, (dtype, _, *dtypes) = seen.form, key
+    generator = torch.Generator().manual_seed(0)
+    ours = Module()
+    for (name, shape), own in zip(formula.tensors, dtypes, strict=True):
+        tensor = torch.rand(shape, generator=generator).add_(0.5).to(own)
+        vars(ours)[name] = tensor.requires_grad_()
+    parameters = {name: vars(ours)[name] for name, _ in formula.tensors}
+    used = [p for n, p in parameters.items() if n in (form.weight, form.bias)]
+    over = form.axes(len(seen.shape))
+    rows = [1 if axis in over else n for axis, n in enumerate(seen.shape)]
+    scale = 10 ** torch.rand(rows, generator=generator).mul_(4).sub_(3)
+    x = torch.randn(seen.shape, generator=generator).mul_(scale).to(dtype).requires_grad_()
+    results = []
+    for compute_it in (lambda: twin.run(x, parameters), lambda: compute(form, ours, x)):
+        y = compute_it()
+        upstream = torch.randn(seen.shape, generator=generator.manual_seed(1)).to(y.dtype)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *used], upstream)])
+    names = ("output", "gradient", "weight's gradient", "bias's gradient")
+    for name, theirs, found in zip(names, *results, strict=False):
+        if (theirs.dtype, theirs.shape) != (found.dtype, found.shape):
+            return f"{name}'s dtype"
+        reduced = over if theirs.shape == seen.shape else tuple(range(theirs.dim()))
+        largest = theirs.double().abs().amax(reduced, keepdim=True)
+        if not ((theirs.double() - found.double()).abs() <= 16 * torch.finfo(dtype).eps * largest).all():
+            return name
+    return None
