@@ -44,20 +44,20 @@ class Formula(NamedTuple):
                 return False
         return True
 
-    def run_of(self, layer: Module, x: Any) -> Run | None:
-        """What the layer computes for this input; None if it is not known."""
+    def compute(self, layer: Module, x: Any) -> Tensor | None:
+        """The layer's output by our functions; None if it is not known what the layer computes here."""
         if not _is_plain(x):
             return None
-        dtypes = []
+        tensors: dict[str, Tensor] = {}
         for name, shape in self.tensors:
             tensor = getattr(layer, name, None)
             if not _is_plain(tensor) or tensor.shape != shape:
                 return None
-            dtypes.append(tensor.dtype)
-        run = self.runs.get((x.dtype, x.dim(), *dtypes))
+            tensors[name] = tensor
+        run = self.runs.get((x.dtype, x.dim(), *[t.dtype for t in tensors.values()]))
         if run is None or not self._fits(run, x):
             return None
-        return run
+        return compute(run.form, tensors, x)
 
     def _fits(self, run: Run, x: Tensor) -> bool:
         if self.sizes is not None:
@@ -82,10 +82,10 @@ def _is_plain(tensor: Any) -> bool:
     )
 
 
-def compute(form: Form, layer: Module, x: Tensor) -> Tensor:
-    """The form by our functions, with the layer's parameters."""
-    weight = None if form.weight is None else getattr(layer, form.weight)
-    bias = None if form.bias is None else getattr(layer, form.bias)
+def compute(form: Form, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The form by our functions, with a layer's parameters."""
+    weight = None if form.weight is None else tensors[form.weight]
+    bias = None if form.bias is None else tensors[form.bias]
     if form.kind == "group":
         return group_norm(x, form.groups, weight, bias, form.eps)
     sizes = (x.shape[form.dim],) if form.dim is not None else tuple(x.shape[x.dim() - form.count :])

@@ -15,7 +15,7 @@ from torch.nn import Module
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.modes import leaving
 from leannorm.transforms.formula import UnknownFormError
-from leannorm.transforms.formula_call import Formula, compute
+from leannorm.transforms.formula_call import Formula
 from leannorm.transforms.recognition import formula_of
 
 
@@ -32,9 +32,9 @@ class FormulaNorm(Leaving):
         else:
             x = kwargs.get(formula.input_name) if len(kwargs) == 1 and not args else None
         if x is not None and not leaving() and formula.holds(self, self.original):  # type: ignore[arg-type]
-            run = formula.run_of(self, x)  # type: ignore[arg-type]
-            if run is not None:
-                return compute(run.form, self, x)  # type: ignore[arg-type]
+            y = formula.compute(self, x)  # type: ignore[arg-type]
+            if y is not None:
+                return y
         return self.original.forward(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

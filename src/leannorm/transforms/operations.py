@@ -220,7 +220,18 @@ def _to_copy(call: Operation) -> Value:
     return value._replace(dtype=dtype)
 
 
-@operation("clone", "detach", "alias", "view", "_unsafe_view", "unsqueeze", "expand", "slice", "select", "_reshape_alias")
+@operation(
+    "clone",
+    "detach",
+    "alias",
+    "view",
+    "_unsafe_view",
+    "unsqueeze",
+    "expand",
+    "slice",
+    "select",
+    "_reshape_alias",
+)
 def _view(call: Operation) -> Value:
     """A view that only adds or drops axes of one value, of parameters; the same shape, of all else.
 

@@ -149,9 +149,7 @@ def _sizes(twin: Twin, tensors: Tensors) -> tuple[int, ...] | None:
     return tuple(given) if given else None
 
 
-def _runs(
-    twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None
-) -> dict[tuple[Any, ...], Run]:
+def _runs(twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None) -> dict[tuple[Any, ...], Run]:
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
     found: dict[tuple[Any, ...], Run] = {}
     reason: UnknownFormError | None = None
@@ -234,18 +232,17 @@ def _difference(twin: Twin, formula: Formula, key: tuple[Any, ...], seen: Run) -
     """What differs beyond rounding between the layer's code and ours, on rows of very different sizes."""
     form, (dtype, _, *dtypes) = seen.form, key
     generator = torch.Generator().manual_seed(0)
-    ours = Module()
-    for (name, shape), own in zip(formula.tensors, dtypes, strict=True):
-        tensor = torch.rand(shape, generator=generator).add_(0.5).to(own)
-        vars(ours)[name] = tensor.requires_grad_()
-    parameters = {name: vars(ours)[name] for name, _ in formula.tensors}
+    parameters = {
+        name: torch.rand(shape, generator=generator).add_(0.5).to(own).requires_grad_()
+        for (name, shape), own in zip(formula.tensors, dtypes, strict=True)
+    }
     used = [p for n, p in parameters.items() if n in (form.weight, form.bias)]
     over = form.axes(len(seen.shape))
     rows = [1 if axis in over else n for axis, n in enumerate(seen.shape)]
     scale = 10 ** torch.rand(rows, generator=generator).mul_(4).sub_(3)
     x = torch.randn(seen.shape, generator=generator).mul_(scale).to(dtype).requires_grad_()
     results = []
-    for compute_it in (lambda: twin.run(x, parameters), lambda: compute(form, ours, x)):
+    for compute_it in (lambda: twin.run(x, parameters), lambda: compute(form, parameters, x)):
         y = compute_it()
         upstream = torch.randn(seen.shape, generator=generator.manual_seed(1)).to(y.dtype)
         results.append([y.detach(), *torch.autograd.grad(y, [x, *used], upstream)])
