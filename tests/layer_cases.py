@@ -24,7 +24,8 @@ class Layer(NamedTuple):
     """A layer of `leannorm.nn`, and inputs that it takes.
 
     `twin` makes torch's layer of the same state, words and answers; `kind` is what `isinstance` finds.
-    `options` are tried each, the first with every clause. `empty` are the axes that may have no entries.
+    `options` are tried each, the first with every clause. `residual` is a second input of the same shape,
+    `others` are the shapes of those behind it. `empty` are the axes that may have no entries.
     `without` gives the page and its words that say why a clause is not promised, or not in training.
     """
 
@@ -37,6 +38,7 @@ class Layer(NamedTuple):
     residual: bool = False
     empty: tuple[int, ...] = (0, -1)
     without: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 class Case(NamedTuple):
@@ -47,6 +49,7 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.layer.shape)) + "+residual" * self.layer.residual
+        shape += "".join("+" + "x".join(map(str, other)) for other in self.layer.others)
         return "-".join([self.layer.name, shape, *(f"{k}={v}" for k, v in self.option.items())])
 
     def make(self, **place: Any) -> stock.Module:
@@ -56,8 +59,9 @@ class Case(NamedTuple):
         return self.layer.twin(*self.layer.given, **self.option, **place)
 
     def inputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """The input, and the residual where the layer is given one."""
-        return [(torch.randn(self.layer.shape) * 2 + 1).to(dtype) for _ in range(1 + self.layer.residual)]
+        """The input, the residual where the layer is given one, and what else it is given."""
+        shapes = [self.layer.shape] * (1 + self.layer.residual)
+        return [(torch.randn(s) * 2 + 1).to(dtype) for s in (*shapes, *self.layer.others)]
 
 
 class _ThenAct:
@@ -211,6 +215,43 @@ class RMSNorm(stock.RMSNorm):
         return super().extra_repr() + offset + (f", cast={self.cast!r}" if self.cast != "after" else "")
 
 
+class AdaLayerNorm(stock.LayerNorm):
+    """DiT's `modulate` behind torch's norm."""
+
+    def __init__(self, *given: Any, elementwise_affine: bool = False, **options: Any) -> None:
+        super().__init__(*given, elementwise_affine=elementwise_affine, **options)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        behind = (1,) * (x.dim() - scale.dim())
+        scale, shift = (v.reshape(*v.shape[:-1], *behind, v.shape[-1]) for v in (scale, shift))
+        return super().forward(x) * (1 + scale) + shift
+
+
+class AdaRMSNorm(RMSNorm):
+    """The same behind torch's RMS norm."""
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x) * (1 + scale) + shift
+
+
+class RMSNormGated(RMSNorm):
+    """The gated norms of transformers."""
+
+    def __init__(
+        self, *given: Any, act: str = "silu", norm_before_gate: bool = True, cast: str = "after", **of: Any
+    ) -> None:
+        self.act, self.norm_before_gate = act, norm_before_gate
+        super().__init__(*given, cast=cast, **of)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        opened = ACTIVATIONS[self.act].forward(gate)
+        return super().forward(x) * opened if self.norm_before_gate else super().forward(x * opened)
+
+    def extra_repr(self) -> str:
+        behind = "" if self.norm_before_gate else ", norm_before_gate=False"
+        return f"{super().extra_repr()}, act={self.act}{behind}"
+
+
 def _has_bias(norm: type[stock.Module]) -> bool:
     """Does this release of torch know `bias=False` here?"""
     return "bias" in inspect.signature(norm).parameters
@@ -254,6 +295,14 @@ RMS = (
     {"elementwise_affine": False},
     {"weight_offset": 1.0},
     {"weight_offset": 0.5, "cast": "before"},
+)
+GROUP_ACT = ({"act": "silu"}, {"act": "gelu", "affine": False}, {"act": "relu", "eps": 1e-3})
+ADA_LAYER = ({}, {"eps": 1e-3, "elementwise_affine": True}, {"elementwise_affine": True, "bias": False})
+GATED = (
+    {},
+    {"act": "gelu", "eps": 1e-3, "norm_before_gate": False},
+    {"cast": "before"},
+    {"cast": "before", "norm_before_gate": False, "elementwise_affine": False},
 )
 SHAPES = {1: (6, 4, 5), 2: (6, 4, 3, 5), 3: (6, 4, 2, 3, 2)}
 
@@ -301,6 +350,17 @@ def _rows(name: str, options: tuple[dict[str, Any], ...]) -> list[Layer]:
     ]
 
 
+def _given(
+    name: str,
+    twin: type[stock.Module],
+    others: tuple[tuple[int, ...], ...],
+    options: tuple[dict[str, Any], ...],
+) -> Layer:
+    """Row norms that are given more than an input."""
+    kind = getattr(stock, "LayerNorm" if "Layer" in name else "RMSNorm")
+    return Layer(name, (6,), (4, 3, 6), twin, kind, options, others=others, empty=(0,))
+
+
 _1D = stock.BatchNorm1d
 UNBATCHED = [(n, getattr(stock, f"InstanceNorm{n}d")) for n in SHAPES]
 LAYERS = [
@@ -319,4 +379,9 @@ LAYERS = [
     Layer("GroupNorm", (2, 4), (6, 4), stock.GroupNorm, stock.GroupNorm, empty=(0,)),
     *_rows("LayerNorm", LAYER),
     *_rows("RMSNorm", RMS),
+    Layer("GroupNormAct", (2, 4), SHAPES[2], then_act(stock.GroupNorm), stock.GroupNorm, GROUP_ACT),
+    _given("AdaLayerNorm", AdaLayerNorm, ((4, 6), (4, 6)), ADA_LAYER),
+    _given("AdaLayerNorm", AdaLayerNorm, ((4, 3, 6), (4, 3, 6)), ADA_LAYER[:1]),
+    _given("AdaRMSNorm", AdaRMSNorm, ((4, 1, 6), (4, 1, 6)), RMS[:3]),
+    _given("RMSNormGated", RMSNormGated, ((4, 3, 6),), GATED),
 ]

@@ -232,6 +232,35 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
             )
 
 
+def modulations(input: Tensor, start: int, **tensors: Tensor | None) -> None:
+    """Each tensor given has the normalized shape behind leading axes of the input, of their sizes or 1."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        floating(name, tensor)
+        same_device(name, tensor, input)
+        given = tensor.dim() - (input.dim() - start)
+        leading = zip(tensor.shape[: max(given, 0)], input.shape, strict=False)
+        if (
+            not 0 <= given <= start
+            or tensor.shape[given:] != input.shape[start:]
+            or any(size not in (1, of_input) for size, of_input in leading)
+        ):
+            raise InputError(
+                f"{name} must end in the normalized shape {tuple(input.shape[start:])}, behind first axes of "
+                f"the input {tuple(input.shape)}, each of the input's size or 1, got {tuple(tensor.shape)}; "
+                f"for one a sample take (N, C), for one a token (N, L, C)"
+            )
+
+
+def same_modulation(scale: Tensor, shift: Tensor | None) -> None:
+    if shift is not None and shift.shape != scale.shape:
+        raise InputError(
+            f"shift must have the scale's shape {tuple(scale.shape)}, got {tuple(shift.shape)}; "
+            "expand the smaller one, for example with shift.expand_as(scale)"
+        )
+
+
 def divisible_groups(input: Tensor, num_groups: int) -> None:
     if num_groups < 1 or input.shape[1] % num_groups:
         raise InputError(

@@ -41,7 +41,7 @@ def step(layer, inputs, call=None):
     dy = torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype)
     parameters = dict(layer.named_parameters())
     gradients = torch.autograd.grad(y, [*leaves, *parameters.values()], dy)
-    names = ["dx", "dresidual"][: len(leaves)] + list(parameters)
+    names = ["dx", "dsecond", "dthird"][: len(leaves)] + list(parameters)
     found = {"y": y.detach(), **dict(zip(names, gradients, strict=True))}
     return found | {name: b.clone() for name, b in layer.named_buffers()}
 

@@ -50,6 +50,29 @@ OWN = {
     "conv_batch_norm": lambda: (image(), image(6, 6, 3, 3), None, *vectors()),
     "add_layer_norm": lambda: (image(4, 6), image(4, 6), (6,), *vectors()[2:]),
     "add_rms_norm": lambda: (image(4, 6), image(4, 6), (6,), vectors()[2]),
+    "ada_layer_norm": lambda: (image(4, 6), (6,), image(4, 6), image(4, 6), 1e-5, vectors()[2]),
+    "ada_rms_norm": lambda: (image(4, 6), (6,), image(4, 6), 1e-5, vectors()[2]),
+    "add_ada_layer_norm": lambda: (
+        image(4, 6),
+        image(4, 6),
+        vectors()[2],
+        (6,),
+        image(4, 6),
+        image(4, 6),
+        1e-5,
+        vectors()[2],
+    ),
+    "add_ada_rms_norm": lambda: (
+        image(4, 6),
+        image(4, 6),
+        vectors()[2],
+        (6,),
+        image(4, 6),
+        1e-5,
+        vectors()[2],
+    ),
+    "gated_rms_norm": lambda: (image(4, 6), image(4, 6), (6,), vectors()[2]),
+    "group_norm_act": lambda: (image(), 3, *vectors()[2:], 1e-3),
 }
 
 

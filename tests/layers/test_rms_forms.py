@@ -8,6 +8,7 @@ from torch.library import opcheck
 from leannorm import functional, nn
 from leannorm._errors import InputError
 from leannorm.ops.backends import REFERENCE
+from leannorm.ops.select import pick
 
 FORMS = [(0.0, "before"), (1.0, "after"), (1.0, "before"), (0.25, "after")]
 FORM = pytest.mark.parametrize(("offset", "cast"), FORMS, ids=str)
@@ -33,8 +34,6 @@ def rstd_of(x, eps=1e-6):
 
 def served(x, residual=None):
     """rstd as the backend at hand computes it."""
-    from leannorm.ops.select import pick
-
     return pick(x).row_forward(x, residual, None, None, x.dim() - 1, x.dim(), 1e-6, True)[3]
 
 

@@ -20,13 +20,21 @@ from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm, batch_norm_act, tracked_batch_norm
 from leannorm.functional.conv import _convolution, conv_batch_norm
 from leannorm.functional.declare import AffineNames, declare
+from leannorm.functional.gated import gated_rms_norm
 from leannorm.functional.group import (
     group_norm,
+    group_norm_act,
     instance_norm,
     layer_instance_norm,
     moves_its_statistics,
 )
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from leannorm.functional.modulated import (
+    ada_layer_norm,
+    ada_rms_norm,
+    add_ada_layer_norm,
+    add_ada_rms_norm,
+)
 from leannorm.functional.operator import batch_norm_op, checked_batch_norm_op
 from leannorm.functional.overridden import OPERATORS, parameters_of
 from leannorm.functional.sync import sync_batch_norm
@@ -235,6 +243,57 @@ _declare_row_norm(
     add_layer_norm, "Tensor x, Tensor residual", "Tensor? bias, float eps, int? dim", _like_twice
 )
 _declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", _OF_RMS, _like_add_rms)
+
+
+_SUM = "Tensor x, Tensor branch, Tensor? gate"
+_RMS_TAIL = "Tensor scale, float? eps, Tensor? weight, Tensor? shift"
+_LAYER_TAIL = "Tensor scale, Tensor? shift, float eps, Tensor? weight, Tensor? bias"
+for _function, _first, _tail in (
+    (ada_layer_norm, "Tensor x", _LAYER_TAIL),
+    (ada_rms_norm, "Tensor x", _RMS_TAIL),
+    (add_ada_layer_norm, _SUM, _LAYER_TAIL),
+    (add_ada_rms_norm, _SUM, _RMS_TAIL),
+):
+    _results, _fake = ("Tensor", _like) if _first == "Tensor x" else ("(Tensor, Tensor)", _like_twice)
+    _name = _function.__name__
+    declare(f"{_name}({_first}, int[] normalized_shape, {_tail}) -> {_results}", _function, _fake)
+    OPERATORS[_function] = getattr(ops, _name)
+
+
+def _gated(*given: Any) -> Tensor:
+    return gated_rms_norm(*given[:7], cast=given[7])
+
+
+def _call_gated(*given: Any, cast: str) -> Any:
+    return ops.gated_rms_norm(*given, cast)
+
+
+def _like_gated(x: Tensor, gate: Tensor, shape: Any, weight: Tensor | None, *rest: Any) -> Tensor:
+    norm_before_gate, cast = rest[-2:]
+    return _weighted(x, weight, "after" if norm_before_gate else cast)
+
+
+declare(
+    "gated_rms_norm(Tensor x, Tensor gate, int[] normalized_shape, Tensor? weight, float? eps, str act,"
+    " bool norm_before_gate, str cast) -> Tensor",
+    _gated,
+    _like_gated,
+)
+OPERATORS[gated_rms_norm] = _call_gated
+
+
+def _group_act(*given: Any) -> Tensor:
+    return group_norm_act(*given[:-1], act=given[-1])
+
+
+def _call_group_act(*given: Any, act: str) -> Any:
+    return ops.group_norm_act(*given, act)
+
+
+declare(
+    f"group_norm_act(Tensor x, int num_groups, {_AFFINE}, float eps, str act) -> Tensor", _group_act, _like
+)
+OPERATORS[group_norm_act] = _call_group_act
 
 
 class AsOperators(TorchFunctionMode):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, Running
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
 from leannorm.ops.layout import memory_format
 from leannorm.ops.precision import compute_dtype
@@ -99,6 +100,46 @@ def row_norm(
         layout = memory_format(x)  # which what follows may count on
         y = y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
     return y, x
+
+
+def ada_norm(
+    tensors: tuple[Any, ...], normalized_shape: Sequence[int], eps: float, rms: bool
+) -> tuple[Tensor, Tensor]:
+    """y and the sum: a norm of torch's, then a product and a sum."""
+    input, branch, gate, scale, shift, weight, bias = tensors
+    start, x, dtype = input.dim() - len(tuple(normalized_shape)), input, compute_dtype(input)
+    if branch is not None:
+        added = branch.to(dtype) if gate is None else spread(gate, x, start).to(dtype) * branch.to(dtype)
+        x = (x.to(dtype) + added).to(input.dtype)
+    wide, shape = x.to(dtype), tuple(normalized_shape)
+    weight, bias = (None if v is None else v.to(dtype) for v in (weight, bias))
+    y = F.rms_norm(wide, shape, weight, eps) if rms else F.layer_norm(wide, shape, weight, bias, eps)
+    y = y * (1 + spread(scale, x, start).to(dtype))
+    y = y if shift is None else y + spread(shift, x, start).to(dtype)
+    return _finished(y, x), x
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    eps: float,
+    act: str,
+    norm_before_gate: bool,
+    cast_before: bool,
+) -> Tensor:
+    """A norm of torch's and a product, in the one order or in the other."""
+    dtype, start = compute_dtype(x), x.dim() - len(tuple(normalized_shape))
+    opened = ACTIVATIONS[act].forward(gate.to(dtype))
+    value = x.to(dtype) if norm_before_gate else x.to(dtype) * opened
+    shape, parameter = tuple(normalized_shape), None if weight is None else weight.to(dtype)
+    y = F.rms_norm(value, shape, None if cast_before else parameter, eps)
+    if cast_before:
+        y = rounded_then_weighted(y.to(x.dtype), weight, 0.0, start, x.dim())
+    if norm_before_gate:
+        return _finished(y * opened, x)
+    return y if cast_before else _finished(y, x)
 
 
 def _of_one_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch.nn
 from torch import Tensor
 
-from leannorm.functional.group import group_norm
+from leannorm import _checks
+from leannorm.functional.group import group_norm, group_norm_act
+from leannorm.nn._base import without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.ops.activation import lists_activations
 
 
 class GroupNorm(Leaving, torch.nn.GroupNorm):
@@ -34,3 +37,49 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+@lists_activations
+class GroupNormAct(GroupNorm):
+    """Group norm and an activation as one layer, in one pass.
+
+        layer(x) = act(group_norm(x))
+
+    `act` is one of <activations>. All other arguments and the state_dict keys are those of `GroupNorm`. The
+    name is timm's; its layer has the channels first, and reads drop layers too.
+
+    Shapes: as `GroupNorm`.
+    Dtypes: as `functional.group_norm_act`.
+    Kept: as `GroupNorm`; two layers keep the activation's input as well.
+    Raises: as `functional.group_norm_act`.
+    Source: as `GroupNorm`.
+
+    >>> import torch
+    >>> from leannorm import nn
+    >>> bool((nn.GroupNormAct(2, 6, act="relu")(torch.randn(4, 6, 8, 8)) >= 0).all())
+    True
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        act: str = "silu",
+    ) -> None:
+        _checks.activation(act)
+        super().__init__(num_groups, num_channels, eps, affine, device, dtype, **without_bias(bias))
+        self.activation = act
+
+    def forward(self, input: Tensor) -> Tensor:
+        """act(norm(input)) in one pass; `input` is (N, C, ...)."""
+        groups, weight, bias = self.num_groups, self.weight, self.bias
+        return group_norm_act(input, groups, weight, bias, self.eps, act=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, act={self.activation}"

@@ -24,7 +24,7 @@ from leannorm.nn.sync import SHARING
 from leannorm.transforms.formula import UnknownFormError
 from leannorm.transforms.formula_norm import formula_class
 from leannorm.transforms.fuse import find_fusions
-from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
+from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, has_torchs_form, is_norm, why_not
 from leannorm.transforms.recognition import formula_of, looks_like_norm, may_be_norm, why_not_by_formula
 from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
@@ -259,7 +259,7 @@ def _undo_swap(module: Module) -> bool:
             before = before.cls_to_become  # a lazy layer that has been materialized since
         for attribute in swapped.attributes:
             del vars(module)[attribute]
-    elif getattr(module, "dim", None) is None:
+    elif has_torchs_form(module):
         before = before or TO_TORCH.get(type(module))
     if before is None:
         return False

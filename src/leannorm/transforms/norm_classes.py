@@ -91,6 +91,12 @@ def why_not(module: Module) -> str | None:
     return None
 
 
+def has_torchs_form(module: Module) -> bool:
+    """Does a layer of ours compute what torch's of its name does?"""
+    dim, offset, cast = (getattr(module, name, None) for name in ("dim", "weight_offset", "cast"))
+    return dim is None and not offset and cast in (None, "after")
+
+
 def is_norm(module: Module) -> bool:
     """Is it one of torch's norms, or of a subclass?"""
     return isinstance(module, (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm))

@@ -7,11 +7,11 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from leannorm.ops.backends.reference import ChannelVerbs
-from leannorm.ops.backends.reference_rows import RowVerbs
+from leannorm.ops.backends.reference_modulated import ModulatedVerbs
 from leannorm.ops.sums import SumVerbs
 
 
-class Backend(ChannelVerbs, RowVerbs, SumVerbs, ABC):
+class Backend(ChannelVerbs, ModulatedVerbs, SumVerbs, ABC):
     """One implementation of the verbs. Their meaning, in plain torch, is inherited; kernels replace it.
 
     Each backend has one instance, in its module under its name in capitals; pickle and copy return that one.

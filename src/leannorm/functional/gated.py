@@ -1,0 +1,70 @@
+"""RMS norm with a gate: the norm of Mamba-2 and of gated linear attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function_variadic
+
+from leannorm import _checks
+from leannorm.autograd.modulated import gated_norm
+from leannorm.functional import stock
+from leannorm.functional.overridden import hand_over
+from leannorm.ops.activation import lists_activations
+from leannorm.ops.modes import leaving
+from leannorm.ops.precision import compute_dtype
+
+
+@lists_activations
+def gated_rms_norm(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    act: str = "silu",
+    norm_before_gate: bool = True,
+    *,
+    cast: str = "after",
+) -> Tensor:
+    """RMS-normalize every row, and multiply by an activated gate: behind the norm, or before it.
+
+        y = rms_norm(x) * act(gate)      or, with norm_before_gate=False,      y = rms_norm(x * act(gate))
+
+    `rms_norm` is over the last axes, with weight and eps. `act` is one of <activations>. With `cast="before"`
+    the normalized value is rounded to the input's dtype before it meets the weight, as transformers'
+    `Qwen3NextRMSNormGated` (the norm before the gate) and `MambaRMSNormGated` (behind it) do; what meets the
+    gate is computed in float32 (float64 for float64) either way.
+
+    Shapes: input (*, normalized_shape), gate and output as input, weight normalized_shape.
+    Dtypes: as `layer_norm`; with `cast="before"` and the gate before the norm the output has the dtype to
+    which torch promotes input and weight.
+    Kept: input and gate (8 bytes an element in float32) and 4 bytes a row (8 in float64).
+    Raises: as `layer_norm`, and `InputError` where the gate's shape is not the input's, or `act` or `cast` is
+    another word.
+    Source: Dao and Gu, "Transformers are SSMs", 2024, arXiv:2405.21060.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> F.gated_rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0, 2.0]]), (2,), act="relu", eps=0.0)
+    tensor([[0.0000, 2.2627]])
+    """
+    if has_torch_function_variadic(input, gate, weight):
+        return hand_over(gated_rms_norm, locals())
+    if eps is None:
+        eps = torch.finfo(compute_dtype(input)).eps
+    _checks.activation(act)
+    _checks.cast(cast)
+    if leaving():
+        how = eps, act, norm_before_gate, cast == "before"
+        return stock.gated_rms_norm(input, gate, normalized_shape, weight, *how)
+    _checks.floating("input", input)
+    start, _ = _checks.normalized_axes(input, normalized_shape, None)
+    _checks.row_parameters(input, normalized_shape, weight=weight)
+    _checks.floating("gate", gate)
+    _checks.same_device("gate", gate, input)
+    _checks.same_shape("gate", gate, input)
+    _checks.non_negative_eps(eps)
+    return gated_norm(input, gate, weight, start, eps, act, bool(norm_before_gate), cast == "before")

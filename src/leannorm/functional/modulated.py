@@ -1,0 +1,171 @@
+"""Layer and RMS norm with a scale and a shift that come from the network, of each sample or token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function_variadic
+
+from leannorm import _checks
+from leannorm.autograd.modulated import ada_norm
+from leannorm.functional import stock
+from leannorm.functional.overridden import hand_over
+from leannorm.ops.modes import leaving
+from leannorm.ops.precision import compute_dtype
+
+
+def _ada_norm(
+    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    normalized_shape: Sequence[int],
+    eps: float | None,
+    rms: bool,
+) -> tuple[Tensor, Tensor]:
+    input, branch, gate, scale, shift, weight, bias = tensors
+    if eps is None:
+        eps = torch.finfo(compute_dtype(input)).eps
+    if leaving():
+        return stock.ada_norm(tensors, normalized_shape, eps, rms)
+    _checks.floating("input", input)
+    start, _ = _checks.normalized_axes(input, normalized_shape, None)
+    _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
+    _checks.modulations(input, start, scale=scale, shift=shift, gate=gate)
+    _checks.same_modulation(scale, shift)
+    if branch is not None:
+        _checks.floating("branch", branch)
+        _checks.same_device("branch", branch, input)
+        _checks.same_shape("branch", branch, input)
+    _checks.non_negative_eps(eps)
+    return ada_norm(*tensors, start, eps, rms)
+
+
+def ada_layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None,
+    eps: float = 1e-5,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Layer-normalize every row, then scale and shift it by what the network says (AdaLN).
+
+        y = layer_norm(x) * (1 + scale) + shift
+
+    `layer_norm` is over the last axes and takes weight and bias, where they are given. scale and shift are
+    those of a sample (N, C), of a token (N, L, C), or of anything between: their last sizes are
+    `normalized_shape`, and the sizes before those are the input's first ones, each as large or 1.
+
+    Shapes: input (*, normalized_shape); scale and shift as said, both alike; weight, bias normalized_shape;
+    output as input.
+    Dtypes: as `layer_norm`; each tensor may have its own floating dtype. All is rounded once, at the end.
+    Kept: the input (4 bytes an element in float32), 8 bytes a row (16 in float64), and scale.
+    Raises: as `layer_norm`, and `InputError` where scale or shift is not broadcast by that rule.
+    Source: Peebles and Xie, "Scalable Diffusion Models with Transformers", 2022, arXiv:2212.09748.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> x, scale, shift = torch.randn(2, 5, 8), torch.full((2, 8), -1.0), torch.ones(2, 8)
+    >>> F.ada_layer_norm(x, (8,), scale, shift).eq(1).all().item()
+    True
+    """
+    if has_torch_function_variadic(input, scale, shift, weight, bias):
+        return hand_over(ada_layer_norm, locals())
+    return _ada_norm((input, None, None, scale, shift, weight, bias), normalized_shape, eps, rms=False)[0]
+
+
+def ada_rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    eps: float | None = None,
+    weight: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> Tensor:
+    """RMS-normalize every row, then scale (and shift) it by what the network says.
+
+        y = rms_norm(x) * (1 + scale) + shift
+
+    scale and shift are those of `ada_layer_norm`, weight and eps those of `rms_norm`.
+
+    Shapes, Dtypes, Kept, Raises: as `ada_layer_norm`.
+    Source: as `ada_layer_norm`.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> x, scale = torch.randn(2, 5, 8), torch.full((2, 1, 8), 1.0)
+    >>> torch.allclose(F.ada_rms_norm(x, (8,), scale), 2 * F.rms_norm(x, (8,)))
+    True
+    """
+    if has_torch_function_variadic(input, scale, shift, weight):
+        return hand_over(ada_rms_norm, locals())
+    return _ada_norm((input, None, None, scale, shift, weight, None), normalized_shape, eps, rms=True)[0]
+
+
+def add_ada_layer_norm(
+    input: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    shift: Tensor | None,
+    eps: float = 1e-5,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add a gated branch, then modulate the sum's layer norm: the step between two blocks of a DiT.
+
+        r = input + gate * branch
+        y = ada_layer_norm(r, ...)
+
+    Returns y and r, which is rounded once. `gate` is broadcast as scale is, by itself: (C,) is a layer scale,
+    None is 1. The other arguments are those of `ada_layer_norm`.
+
+    Shapes: as `ada_layer_norm`; branch, y and r as input.
+    Dtypes: as `ada_layer_norm`; y and r have the input's dtype.
+    Kept: r (an output: 0 bytes an element beside it), 8 bytes a row (16 in float64), scale and gate, and the
+    branch where the gate needs a gradient.
+    Raises: as `ada_layer_norm`, and `InputError` where the branch's shape is not the input's.
+    Source: as `ada_layer_norm`.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> x, branch, gate = torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5, 0.5]])
+    >>> F.add_ada_layer_norm(x, branch, gate, (2,), torch.zeros(1, 2), torch.zeros(1, 2), eps=0.0)
+    (tensor([[-1.,  1.]]), tensor([[0.5000, 1.5000]]))
+    """
+    if has_torch_function_variadic(input, branch, gate, scale, shift, weight, bias):
+        return hand_over(add_ada_layer_norm, locals())
+    return _ada_norm((input, branch, gate, scale, shift, weight, bias), normalized_shape, eps, rms=False)
+
+
+def add_ada_rms_norm(
+    input: Tensor,
+    branch: Tensor,
+    gate: Tensor | None,
+    normalized_shape: Sequence[int],
+    scale: Tensor,
+    eps: float | None = None,
+    weight: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Add a gated branch, then modulate the sum's RMS norm.
+
+        r = input + gate * branch
+        y = ada_rms_norm(r, ...)
+
+    Returns y and r. `gate` is that of `add_ada_layer_norm`, the others are those of `ada_rms_norm`.
+
+    Shapes, Dtypes, Kept, Raises: as `add_ada_layer_norm`.
+    Source: as `ada_layer_norm`.
+
+    >>> import torch
+    >>> from leannorm import functional as F
+    >>> x, branch, gate = torch.ones(1, 2), torch.tensor([[2.0, 3.0]]), torch.ones(2)
+    >>> F.add_ada_rms_norm(x, branch, gate, (2,), torch.zeros(2), eps=0.0)[1]
+    tensor([[3., 4.]])
+    """
+    if has_torch_function_variadic(input, branch, gate, scale, shift, weight):
+        return hand_over(add_ada_rms_norm, locals())
+    return _ada_norm((input, branch, gate, scale, shift, weight, None), normalized_shape, eps, rms=True)

@@ -1,0 +1,148 @@
+"""The reference's row norms that meet more than parameters: a scale and a shift, a gate. Read
+`reference_rows.py` first.
+
+All normalize the axes from `start` to the last. A scale, a shift and the gate of a residual have the
+normalized shape behind some of the input's leading axes, each of its size or 1; over the others they are
+broadcast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.reference_rows import RowVerbs, rounded_then_weighted
+from leannorm.ops.precision import compute_dtype
+
+
+def spread(v: Tensor, x: Tensor, start: int) -> Tensor:
+    """v, with an axis of size 1 for each leading axis of x that it lacks."""
+    given = v.dim() - (x.dim() - start)
+    return v.reshape(*v.shape[:given], *(1,) * (start - given), *v.shape[given:])
+
+
+def summed_like(g: Tensor, v: Tensor, start: int) -> Tensor:
+    """g, of the input's shape, summed over the axes that v is broadcast over."""
+    wide = spread(v, g, start)
+    axes = [d for d in range(start) if wide.shape[d] == 1 and g.shape[d] != 1]
+    return (g.sum(axes, keepdim=True) if axes else g).reshape(v.shape)
+
+
+class ModulatedVerbs(RowVerbs):
+    """norm(x + gate * branch) * (1 + scale) + shift, and RMS norm with a gate of the input's shape."""
+
+    def add_gated(self, x: Tensor, branch: Tensor, gate: Tensor | None, start: int) -> Tensor:
+        """x + gate * branch, rounded once."""
+        dtype = compute_dtype(x)
+        added = branch.to(dtype) if gate is None else spread(gate, x, start).to(dtype) * branch.to(dtype)
+        return (x.to(dtype) + added).to(x.dtype)
+
+    def add_gated_backward(
+        self, dtotal: Tensor, branch: Tensor | None, gate: Tensor | None, start: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradients of the branch, and of the gate where the branch is given."""
+        if gate is None:
+            return dtotal, None
+        dtype = compute_dtype(dtotal)
+        wide = dtotal.to(dtype)
+        dgate = None if branch is None else summed_like(wide * branch.to(dtype), gate, start)
+        return (wide * spread(gate, dtotal, start).to(dtype)).to(dtotal.dtype), dgate
+
+    def ada_forward(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        gate: Tensor | None,
+        scale: Tensor,
+        shift: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        start: int,
+        eps: float,
+        rms: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y, x + gate * branch (x itself where there is no branch), mean, rstd."""
+        stop, dtype = x.dim(), compute_dtype(x)
+        total = x if branch is None else self.add_gated(x, branch, gate, start)
+        mean, rstd = self.row_moments(total, start, stop, eps, rms)
+        y = self.row_normalize(total.to(dtype), mean, rstd, weight, bias, start, stop)
+        y = y * (1 + spread(scale, x, start).to(dtype))
+        y = y if shift is None else y + spread(shift, x, start).to(dtype)
+        return y.to(x.dtype), total, mean, rstd
+
+    def ada_backward(
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        scale: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        start: int,
+        rms: bool,
+        want_modulation: bool = True,
+        want_affine: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """dx (of the sum), dscale, dshift, dweight, dbias, all but dx in the compute dtype."""
+        stop, dtype = x.dim(), mean.dtype
+        dy, wide = dy.to(dtype), x.to(dtype)
+        factor = 1 + spread(scale, x, start).to(dtype)
+        how = start, stop, rms, want_affine
+        dx, dweight, dbias = self.row_backward(dy * factor, dtotal, wide, mean, rstd, weight, *how)
+        dscale = dshift = None
+        if want_modulation:
+            z = self.row_normalize(wide, mean, rstd, weight, bias, start, stop)
+            dscale, dshift = summed_like(dy * z, scale, start), summed_like(dy, scale, start)
+        return dx.to(x.dtype), dscale, dshift, dweight, dbias
+
+    def gated_forward(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        start: int,
+        eps: float,
+        act: str,
+        norm_before_gate: bool,
+        cast_before: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """rms_norm(x) * act(gate) or rms_norm(x * act(gate)), and rstd."""
+        stop, dtype = x.dim(), compute_dtype(x)
+        opened, value = ACTIVATIONS[act].forward(gate.to(dtype)), x.to(dtype)
+        value = value if norm_before_gate else value * opened
+        mean, rstd = self.row_moments(value, start, stop, eps, True)
+        if cast_before:
+            y = rounded_then_weighted((value * rstd).to(x.dtype), weight, 0.0, start, stop)
+        else:
+            y = self.row_normalize(value, mean, rstd, weight, None, start, stop)
+        if norm_before_gate:
+            y = y * opened
+        return (y if cast_before and not norm_before_gate else y.to(x.dtype)), rstd
+
+    def gated_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        start: int,
+        act: str,
+        norm_before_gate: bool,
+        want_affine: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """dx, dgate, dweight (compute dtype)."""
+        stop, dtype, activation = x.dim(), rstd.dtype, ACTIVATIONS[act]
+        dy, value, z = dy.to(dtype), x.to(dtype), gate.to(dtype)
+        opened, slope = activation.forward(z), activation.grad(z)
+        how = torch.zeros_like(rstd), rstd, weight, start, stop, True, want_affine
+        if norm_before_gate:
+            dgate = dy * self.row_normalize(value, *how[:3], None, start, stop) * slope
+            dx, dweight, _ = self.row_backward(dy * opened, None, value, *how)
+        else:
+            dvalue, dweight, _ = self.row_backward(dy, None, value * opened, *how)
+            dx, dgate = dvalue * opened, dvalue * value * slope
+        return dx.to(x.dtype), dgate.to(gate.dtype), dweight
