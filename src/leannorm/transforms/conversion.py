@@ -22,7 +22,7 @@ from leannorm._errors import InputError
 from leannorm.nn._leaving import takes_back
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.formula import UnknownFormError
-from leannorm.transforms.formula_norm import formula_class
+from leannorm.transforms.formula_norm import FormulaNorm, formula_class
 from leannorm.transforms.fuse import find_fusions
 from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, has_torchs_form, is_norm, why_not
 from leannorm.transforms.recognition import formula_of, looks_like_norm, may_be_norm, why_not_by_formula
@@ -135,8 +135,11 @@ def preview(
         for name, module in names.items():
             if type(module) is not before[name]:
                 after = type(module).__name__
-                joins = getattr(type(module), "unfused", None) is before[name]
-                swapped[name] = before[name].__name__, f"{after} with fused calls" if joins else after
+                if getattr(type(module), "unfused", None) is before[name]:
+                    after += " with fused calls"
+                elif isinstance(module, FormulaNorm):
+                    after += f" by {module.function}"
+                swapped[name] = before[name].__name__, after
         raise _DryRunError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 

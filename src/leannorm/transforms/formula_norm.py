@@ -8,7 +8,7 @@ other case (further arguments, another dtype, a tensor subclass, an exported gra
 from __future__ import annotations
 
 import types
-from typing import Any
+from typing import Any, cast
 
 from torch.nn import Module
 
@@ -27,15 +27,17 @@ class FormulaNorm(Leaving):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         formula = self._formula
-        if len(args) == 1 and not kwargs:
-            x = args[0]
-        else:
-            x = kwargs.get(formula.input_name) if len(kwargs) == 1 and not args else None
-        if x is not None and not leaving() and formula.holds(self, self.original):  # type: ignore[arg-type]
-            y = formula.compute(self, x)  # type: ignore[arg-type]
+        given, layer = formula.given(args, kwargs), cast(Module, self)
+        if given and not leaving() and formula.holds(layer, self.original):
+            y = formula.compute(layer, given)
             if y is not None:
                 return y
-        return self.original.forward(self, *args, **kwargs)  # type: ignore[arg-type]
+        return self.original.forward(layer, *args, **kwargs)
+
+    @property
+    def function(self) -> str:
+        """The name of the function of ours that computes this norm."""
+        return next(iter(self._formula.runs.values())).form.function
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula: it is read again where the layer's code may be another."""
@@ -48,9 +50,9 @@ class FormulaNorm(Leaving):
         self.read_again()
 
     def read_again(self) -> None:
-        """Find the formula of a layer that was copied or loaded; it gets its own class back if it has none."""
+        """Find the formula of a layer that was copied or loaded; without one it gets its class back."""
         try:
-            vars(self)["_formula"] = formula_of(self, self.original)  # type: ignore[arg-type]
+            vars(self)["_formula"] = formula_of(cast(Module, self), self.original)
         except UnknownFormError:
             vars(self).pop("_swapped", None)
             self.__class__ = self.original  # type: ignore[assignment]

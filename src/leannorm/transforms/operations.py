@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from leannorm.transforms.formula import (
     LOW,
+    Gate,
     Moment,
     Parameter,
     Row,
+    Running,
     Square,
     UnknownFormError,
     only_wide,
     short,
 )
 
-Value = Row | Square | Moment | Parameter
+Value = Row | Square | Moment | Parameter | Gate | Running
 
 
 class Operation:
@@ -34,7 +36,11 @@ class Operation:
     def pair(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """The two operands, each with its value (a number is its own); rows come first."""
         a, b = ((t, self.values.of(t) if isinstance(t, Tensor) else t) for t in self.args[:2])
-        return (b, a) if isinstance(b[1], Row) and not isinstance(a[1], Row) else (a, b)
+        return (b, a) if _rank_of(b[1]) > _rank_of(a[1]) else (a, b)
+
+
+def _rank_of(value: Any) -> int:
+    return 2 if isinstance(value, Row) else 1 if isinstance(value, Running) else 0
 
 
 class Values:
@@ -101,6 +107,16 @@ def _mul(call: Operation) -> Value:
         return a.over(b, dtype)
     if isinstance(a, Row) and isinstance(b, Parameter):
         return a.times(b, _over(a, t, u), dtype)
+    if isinstance(a, Row) and isinstance(b, Gate):
+        return a.gated(b, dtype)
+    if isinstance(a, Gate) and isinstance(b, Gate) and {a.act, b.act} == {"identity", "sigmoid"}:
+        only_wide(dtype)
+        return a._replace(act="silu")
+    if isinstance(a, Row) and isinstance(b, Running):
+        return a.scaled(b, _over(a, t, u), dtype)
+    if isinstance(a, Running) and isinstance(b, Parameter) and not b.offset:
+        only_wide(dtype)
+        return a.times(b.name)
     return _unknown("a product")
 
 
@@ -125,6 +141,8 @@ def _add(call: Operation) -> Value:
     dtype = call.out.dtype
     if isinstance(a, Row) and isinstance(b, Parameter):
         return a.plus(b, _over(a, t, u), dtype)
+    if isinstance(a, Row) and isinstance(b, Running) and _over(a, t, u) == (1,):
+        return a.shifted(b, dtype)
     if isinstance(a, Moment) and isinstance(b, (int, float)):
         return a.plus(b)
     if isinstance(a, Parameter) and isinstance(b, (int, float)) and not a.offset:
@@ -135,11 +153,12 @@ def _add(call: Operation) -> Value:
 @operation("sub")
 def _sub(call: Operation) -> Value:
     (t, a), (u, b) = call.pair()
-    fits = isinstance(a, Row) and isinstance(b, Moment) and t is call.args[0]
-    if not fits or call.named.get("alpha", 1) != 1:
-        return _unknown("a difference")
-    _same_rows(a, b, t, u)
-    return a.minus(b, call.out.dtype)
+    if isinstance(a, Running) and isinstance(b, Parameter) and t is call.args[1]:
+        return a.below(b.name)
+    if isinstance(a, Row) and isinstance(b, Moment) and t is call.args[0] and call.named.get("alpha", 1) == 1:
+        _same_rows(a, b, t, u)
+        return a.minus(b, call.out.dtype)
+    return _unknown("a difference")
 
 
 @operation("addcmul")
@@ -169,11 +188,28 @@ def _pow(call: Operation) -> Value:
 def _to_power(power: float) -> Callable[[Operation], Value]:
     def function(call: Operation) -> Value:
         value = call.values.of(call.args[0])
+        if isinstance(value, Parameter) and value.offset and power == -0.5:
+            only_wide(call.out.dtype)
+            return Running(value.name, value.offset, call.out.dtype)
         return value.to(power) if isinstance(value, Moment) else _unknown("a root")
 
     return function
 
 
+def _activation(name: str) -> Callable[[Operation], Value]:
+    def function(call: Operation) -> Value:
+        value = call.values.of(call.args[0])
+        act = "gelu_tanh" if call.named.get("approximate") == "tanh" else name
+        if not isinstance(value, Gate) or value.act != "identity":
+            return _unknown("an activation")
+        only_wide(call.out.dtype)
+        return value._replace(act=act)
+
+    return function
+
+
+for _name in ("silu", "sigmoid", "relu", "gelu", "mish", "hardswish"):
+    operation(_name)(_activation(_name))
 operation("sqrt")(_to_power(0.5))
 operation("rsqrt")(_to_power(-0.5))
 operation("reciprocal")(_to_power(-1))
@@ -182,7 +218,9 @@ operation("reciprocal")(_to_power(-1))
 @operation("mean")
 def _mean(call: Operation) -> Value:
     tensor, value = call.args[0], call.values.of(call.args[0])
-    if not isinstance(value, (Row, Square)) or (isinstance(value, Row) and not value.is_plain()):
+    if not isinstance(value, (Row, Square)) or (
+        isinstance(value, Row) and (not value.is_plain() or value.gate)
+    ):
         return _unknown("a mean")
     over = _reduced(tensor, value.axes, call.get(1, "dim"), call.get(2, "keepdim", False))
     only_wide(call.out.dtype)
@@ -190,13 +228,14 @@ def _mean(call: Operation) -> Value:
         return Moment("mean", over, call.out.dtype)
     if value.centered not in ((), over):
         return _unknown("a mean")
-    return Moment("variance" if value.centered else "mean_square", over, call.out.dtype)
+    kind = "variance" if value.centered else "mean_square"
+    return Moment(kind, over, call.out.dtype, gated=value.gated)
 
 
 @operation("var", "var_mean")
 def _var(call: Operation) -> Value:
     tensor, value = call.args[0], call.values.of(call.args[0])
-    if not isinstance(value, Row) or not value.is_plain() or call.named.get("correction") != 0:
+    if not isinstance(value, Row) or not value.is_plain() or value.gate or call.named.get("correction") != 0:
         return _unknown("a variance")
     over = _reduced(tensor, value.axes, call.get(1, "dim"), call.named.get("keepdim", False))
     out = call.out[0] if isinstance(call.out, tuple) else call.out
@@ -220,36 +259,39 @@ def _to_copy(call: Operation) -> Value:
     return value._replace(dtype=dtype)
 
 
-@operation(
-    "clone",
-    "detach",
-    "alias",
-    "view",
-    "_unsafe_view",
-    "unsqueeze",
-    "expand",
-    "slice",
-    "select",
-    "_reshape_alias",
-)
+_VIEWS = "clone detach alias view _unsafe_view unsqueeze squeeze expand slice select _reshape_alias"
+
+
+@operation(*_VIEWS.split())
 def _view(call: Operation) -> Value:
-    """A view that only adds or drops axes of one value, of parameters; the same shape, of all else.
+    """A view that only adds or drops axes of one value, of parameters; one that splits a row's last axis.
 
     Autograd detaches what it saves. A layer's own `detach` is refused before it comes here.
     """
-    tensor, value, out = call.args[0], call.values.of(call.args[0]), call.out
-    if isinstance(value, Parameter):
-        same = [n for n in tensor.shape if n != 1] == [n for n in out.shape if n != 1]
-    else:
-        same = tensor.shape == out.shape
-    return value if same else _unknown("a view of another shape")
+    value, before, after = call.values.of(call.args[0]), call.args[0].shape, call.out.shape
+    if before == after:
+        return value
+    if isinstance(value, (Parameter, Running)) and _longer_than_one(before) == _longer_than_one(after):
+        return value
+    if isinstance(value, Parameter) and len(before) == 1 and len(after) == 2:
+        return value
+    if isinstance(value, Row) and value.axes == tuple(range(len(before))):
+        if not value.split and before[:-1] == after[:-2]:
+            return value._replace(axes=tuple(range(len(after))), split=after[-2], is_split=True)
+        if value.is_split and before[:-2] == after[:-1]:
+            return value._replace(axes=tuple(range(len(after))), is_split=False)
+    return _unknown("a view of another shape")
+
+
+def _longer_than_one(shape: Sequence[int]) -> list[int]:
+    return [n for n in shape if n != 1]
 
 
 @operation("permute", "transpose", "t")
 def _permute(call: Operation) -> Value:
     tensor, value = call.args[0], call.values.of(call.args[0])
     rank = tensor.dim()
-    if not isinstance(value, (Row, Square)):
+    if not isinstance(value, (Row, Square)) or (isinstance(value, Row) and value.split):
         return _unknown("a permutation")
     order = list(range(rank))
     if isinstance(call.args[1], int):
@@ -265,7 +307,7 @@ def _row_norm(call: Operation) -> Value:
     tensor, sizes, row = call.args[0], call.args[1], call.values.of(call.args[0])
     layer = len(call.args) == 5
     eps = call.args[-1]
-    if not isinstance(row, Row) or not row.is_plain() or row.centered:
+    if not isinstance(row, Row) or not row.is_plain() or row.centered or row.gate:
         return _unknown("a norm of something else than its input")
     if eps is None:
         eps = torch.finfo(torch.float64 if tensor.dtype == torch.float64 else torch.float32).eps
@@ -278,7 +320,7 @@ def _row_norm(call: Operation) -> Value:
 @operation("native_group_norm")
 def _group_norm(call: Operation) -> Value:
     row, groups, eps = call.values.of(call.args[0]), call.args[-2], call.args[-1]
-    if not isinstance(row, Row) or not row.is_plain() or row.centered or row.axes[:2] != (0, 1):
+    if not isinstance(row, Row) or not row.is_plain() or row.centered or row.gate or row.axes[:2] != (0, 1):
         return _unknown("a norm of something else than its input")
     row = row._replace(moment=Moment("group", (groups,), torch.float32, eps, -0.5))
     return _with_parameters(row, (1,), call.args[1], call.args[2], call)
@@ -292,7 +334,10 @@ def _with_parameters(row: Row, over: tuple[int, ...], weight: Any, bias: Any, ca
             continue
         if not isinstance(value, Parameter) or (name == "bias" and value.offset):
             return _unknown(f"a norm with a computed {name}")
-        row = row._replace(**{name: value, f"{name}_over": over})
+        if name == "weight":
+            row = row._replace(weight=value, weight_over=over)
+        else:
+            row = row._replace(bias=value, bias_over=over)
     bare, low = weight is None and bias is None, dtype in LOW
     return row._replace(
         dtype=dtype, casts=(dtype,) if low else (), rounded=low and bare, final=low and not bare
@@ -303,7 +348,7 @@ def _squared(row: Row, dtype: torch.dtype) -> Square:
     if not row.is_plain():
         raise UnknownFormError("it squares something else than its input")
     only_wide(dtype)
-    return Square(row.axes, row.centered, dtype)
+    return Square(row.axes, row.centered, dtype, row.gate is not None)
 
 
 def _reduced(tensor: Tensor, axes: tuple[int, ...], dims: Any, keepdim: bool) -> tuple[int, ...]:
@@ -318,6 +363,8 @@ def _over(row: Row, tensor: Tensor, parameter: Tensor) -> tuple[int, ...]:
     """The input's axes that a parameter lies along."""
     first = tensor.dim() - parameter.dim()
     over = [row.axes[first + i] for i, n in enumerate(parameter.shape) if n != 1] if first >= 0 else []
+    if row.is_split and over == [tensor.dim() - 2, tensor.dim() - 1]:
+        over = over[:1]  # both parts of the split axis
     if not over or over != sorted(over):
         raise UnknownFormError("its weight or bias has one value, or other axes than its input")
     return tuple(over)
@@ -330,5 +377,5 @@ def _same_rows(row: Row, moment: Moment, tensor: Tensor, statistic: Tensor) -> N
         raise UnknownFormError("it combines a row with the statistic of another")
 
 
-def _unknown(what: str) -> Any:
+def _unknown(what: str) -> NoReturn:
     raise UnknownFormError(f"it computes {what} that no norm of leannorm has")

@@ -1,11 +1,11 @@
-"""Which layers of unknown classes compute a norm of ours: their formulas, found and checked once per process."""
+"""Which layers of unknown classes compute a norm of ours: formulas, found and checked once a process."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from leannorm.transforms.formula import UnknownFormError, short
+from leannorm.transforms.formula import LOW, UnknownFormError, short
 from leannorm.transforms.formula_call import Formula, compute
+from leannorm.transforms.norm_classes import REPLACED
 from leannorm.transforms.stand_ins import Run, Twin, run, shapes
 from leannorm.transforms.steps import name_of
 
@@ -46,10 +47,8 @@ def may_be_norm(module: Module) -> bool:
 def _names_in(cls: type[Module], method: str, seen: set[str]) -> set[str]:
     """The names in a method's code, and in that of the methods that it names."""
     seen.add(method)
-    function = inspect.getattr_static(cls, method, None)
-    if not isinstance(function, types.FunctionType) or function.__module__.startswith("torch."):
-        return set()
-    names = set(function.__code__.co_names)
+    functions = [vars(base).get(method) for base in cls.__mro__ if not base.__module__.startswith("torch.")]
+    names = {n for f in functions if isinstance(f, types.FunctionType) for n in f.__code__.co_names}
     return names.union(*(_names_in(cls, n, seen) for n in names - seen if n in dir(cls)))
 
 
@@ -59,7 +58,7 @@ def why_not_by_formula(module: Module) -> str | None:
     if isinstance(module, ScriptModule):
         return "a ScriptModule; convert the model before torch.jit.script"
     if "forward" in vars(module):
-        return "its forward is replaced on the layer itself, convert before that is done"
+        return REPLACED
     own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
     if type(cls) is not type or own & {
         "__init_subclass__",
@@ -92,7 +91,7 @@ def formula_of(layer: Module, cls: type[Module]) -> Formula:
             formula = _read(layer, cls, tensors)
         known.append(formula)
     own = next((t.dtype for t in _tensors(layer).values()), None)
-    if own is not None and own != torch.float64 and not any(key[0] == own for key in formula.runs):
+    if own is not None and own != torch.float64 and not any(key[2] == own for key in formula.runs):
         raise UnknownFormError(f"it computes another norm in {short(own)}")
     return formula
 
@@ -110,12 +109,12 @@ def _by_itself() -> Iterator[None]:
 
 
 def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
-    name, twin = _input_name(cls), Twin(layer, cls, layer.training)
+    (inputs, needed), twin = _inputs(cls), Twin(layer, cls, layer.training)
     sizes = _sizes(twin, tensors)
-    runs = _runs(twin, tensors, sizes)
+    runs = _all_runs(twin, tensors, sizes, inputs, needed)
     if "training" in twin.reads:
         other = Twin(layer, cls, not layer.training)
-        if _runs(other, tensors, sizes) != runs:
+        if _all_runs(other, tensors, sizes, inputs, needed) != runs:
             raise UnknownFormError("it computes something else in training than in evaluation")
         twin.reads |= other.reads
         twin.functions |= other.functions
@@ -125,18 +124,22 @@ def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
         if not isinstance(function, (types.FunctionType, property)):
             raise UnknownFormError(f"it calls its own {key}, which is no plain method")
         functions.append((key, function, getattr(function, "__code__", None)))
-    formula = Formula(name, tuple(twin.reads.items()), tuple(functions), tensors, sizes, "cpu", runs)
+    formula = Formula(inputs, tuple(twin.reads.items()), tuple(functions), tensors, sizes, "cpu", runs)
     return _checked(twin, formula)
 
 
-def _input_name(cls: type[Module]) -> str:
-    """The name of the one argument that forward needs."""
+def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:
+    """The names of forward's first arguments, the input and perhaps a gate, and how many it needs."""
     _, *parameters = inspect.signature(cls.forward).parameters.values()
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-    if len(needed) != 1:
-        raise UnknownFormError(f"its forward needs {len(needed)} arguments")
-    return needed[0]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = sum(p.default is p.empty and p.kind in kinds for p in parameters)
+    if not 1 <= needed <= 2 or any(p.default is p.empty and p.kind not in kinds for p in parameters[needed:]):
+        starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        if not 1 <= needed <= 2 or any(
+            p.kind not in starred and p.default is p.empty for p in parameters[2:]
+        ):
+            raise UnknownFormError(f"its forward needs {needed} arguments")
+    return tuple(p.name for p in parameters[:2] if p.kind in kinds), needed
 
 
 def _sizes(twin: Twin, tensors: Tensors) -> tuple[int, ...] | None:
@@ -149,7 +152,26 @@ def _sizes(twin: Twin, tensors: Tensors) -> tuple[int, ...] | None:
     return tuple(given) if given else None
 
 
-def _runs(twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None) -> dict[tuple[Any, ...], Run]:
+def _all_runs(
+    twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
+) -> dict[tuple[Any, ...], Run]:
+    """What the layer computes of its input alone, and with a gate; raises where it is nothing of ours."""
+    found: dict[tuple[Any, ...], Run] = {}
+    reason: UnknownFormError | None = None
+    for count in range(needed, len(inputs) + 1):
+        try:
+            found |= _runs(twin, tensors, sizes, count == 2)
+        except UnknownFormError as error:
+            reason = reason or error
+    if not found:
+        assert reason is not None
+        raise reason
+    return found
+
+
+def _runs(
+    twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None, gated: bool
+) -> dict[tuple[Any, ...], Run]:
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
     found: dict[tuple[Any, ...], Run] = {}
     reason: UnknownFormError | None = None
@@ -157,8 +179,8 @@ def _runs(twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None) -> dict[t
     for rank in _RANKS:
         for shape in shapes(rank, sizes):
             try:
-                found[torch.float32, rank, *(torch.float32 for _ in tensors)] = _run(
-                    twin, shape, torch.float32, torch.float32, tensors
+                found[_key(rank, gated, torch.float32, torch.float32, tensors)] = _run(
+                    twin, shape, torch.float32, torch.float32, tensors, gated
                 )
                 ranks[rank] = shape
                 break
@@ -173,13 +195,19 @@ def _runs(twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None) -> dict[t
     for rank, shape in ranks.items():
         for dtype in _DTYPES:
             for own in {dtype, torch.float32} if tensors else {dtype}:
-                key = (dtype, rank, *(own for _ in tensors))
+                key = _key(rank, gated, dtype, own, tensors)
                 if key not in found:
                     try:
-                        found[key] = _run(twin, shape, dtype, own, tensors)
+                        found[key] = _run(twin, shape, dtype, own, tensors, gated)
                     except (UnknownFormError, Exception):  # its own code will run
                         continue
     return found
+
+
+def _key(rank: int, gated: bool, dtype: torch.dtype, own: torch.dtype, tensors: Tensors) -> tuple[Any, ...]:
+    """The key of a run, as `Formula.compute` looks it up."""
+    count = 1 + gated
+    return (rank, count, *[dtype] * count, *[own] * len(tensors))
 
 
 def _run(
@@ -188,20 +216,29 @@ def _run(
     dtype: torch.dtype,
     own: torch.dtype,
     tensors: Tensors,
+    gated: bool,
 ) -> Run:
-    """One run, and a second under autocast without gradients, which must be the same to be neutral."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = {n: torch.rand(s, generator=generator).to(own).requires_grad_() for n, s in tensors}
-    seen = run(twin, shape, dtype, parameters)
+    """One run, one without gradients, which must be the same, and one under autocast, to see if it is."""
+    parameters = _random(tensors, [own] * len(tensors))
+    seen = run(twin, shape, dtype, parameters, gated)
     with torch.no_grad():
-        if run(twin, shape, dtype, parameters).form != seen.form:
+        if run(twin, shape, dtype, parameters, gated).form != seen.form:
             raise UnknownFormError("it computes something else without gradients")
         with _autocasting():
             try:
-                same = run(twin, shape, dtype, parameters).form == seen.form
+                same = run(twin, shape, dtype, parameters, gated).form == seen.form
             except (UnknownFormError, RuntimeError):
                 same = False
     return seen._replace(neutral=seen.neutral and same)
+
+
+def _random(tensors: Tensors, dtypes: Iterable[torch.dtype]) -> dict[str, Tensor]:
+    """Positive parameters and buffers."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.rand(shape, generator=generator).add_(0.5).to(dtype).requires_grad_()
+        for (name, shape), dtype in zip(tensors, dtypes, strict=True)
+    }
 
 
 @contextmanager
@@ -222,7 +259,7 @@ def _checked(twin: Twin, formula: Formula) -> Formula:
     for key, seen in formula.runs.items():
         differs = _difference(twin, formula, key, seen)
         if differs is not None:
-            if key[0] == torch.float32:
+            if key[2] == torch.float32:
                 raise UnknownFormError(f"its {differs} is not leannorm's on random input")
             del runs[key]
     return formula._replace(runs=runs)
@@ -230,28 +267,28 @@ def _checked(twin: Twin, formula: Formula) -> Formula:
 
 def _difference(twin: Twin, formula: Formula, key: tuple[Any, ...], seen: Run) -> str | None:
     """What differs beyond rounding between the layer's code and ours, on rows of very different sizes."""
-    form, (dtype, _, *dtypes) = seen.form, key
-    generator = torch.Generator().manual_seed(0)
-    parameters = {
-        name: torch.rand(shape, generator=generator).add_(0.5).to(own).requires_grad_()
-        for (name, shape), own in zip(formula.tensors, dtypes, strict=True)
-    }
-    used = [p for n, p in parameters.items() if n in (form.weight, form.bias)]
-    over = form.axes(len(seen.shape))
+    form, rank, count = seen.form, key[0], key[1]
+    dtype, generator = key[2], torch.Generator().manual_seed(0)
+    parameters = _random(formula.tensors, key[2 + count :])
+    used = [parameters[name] for name in (form.weight, form.bias) if name is not None]
+    over = form.axes(rank)
     rows = [1 if axis in over else n for axis, n in enumerate(seen.shape)]
     scale = 10 ** torch.rand(rows, generator=generator).mul_(4).sub_(3)
-    x = torch.randn(seen.shape, generator=generator).mul_(scale).to(dtype).requires_grad_()
-    results = []
-    for compute_it in (lambda: twin.run(x, parameters), lambda: compute(form, parameters, x)):
-        y = compute_it()
+    inputs = [torch.randn(seen.shape, generator=generator) for _ in range(count)]
+    inputs[0].mul_(scale)
+    inputs = [t.to(dtype).requires_grad_() for t in inputs]
+    results: list[list[Tensor]] = []
+    for ours in (False, True):
+        y = compute(form, parameters, *inputs) if ours else twin.run(inputs, parameters)
         upstream = torch.randn(seen.shape, generator=generator.manual_seed(1)).to(y.dtype)
-        results.append([y.detach(), *torch.autograd.grad(y, [x, *used], upstream)])
-    names = ("output", "gradient", "weight's gradient", "bias's gradient")
-    for name, theirs, found in zip(names, *results, strict=False):
+        results.append([y.detach(), *torch.autograd.grad(y, [*inputs, *used], upstream)])
+    for at, (theirs, found) in enumerate(zip(*results, strict=True)):
         if (theirs.dtype, theirs.shape) != (found.dtype, found.shape):
-            return f"{name}'s dtype"
+            return "dtype"
         reduced = over if theirs.shape == seen.shape else tuple(range(theirs.dim()))
         largest = theirs.double().abs().amax(reduced, keepdim=True)
-        if not ((theirs.double() - found.double()).abs() <= 16 * torch.finfo(dtype).eps * largest).all():
-            return name
+        error = (theirs.double() - found.double()).abs()
+        budget = (16 if dtype in LOW else 64) * torch.finfo(dtype).eps  # gradients cancel within a row
+        if not bool((error <= budget * largest).all()):
+            return "gradient" if at else "output"
     return None

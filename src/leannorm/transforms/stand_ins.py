@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leannorm.transforms.formula import LOW, Form, Parameter, Row, UnknownFormError, form_of
+from leannorm.transforms.formula import LOW, Form, Gate, Parameter, Row, UnknownFormError, form_of
 from leannorm.transforms.operations import Values
 
 # what autocast of CUDA computes in float32
@@ -38,7 +39,7 @@ class Missing:
 
 
 class Run(NamedTuple):
-    """What one run computes, for which shape; whether autocast leaves it, and whether it asked for a device."""
+    """What one run computes, for which shape; whether autocast leaves it, and whether a device was asked."""
 
     form: Form
     shape: tuple[int, ...]
@@ -97,7 +98,7 @@ class _Shape(tuple[int, ...]):
     """A shape; code that takes a `torch.Size` gets one of plain numbers."""
 
     def numel(self) -> int:
-        return functools.reduce(lambda a, b: b * a, self, Size(1))
+        return functools.reduce(operator.mul, self, Size(1))
 
 
 def _has_tensor(result: Any) -> bool:
@@ -132,20 +133,20 @@ class Twin:
     def __init__(self, layer: Module, cls: type[Module], training: bool) -> None:
         self.reads: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}
-        self.tensors = {k: t for k, t in (*layer._parameters.items(), *layer._buffers.items())}
+        self.tensors = {**layer._parameters, **layer._buffers}
         plain = {k: v for k, v in vars(layer).items() if k not in {*_Noted.own, *_ADDED}}
         try:
             self.plain = copy.deepcopy(plain) | {"training": training}
         except Exception as error:
             raise UnknownFormError("it has attributes that cannot be copied") from error
         self.cls = cls
-        self.noted = type(cls.__name__, (_Noted, cls), {"__module__": cls.__module__})
+        self.noted: Any = types.new_class(cls.__name__, (_Noted, cls))
 
-    def run(self, x: Tensor, parameters: dict[str, Tensor]) -> Any:
+    def run(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Any:
         """The layer's output; nothing that forward sets lasts."""
         layer = self.noted.__new__(self.noted)
         object.__getattribute__(layer, "__dict__").update(self.plain, _twin=self, _tensors=parameters)
-        return self.cls.forward(layer, x)
+        return self.cls.forward(layer, *inputs)
 
     def note(self, name: str, value: Any) -> None:
         if isinstance(value, Module) or not _is_simple(value):
@@ -204,23 +205,26 @@ def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[int, ...]
         yield (free[0], *sizes, *free[1 : rank - 1])
 
 
-def run(twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: dict[str, Tensor]) -> Run:
-    """What the layer computes for an input of this shape and dtype."""
+def run(
+    twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: Mapping[str, Tensor], gated: bool
+) -> Run:
+    """What the layer computes for an input of this shape and dtype, and a gate of the same."""
     fixed = {n for n in shape if n not in _FREE} | {n for p in parameters.values() for n in p.shape}
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
-    values = Values()
-    values.leaf(x, Row(tuple(range(len(shape))), dtype))
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(1 + gated)]
+    values, axes = Values(), tuple(range(len(shape)))
+    values.leaf(inputs[0], Row(axes, dtype))
+    for gate in inputs[1:]:
+        values.leaf(gate, Gate(axes, dtype))
     for name, tensor in parameters.items():
         values.leaf(tensor, Parameter(name, tensor.dtype))
     looks = _Looks(tuple(fixed))
     operations = _Operations(values, looks)
-    with ExitStack() as stack:
-        stack.enter_context(operations)
-        stack.enter_context(looks)
-        out = twin.run(x, parameters)
+    with operations, looks:
+        out = twin.run(inputs, parameters)
     if not isinstance(out, Tensor):
         raise UnknownFormError(f"it returns a {type(out).__name__}")
     value = values.find(out)
     if not isinstance(value, Row):
         raise UnknownFormError("its output is no normalized input")
-    return Run(form_of(value, dtype), shape, operations.neutral, looks.device)
+    return Run(form_of(value, dtype, len(shape)), shape, operations.neutral, looks.device)
