@@ -7,6 +7,7 @@ other case (further arguments, another dtype, a tensor subclass, an exported gra
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ class FormulaNorm(Leaving):
     original: type[Module]
     _formula: Formula
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _compute(self, args: Any, kwargs: Any) -> Any:
+        """The layer's output, by its formula where that holds, else by its own forward."""
         formula = self._formula
         given, layer = formula.given(args, kwargs), cast(Module, self)
         if given and not leaving() and formula.holds(layer, self.original):
@@ -69,7 +71,12 @@ _CLASSES: dict[type[Module], type[Module]] = {}
 def formula_class(cls: type[Module]) -> type[Module]:
     """The subclass of `cls` that runs formulas; it has its name, by which others find norms."""
     if cls not in _CLASSES:
-        body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls}
+
+        @functools.wraps(cls.forward)  # with its signature, which tracers read
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._compute(args, kwargs)
+
+        body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls, "forward": forward}
         new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
         new.__qualname__ = cls.__qualname__
         _CLASSES[cls] = new
