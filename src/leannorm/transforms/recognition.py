@@ -59,6 +59,8 @@ def why_not_by_formula(module: Module) -> str | None:
         return "a ScriptModule; convert the model before torch.jit.script"
     if "forward" in vars(module):
         return REPLACED
+    if module._modules:
+        return f"{name_of(cls)} is not known, it has layers of its own"
     own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
     if type(cls) is not type or own & {
         "__init_subclass__",

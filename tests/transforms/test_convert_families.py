@@ -1,0 +1,62 @@
+"""`convert` on the norms of transformers' families: a sample on every run, all with `make conformance`.
+
+Each hand-written class is compared with its original in float32 and bfloat16, output and gradients, and the
+swap is undone. What is left must be in the list of what leannorm does not have.
+"""
+
+from importlib.util import find_spec
+
+import pytest
+
+needs = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+
+SAMPLE = """
+llama mistral qwen2 qwen3 qwen3_next gemma gemma2 gemma3_text t5 mt5 phi3 olmo olmo2 gpt_oss granite cohere
+cohere2 deberta imagegpt detr conditional_detr convnext convnextv2 vitdet squeezebert poolformer mamba mamba2
+bamba falcon_mamba jamba zamba2 starcoder2 stablelm glm glm4 nanochat smollm3 helium deepseek_v3
+""".split()
+# classes that compute what no function of leannorm does
+LEFT = {
+    "Gemma3nAudioCumulativeGroupNorm",
+    "HYV4UnweightedRMSNorm",
+    "MuseSparkTextInputScaledRMSNorm",
+    "ZayaQKNorm",
+    "xLSTMMultiHeadLayerNorm",
+}
+SWAPPED: set[str] = set()
+SEEN: set[str] = set()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("markexpr") == "conformance"
+        if whole and find_spec("transformers") is not None:
+            import families
+
+            marked = [pytest.param(n, marks=[pytest.mark.conformance]) for n in families.names()]
+            metafunc.parametrize("family", marked)
+        else:
+            metafunc.parametrize("family", SAMPLE)
+
+
+@needs
+@pytest.mark.filterwarnings("ignore")
+def test_norms_are_swapped_for_the_same_and_back(family):
+    import families
+
+    try:
+        families.build(family)
+    except Exception as error:  # a default configuration that its own network does not take
+        assert family not in SAMPLE, error
+        pytest.skip(f"does not build: {str(error).splitlines()[0][:80] if str(error) else type(error)}")
+    swapped, left = families.converted(family)
+    assert set(left) <= LEFT, left
+    SWAPPED.update(swapped)
+    SEEN.update(left)
+
+
+@needs
+@pytest.mark.conformance
+def test_most_classes_are_swapped():
+    assert len(SWAPPED) >= 200
+    assert len(SWAPPED) / len(SWAPPED | SEEN) >= 0.95
