@@ -19,7 +19,7 @@ from leannorm.transforms.steps import name_of
 
 import_torchvision()  # transformers imports it
 
-# names that stand for something else than the norm of an input: a weight's, a pass by or its input's statistics
+# names that stand for something else than the norm of an input: a weight's, a scale, fixed statistics
 NO_NORMS = {"_WeightNorm", "NoNorm", "Phi4MultimodalAudioMeanVarianceNormLayer"}
 _DEPTHS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "n_layer", "n_layers")
 
@@ -133,12 +133,11 @@ def check(layer: nn.Module, dtype: torch.dtype) -> int:
     return compared
 
 
-def converted(name: str) -> tuple[set[str], dict[str, Left]]:
-    """The classes of a family's hand-written norms that are swapped, and those that are left.
+def converted(model: nn.Module) -> tuple[set[str], dict[str, Left]]:
+    """The classes of a network's hand-written norms that are swapped, and those that are left.
 
     Every class is compared with its original in two dtypes.
     """
-    model = build(name)
     before = {path: type(layer) for path, layer in hand_written(model)}
     layers = dict(model.named_modules())
     kinds = {cls: layers[path] for path, cls in before.items()}

@@ -10,11 +10,12 @@ import pytest
 
 needs = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
-SAMPLE = """
-llama mistral qwen2 qwen3 qwen3_next gemma gemma2 gemma3_text t5 mt5 phi3 olmo olmo2 gpt_oss granite cohere
-cohere2 deberta imagegpt detr conditional_detr convnext convnextv2 vitdet squeezebert poolformer mamba mamba2
-bamba falcon_mamba jamba zamba2 starcoder2 stablelm glm glm4 nanochat smollm3 helium deepseek_v3
-""".split()
+LANGUAGE = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "t5", "mt5", "phi3"]
+LANGUAGE += ["olmo", "olmo2", "gpt_oss", "granite", "cohere", "cohere2", "deberta", "imagegpt", "starcoder2"]
+LANGUAGE += ["stablelm", "glm", "glm4", "nanochat", "smollm3", "helium", "deepseek_v3", "squeezebert"]
+STATES = ["qwen3_next", "mamba", "mamba2", "bamba", "falcon_mamba", "jamba", "zamba2"]
+IMAGES = ["detr", "conditional_detr", "convnext", "convnextv2", "vitdet", "poolformer"]
+SAMPLE = [*LANGUAGE, *STATES, *IMAGES]
 # classes that compute what no function of leannorm does
 LEFT = {
     "Gemma3nAudioCumulativeGroupNorm",
@@ -45,11 +46,12 @@ def test_norms_are_swapped_for_the_same_and_back(family):
     import families
 
     try:
-        families.build(family)
+        model = families.build(family)
     except Exception as error:  # a default configuration that its own network does not take
-        assert family not in SAMPLE, error
+        if family in SAMPLE:
+            raise
         pytest.skip(f"does not build: {str(error).splitlines()[0][:80] if str(error) else type(error)}")
-    swapped, left = families.converted(family)
+    swapped, left = families.converted(model)
     assert set(left) <= LEFT, left
     SWAPPED.update(swapped)
     SEEN.update(left)

@@ -1,4 +1,4 @@
-"""Layers swapped by their formula among torch's other parts: compilers, exporters, autocast, sharded weights."""
+"""Layers swapped by their formula among compilers, exporters, autocast and sharded weights."""
 
 import copy
 
@@ -100,7 +100,7 @@ def test_any_layout():
 
 
 def test_weights_that_are_sharded(tmp_path):
-    """A DTensor goes to the layer's own code; the plain tensor that FSDP puts there for a forward, to ours."""
+    """A DTensor goes to the own code; the plain tensor that FSDP puts there for a forward, to ours."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from leannorm.functional.batch import batch_norm
 from leannorm.functional.gated import gated_rms_norm
 from leannorm.functional.group import group_norm
-from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.precision import compute_dtype
-from leannorm.transforms.formula import Form
+from leannorm.transforms.formula import LOW, Form
 from leannorm.transforms.stand_ins import Missing, Run
 
 
@@ -59,8 +59,8 @@ class Formula(NamedTuple):
             return None
         return [given[name] for name in expected]
 
-    def compute(self, layer: Module, given: Sequence[Any]) -> Tensor | None:
-        """The layer's output by our functions; None if it is not known what the layer computes here."""
+    def find(self, layer: Module, given: Sequence[Any]) -> tuple[Form, dict[str, Tensor]] | None:
+        """What the layer computes of this, and its tensors; None if that is not known."""
         tensors: dict[str, Tensor] = {}
         for name, shape in self.tensors:
             tensor: Any = getattr(layer, name, None)
@@ -73,7 +73,7 @@ class Formula(NamedTuple):
         run = self.runs.get((given[0].dim(), len(given), *dtypes))
         if run is None or not self._fits(run, given, tensors):
             return None
-        return compute(run.form, tensors, *given)
+        return run.form, tensors
 
     def _fits(self, run: Run, given: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> bool:
         x, form = given[0], run.form
@@ -122,6 +122,23 @@ def compute(form: Form, tensors: Mapping[str, Tensor], x: Tensor, gate: Tensor |
     if weight is not None and form.offset_dtype is not None:
         weight = weight.to(form.offset_dtype) + form.offset
     return layer_norm(x, _sizes(form, x), weight, bias, form.eps, dim=form.dim)
+
+
+def add_and_compute(form: Form, tensors: Mapping[str, Tensor], a: Tensor, b: Tensor) -> Any:
+    """a + b and the form of that, in one pass; None where no function of ours has both."""
+    if form.kind not in ("rms", "layer") or form.groups > 1 or form.gate or form.offset_dtype in LOW:
+        return None
+    weight = None if form.weight is None else tensors[form.weight]
+    sizes = _sizes(form, a)
+    if form.kind == "layer":
+        if form.offset:
+            return None
+        bias = None if form.bias is None else tensors[form.bias]
+        y, total = add_layer_norm(a, b, sizes, weight, bias, form.eps, dim=form.dim)
+    else:
+        how = {"dim": form.dim, "weight_offset": form.offset, "cast": form.cast}
+        y, total = add_rms_norm(a, b, sizes, weight, form.eps, **how)  # type: ignore[arg-type]
+    return total, y
 
 
 def _rms_norm(form: Form, weight: Tensor | None, x: Tensor, gate: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import Module
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.modes import leaving
 from leannorm.transforms.formula import UnknownFormError
-from leannorm.transforms.formula_call import Formula
+from leannorm.transforms.formula_call import Formula, add_and_compute, compute
 from leannorm.transforms.recognition import formula_of
 
 
@@ -31,10 +31,18 @@ class FormulaNorm(Leaving):
         formula = self._formula
         given, layer = formula.given(args, kwargs), cast(Module, self)
         if given and not leaving() and formula.holds(layer, self.original):
-            y = formula.compute(layer, given)
-            if y is not None:
-                return y
+            found = formula.find(layer, given)
+            if found is not None:
+                return compute(*found, *given)
         return self.original.forward(layer, *args, **kwargs)
+
+    def add_and_normalize(self, a: Any, b: Any) -> Any:
+        """a + b, and the layer's output for that, in one pass; None where that cannot be."""
+        formula, layer = self._formula, cast(Module, self)
+        if leaving() or not formula.holds(layer, self.original):
+            return None
+        found = formula.find(layer, [a])
+        return None if found is None else add_and_compute(*found, a, b)
 
     @property
     def function(self) -> str:

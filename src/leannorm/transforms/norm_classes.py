@@ -22,7 +22,6 @@ from leannorm.transforms.norm_act import (
 )
 from leannorm.transforms.steps import name_of
 
-
 REPLACED = "its forward is replaced on the layer itself; convert before that is done"
 
 

@@ -198,7 +198,7 @@ def _is_simple(value: Any) -> bool:
 def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
     """Input shapes of a rank: with these sizes as its last axes, then with a single one as axis 1."""
     sizes = sizes or (_ANY,)
-    free = [n for n in (*_FREE, 11, 13) if n not in sizes]
+    free = [n for n in (*_FREE, 11, 13) if n not in sizes] if rank < 5 else [2, 3, 1, 2]
     if len(sizes) <= rank:
         yield (*free[: rank - len(sizes)], *sizes)
     if len(sizes) == 1 and rank > 2:
@@ -209,7 +209,7 @@ def run(
     twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: Mapping[str, Tensor], gated: bool
 ) -> Run:
     """What the layer computes for an input of this shape and dtype, and a gate of the same."""
-    fixed = {n for n in shape if n not in _FREE} | {n for p in parameters.values() for n in p.shape}
+    fixed = {n for n in shape if n not in (1, *_FREE)} | {n for p in parameters.values() for n in p.shape}
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(1 + gated)]
     values, axes = Values(), tuple(range(len(shape)))
