@@ -1,4 +1,4 @@
-"""Layer norm, RMS norm and channel-first layer norm against torch, forward and backward.
+"""Layer norm, RMS norm and channel-first layer norm against torch; `formulas.py` against the code of models.
 
     python -m benchmarks.rows [--level op|layer] [--threads 2] [--dtype float32] [--only NAME] [--cpu-time]
 
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.formulas import FORMULAS, Formula
 from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
 from leannorm.ops.select import pick
@@ -112,7 +113,7 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
 
 
 def check(
-    family: Family, values: list[Tensor], gradients: list[tuple[Tensor, ...]], dtype: torch.dtype
+    family: Family | Formula, values: list[Tensor], gradients: list[tuple[Tensor, ...]], dtype: torch.dtype
 ) -> None:
     """Raises if values or gradients of the two sides differ by more than a hundred roundings."""
     limit = 100 * torch.finfo(dtype).eps
@@ -120,6 +121,23 @@ def check(
         off = (ours.float() - torchs.float()).abs().max() / torchs.float().abs().max()
         if not off <= limit:
             raise AssertionError(f"{family.name}: the two sides differ by {off:.2e}, more than {limit:.2e}")
+
+
+def prepare_formula(of: Formula, shape: tuple[int, ...], dtype: torch.dtype, _: str) -> tuple[Sides, Tensor]:
+    """Both sides as a model calls them; `level` makes no difference."""
+    torch.manual_seed(0)
+    leaves = of.make(shape, dtype)
+    results = [out if isinstance(out, tuple) else (out,) for out in (of.ours(*leaves), of.theirs(*leaves))]
+    dy = [torch.randn(y.shape).to(dtype) for y in results[0]]
+
+    def back(y: tuple[Tensor, ...]) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    check(of, [y[0] for y in results], [back(y)() for y in results], dtype)
+    plain = [leaf.detach() for leaf in leaves]
+    forward = (lambda: of.ours(*plain)), (lambda: of.theirs(*plain))
+    # the input's bytes in one piece, whatever it is a slice of
+    return Sides(forward, (back(results[0]), back(results[1]))), torch.empty_like(plain[0]).copy_(plain[0])
 
 
 def turns(sides: tuple[Callable[[], Any], ...], seconds: float, clock: Callable[[], float]) -> list[float]:
@@ -150,14 +168,17 @@ def main() -> None:
     clock = time.thread_time if options.cpu_time else time.perf_counter
     print(keep_freed_memory())
     rows = []
-    for family in FAMILIES:
+    for family in (*FAMILIES, *FORMULAS):
         if options.only not in family.name:
             continue
+        made, traffics = prepare, (1.0, 1.5)
+        if isinstance(family, Formula):
+            made, traffics = prepare_formula, family.traffic
         ratios: list[list[float]] = [[], []]
         for shape in family.shapes:
-            sides, x = prepare(family, shape, getattr(torch, options.dtype), options.level)
+            sides, x = made(family, shape, getattr(torch, options.dtype), options.level)
             for i, (direction, pair, traffic) in enumerate(
-                (("forward", sides.forward, 1.0), ("backward", sides.backward, 1.5))
+                (("forward", sides.forward, traffics[0]), ("backward", sides.backward, traffics[1]))
             ):
                 ours, torchs, clone = turns((*pair, x.clone), options.seconds, clock)
                 ratios[i].append(torchs / ours)

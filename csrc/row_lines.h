@@ -1,76 +1,9 @@
 // Rows that are lines of memory.
 #pragma once
 
-#include "row_sums.h"
+#include "row_moments.h"
 
 namespace leannorm::LEANNORM_ISA::rows {
-
-struct LineMoments { double mean, rstd; };
-
-template <class T> inline LineMoments wide_line_moments(const T* x, int64_t n, double eps, bool rms) {
-  using V = VectorOf<T>;
-  constexpr int W = lanes<V>;
-  double mean = 0;
-  if (!rms) {
-    Wide<V> sum{};
-    each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
-      sum = sum + widen(load<decltype(extent)>(x + i, count));
-    });
-    mean = total(sum) / n;
-  }
-  const Wide<V> centre = splat_wide<V>(mean);
-  const V rest = splat<V>(mean);  // lanes past the end: all but nothing, taken away below
-  Wide<V> square{};
-  int64_t past = 0;
-  each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
-    const Wide<V> d = widen(load<decltype(extent)>(x + i, count, rest)) - centre;
-    square = square + d * d;
-    past += W - count;
-  });
-  const double off = static_cast<double>(static_cast<ScalarOf<T>>(mean)) - mean;
-  return {mean, rstd_of(total(square) - past * off * off, 0, n, eps)};
-}
-
-constexpr int64_t kLongLine = 2048;
-
-// The mean of a row, or nearly: what the deviations from it add up to mends it. The sum of a short row need not
-// be good, it must be there soon.
-template <class T> inline ScalarOf<T> line_centre(const T* x, int64_t n) {
-  using V = VectorOf<T>;
-  constexpr int W = lanes<V>;
-  if (n >= kLongLine) {
-    const auto value = [&](auto extent, int64_t i, int64_t count) {
-      return Pair<V>{load<decltype(extent)>(x + i, count), V{}};
-    };
-    return static_cast<ScalarOf<T>>(line_sums<V>(n, value).first / n);
-  }
-  V a{}, b{}, c{}, d{};
-  int64_t i = 0;
-  for (; i + 4 * W <= n; i += 4 * W) {
-    a = a + load<Whole>(x + i, W);
-    b = b + load<Whole>(x + i + W, W);
-    c = c + load<Whole>(x + i + 2 * W, W);
-    d = d + load<Whole>(x + i + 3 * W, W);
-  }
-  each_vector<W>(n - i, [&](auto extent, int64_t j, int64_t count) {
-    a = a + load<decltype(extent)>(x + i + j, count);
-  });
-  return lane_sum((a + b) + (c + d)) / n;
-}
-
-template <class T>
-inline LineMoments line_moments(const T* x, int64_t n, ScalarOf<T> mean, double eps, bool rms) {
-  using V = VectorOf<T>;
-  const V centre = splat<V>(mean);
-  const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
-    const V d = load<decltype(extent)>(x + i, count, centre) - centre;
-    return Pair<V>{d, d * d};
-  });
-  if (sizeof(ScalarOf<T>) == 4 && !in_range(sums.second)) return wide_line_moments(x, n, eps, rms);
-  // What the deviations add up to, which would be 0 in exact arithmetic, mends the mean's rounding.
-  const double rest = rms ? 0 : sums.first / n;
-  return {mean + rest, rstd_of(sums.second, rest, n, eps)};
-}
 
 // kRows rows at once: while the sums of one come together, which takes long, the next one is read.
 template <class T, int kRows, bool kStream> inline void line_forward_rows(const RowForward& a, int64_t row) {
@@ -79,8 +12,8 @@ template <class T, int kRows, bool kStream> inline void line_forward_rows(const 
   constexpr int W = lanes<V>;
   const int64_t n = a.shape.kept;
   const S *weight = static_cast<const S*>(a.weight), *bias = static_cast<const S*>(a.bias);
-  const T *const source = static_cast<const T*>(a.x) + row * n, *x = source;
-  T* y = static_cast<T*>(a.y) + row * n;
+  const T *const source = static_cast<const T*>(a.x) + row * a.x_row, *x = source;
+  T* y = static_cast<T*>(a.y) + row * a.y_row;
   if (a.residual != nullptr) {
     const T* residual = static_cast<const T*>(a.residual) + row * n;
     T* sum = static_cast<T*>(a.total) + row * n;
@@ -90,23 +23,23 @@ template <class T, int kRows, bool kStream> inline void line_forward_rows(const 
     });
     x = sum;
   }
-  S *mean = static_cast<S*>(a.mean) + row, *rstd = static_cast<S*>(a.rstd) + row;
-  S centre[kRows];
-  for (int k = 0; k < kRows; ++k) centre[k] = a.rms ? 0 : line_centre(x + k * n, n);
+  S mean[kRows], rstd[kRows], centre[kRows];
+  for (int k = 0; k < kRows; ++k) centre[k] = a.rms ? 0 : line_centre(x + k * a.x_row, n);
   for (int k = 0; k < kRows; ++k) {
-    const LineMoments moments = line_moments(x + k * n, n, centre[k], a.eps, a.rms);
-    mean[k] = moments.mean;
-    rstd[k] = moments.rstd;
+    const LineMoments moments = line_moments(x + k * a.x_row, n, centre[k], a.eps, a.rms);
+    static_cast<S*>(a.mean)[(row + k) * a.statistics_row] = mean[k] = moments.mean;
+    static_cast<S*>(a.rstd)[(row + k) * a.statistics_row] = rstd[k] = moments.rstd;
   }
-  const int64_t next = larger(kRows * n, kLookAhead<T>);
-  for (int k = 0; k < kRows; ++k, x += n, y += n) {
-    const T* const coming = source + k * n + next;
+  const int64_t next = a.x_ahead != 0 ? a.x_ahead : larger(kRows * a.x_row, kLookAhead<T>);
+  for (int k = 0; k < kRows; ++k, x += a.x_row, y += a.y_row) {
+    const T* const coming = source + k * a.x_row + next;
     const V m = splat<V>(mean[k]), r = splat<V>(rstd[k]);
     each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
       fetch_near(coming + i);
       if constexpr (!kStream) fetch_to_write(y + i + kLookAhead<T>);
       V v = (load<E>(x + i, count) - m) * r;
+      if (sizeof(T) == 2 && a.cast) v = rounded<T>(v);
       if (weight != nullptr) v = v * load<E>(weight + i, count);
       if (bias != nullptr) v = v + load<E>(bias + i, count);
       put<E, kStream>(y + i, v, count);
@@ -134,9 +67,10 @@ template <class T> inline LineGrad<VectorOf<T>> line_grad(const RowBackward& a, 
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   const int64_t n = a.shape.kept;
-  const T *x = static_cast<const T*>(a.x) + row * n, *dy = static_cast<const T*>(a.dy) + row * n;
+  const T *x = static_cast<const T*>(a.x) + row * a.x_row, *dy = static_cast<const T*>(a.dy) + row * a.dy_row;
   const S* weight = static_cast<const S*>(a.weight);
-  const S mean = static_cast<const S*>(a.mean)[row], rstd = static_cast<const S*>(a.rstd)[row];
+  const S mean = static_cast<const S*>(a.mean)[row * a.statistics_row];
+  const S rstd = static_cast<const S*>(a.rstd)[row * a.statistics_row];
   const V m = splat<V>(mean), r = splat<V>(rstd);
   const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
     using E = decltype(extent);
@@ -152,13 +86,14 @@ template <class T, int kRows, bool kParameters, bool kStream>
 inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight, void* dbias) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
-  const int64_t n = a.shape.kept, at = row * n;
-  const T *x = static_cast<const T*>(a.x) + at, *dy = static_cast<const T*>(a.dy) + at;
-  const T* dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + at;
-  T* dx = static_cast<T*>(a.dx) + at;
+  const int64_t n = a.shape.kept;
+  const T *x = static_cast<const T*>(a.x) + row * a.x_row, *dy = static_cast<const T*>(a.dy) + row * a.dy_row;
+  const T* dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + row * a.dtotal_row;
+  T* dx = static_cast<T*>(a.dx) + row * a.dx_row;
   const S* weight = static_cast<const S*>(a.weight);
   S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
-  const int64_t next = larger(kRows * n, kLookAhead<T>);
+  const int64_t next = a.x_ahead != 0 ? a.x_ahead : larger(kRows * a.x_row, kLookAhead<T>);
+  const int64_t next_dy = a.dy_ahead != 0 ? a.dy_ahead : larger(kRows * a.dy_row, kLookAhead<T>);
   LineGrad<V> grad[kRows];
   for (int k = 0; k < kRows; ++k) grad[k] = line_grad<T>(a, row + k);
   each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
@@ -168,14 +103,15 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, void* dweight,
 #pragma GCC unroll 4
     for (int k = 0; k < kRows; ++k) {
       const LineGrad<V>& g = grad[k];
-      const int64_t j = k * n + i;
-      fetch_near(x + j + next);
-      fetch_near(dy + j + next);
-      if constexpr (!kStream) fetch_to_write(dx + j + kLookAhead<T>);
-      const V d = load<E>(dy + j, count), xhat = (load<E>(x + j, count) - g.mean) * g.rstd;
+      const T *const xj = x + k * a.x_row + i, *const dyj = dy + k * a.dy_row + i;
+      T* const dxj = dx + k * a.dx_row + i;
+      fetch_near(xj + next);
+      fetch_near(dyj + next_dy);
+      if constexpr (!kStream) fetch_to_write(dxj + kLookAhead<T>);
+      const V d = load<E>(dyj, count), xhat = (load<E>(xj, count) - g.mean) * g.rstd;
       V v = g.rstd * (d * w - g.first - xhat * g.second);
-      if (dtotal != nullptr) v = v + load<E>(dtotal + j, count);
-      put<E, kStream>(dx + j, v, count);
+      if (dtotal != nullptr) v = v + load<E>(dtotal + k * a.dtotal_row + i, count);
+      put<E, kStream>(dxj, v, count);
       if constexpr (kParameters) {
         sum_dw = sum_dw + d * xhat;
         sum_db = sum_db + d;

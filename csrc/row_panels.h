@@ -178,7 +178,8 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
         using E = decltype(extent);
         fetch(source + at + j + next);
         if constexpr (!kStream) fetch_to_write(y + at + j + ahead);
-        const V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * load<E>(rstd + j, count);
+        V xhat = (load<E>(x + at + j, count) - load<E>(mean + j, count)) * load<E>(rstd + j, count);
+        if (sizeof(T) == 2 && a.cast) xhat = rounded<T>(xhat);
         put<E, kStream>(y + at + j, xhat * w + b, count);
       });
     }

@@ -1,6 +1,8 @@
 // Sums of what lies along a row: lanes of the compute type for a short while, float64 from there on.
 #pragma once
 
+#include <type_traits>
+
 #include "past.h"
 #include "rows.h"
 
@@ -25,6 +27,13 @@ template <class Extent, class T> inline VectorOf<T> load(const T* p, int64_t n, 
 template <class Extent, class T> inline void store(T* p, VectorOf<T> v, int64_t n) {
   if constexpr (Extent::whole) Element<T>::store(p, v);
   else Element<T>::store(p, v, n);
+}
+
+// v as a T holds it.
+template <class T> LEANNORM_INLINE VectorOf<T> rounded(VectorOf<T> v) {
+  if constexpr (sizeof(T) >= 4) return v;
+  else if constexpr (std::is_same_v<T, bfloat16>) return bits<F>(rounded_to_upper_half(v) & 0xffff0000u);
+  else return from_float16(to_float16(v));
 }
 
 template <class Extent, bool kStream, class T> inline void put(T* p, VectorOf<T> v, int64_t n) {

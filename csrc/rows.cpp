@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "caches.h"
+#include "row_runs.h"
 #include "tensors.h"
 
 namespace leannorm {
@@ -47,21 +48,26 @@ std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop
   return shape;
 }
 
-// x as it is where it lies as `dense_shape` wants it, else a contiguous copy.
 int64_t units_of(const RowShape& s) { return s.outer * s.panels; }
 
+// x as it is where it lies as `dense_shape` wants it or its rows are lines, else a contiguous copy.
 struct Rows {
   Tensor x;
   RowShape shape;
-  bool copied;
+  int64_t start, stop;
+  bool copied, apart;  // apart: lines that do not follow each other
 
-  Rows(const Tensor& given, int64_t start, int64_t stop) : x(given), copied(false) {
+  Rows(const Tensor& given, int64_t start, int64_t stop, bool may_be_apart)
+      : x(given), start(start), stop(stop), copied(false), apart(false) {
     auto found = dense_shape(given, start, stop);
     if (!found) {
-      x = torch::stable::contiguous(given);
-      copied = true;
       const auto size = given.sizes();
-      found = RowShape{product(size, 0, start), product(size, start, stop), product(size, stop, given.dim()), 1, 1};
+      const int64_t outer = product(size, 0, start), kept = product(size, start, stop);
+      const int64_t inner = product(size, stop, given.dim());
+      apart = may_be_apart && is_line(given, start, stop) && is_line(result_ = new_like(given), start, stop);
+      copied = !apart;
+      found = apart ? RowShape{outer * inner, kept, 1, 1, 1} : RowShape{outer, kept, inner, 1, 1};
+      if (copied) x = torch::stable::contiguous(given);
     }
     shape = *found;
     if (shape.inner == 1) return;
@@ -82,16 +88,23 @@ struct Rows {
            reinterpret_cast<uintptr_t>(out.const_data_ptr()) % 64 == 0;
   }
 
-  Tensor like() const { return new_like(x); }
+  // A result in x's layout. The first is there already where it was needed to know how it would lie.
+  Tensor like() {
+    if (!apart) return new_like(x);
+    const Tensor made = result_;
+    result_ = new_like(x);
+    return made;
+  }
 
-  // `other`, of x's shape, in x's dtype and layout.
+  // `other`, of x's shape, in x's dtype and layout; where rows lie apart its own must be lines.
   Tensor match(const Tensor& other) const {
+    if (apart && other.scalar_type() == x.scalar_type() && is_line(other, start, stop)) return other;
     const auto a = x.strides(), b = other.strides();
     const auto size = x.sizes();
     bool same = other.scalar_type() == x.scalar_type();
     for (size_t d = 0; d < size.size(); ++d) same = same && (a[d] == b[d] || size[d] == 1);
     if (same) return other;
-    Tensor matched = like();
+    Tensor matched = new_like(x);
     torch::stable::copy_(matched, other);
     return matched;
   }
@@ -108,6 +121,9 @@ struct Rows {
     torch::stable::copy_(out, result);
     return out;
   }
+
+ private:
+  Tensor result_;
 };
 
 // A parameter or statistic, contiguous and of the given type.
@@ -118,9 +134,17 @@ Tensor plain(const Tensor& v, ScalarType type) {
   torch::stable::copy_(copy, v);
   return copy;
 }
-Optional plain(const Optional& v, ScalarType type) {
+Optional plain(const Optional& v, ScalarType type, double offset = 0) {
   if (!v) return std::nullopt;
-  return plain(*v, type);
+  Tensor found = plain(*v, type);
+  if (offset == 0) return found;
+  const Tensor sum = new_like(found);
+  const auto add = [&](const auto* from, auto* to) {
+    for (int64_t i = 0; i < found.numel(); ++i) to[i] = from[i] + static_cast<std::decay_t<decltype(*to)>>(offset);
+  };
+  if (type == ScalarType::Double) add(static_cast<const double*>(found.const_data_ptr()), static_cast<double*>(sum.mutable_data_ptr()));
+  else add(static_cast<const float*>(found.const_data_ptr()), static_cast<float*>(sum.mutable_data_ptr()));
+  return sum;
 }
 
 int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
@@ -132,9 +156,37 @@ std::vector<int64_t> statistics_size(const Tensor& x, int64_t start, int64_t sto
   return kept;
 }
 
+// The same call on the rows of one run.
+RowForward moved(RowForward args, const Runs<2>::Offsets& at, const Runs<2>& runs, const Tensor& x) {
+  const auto& step = runs.step();
+  const int64_t size = x.element_size(), wide = std::max<int64_t>(size, 4);
+  args.x = static_cast<const char*>(args.x) + at[0] * size;
+  args.y = static_cast<char*>(args.y) + at[1] * size;
+  args.mean = static_cast<char*>(args.mean) + at[2] * wide;
+  args.rstd = static_cast<char*>(args.rstd) + at[2] * wide;
+  args.x_row = step[0], args.y_row = step[1], args.statistics_row = step[2];
+  args.x_ahead = runs.ahead(0);
+  return args;
+}
+RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& runs, const Tensor& x) {
+  const auto& step = runs.step();
+  const int64_t size = x.element_size(), wide = std::max<int64_t>(size, 4);
+  args.x = static_cast<const char*>(args.x) + at[0] * size;
+  args.dx = static_cast<char*>(args.dx) + at[1] * size;
+  args.dy = static_cast<const char*>(args.dy) + at[2] * size;
+  if (args.dtotal != nullptr) args.dtotal = static_cast<const char*>(args.dtotal) + at[3] * size;
+  args.mean = static_cast<const char*>(args.mean) + at[4] * wide;
+  args.rstd = static_cast<const char*>(args.rstd) + at[4] * wide;
+  args.x_row = step[0], args.dx_row = step[1], args.dy_row = step[2], args.dtotal_row = step[3];
+  args.statistics_row = step[4];
+  args.x_ahead = runs.ahead(0), args.dy_ahead = runs.ahead(2);
+  return args;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, const Optional& residual,
                                                        const Optional& weight, const Optional& bias,
-                                                       int64_t start, int64_t stop, double eps, bool rms) {
+                                                       int64_t start, int64_t stop, double eps, bool rms,
+                                                       double weight_offset, bool cast_before) {
   const ScalarType type = compute_type(given);
   Tensor mean = new_tensor(given, statistics_size(given, start, stop), type);
   Tensor rstd = new_like(mean);
@@ -144,17 +196,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
     Tensor total = residual ? new_like(given) : no_tensor(given);
     return {new_like(given), total, mean, rstd};
   }
-  const Rows rows(given, start, stop);
+  Rows rows(given, start, stop, !residual);
   const Tensor y = rows.like(), total = residual ? rows.like() : no_tensor(given);
   const Optional added = rows.match(residual);
-  const Optional w = plain(weight, type), b = plain(bias, type);
+  const Optional w = plain(weight, type, weight_offset), b = plain(bias, type);
+  const int64_t kept = rows.shape.kept;
   const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
-                        rows.stream(y, residual ? 4 : 2)};
+                        cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape);
-  torch::stable::parallel_for(0, units, grain(given.numel() / units),
-                              [&](int64_t begin, int64_t end) { forward(args, begin, end); });
+  const auto each = [&](auto body) { torch::stable::parallel_for(0, units, grain(given.numel() / units), body); };
+  if (rows.apart) {
+    const Runs<2> runs({&rows.x, &y}, start, stop);
+    each([&](int64_t begin, int64_t end) {
+      runs.each(begin, end, [&](const auto& at, int64_t n) { forward(moved(args, at, runs, given), 0, n); });
+    });
+  } else {
+    each([&](int64_t begin, int64_t end) { forward(args, begin, end); });
+  }
   return {rows.unmatch(y, given), residual ? rows.unmatch(total, given) : total, mean, rstd};
 }
 
@@ -170,7 +230,8 @@ int64_t chunk_length(const RowShape& s) {
 std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Optional& given_dtotal,
                                                 const Tensor& given, const Tensor& given_mean,
                                                 const Tensor& given_rstd, const Optional& weight,
-                                                int64_t start, int64_t stop, bool rms, bool want_affine) {
+                                                int64_t start, int64_t stop, bool rms, bool want_affine,
+                                                double weight_offset) {
   const ScalarType type = compute_type(given);
   const auto size = given.sizes();
   const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop);
@@ -181,15 +242,15 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
     torch::stable::zero_(dbias);
     return {new_like(given), dweight, dbias};
   }
-  const Rows rows(given, start, stop);
+  Rows rows(given, start, stop, true);
   const RowShape& shape = rows.shape;
   const Tensor dx = rows.like(), dy = rows.match(given_dy);
   const Optional dtotal = rows.match(given_dtotal);
   const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
-  const Optional w = plain(weight, type);
+  const Optional w = plain(weight, type, weight_offset);
   const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
                          data(mean), data(rstd), data(w),      mutable_data(dx), rms,
-                         rows.stream(dx, given_dtotal ? 4 : 3)};
+                         rows.stream(dx, given_dtotal ? 4 : 3), shape.kept, shape.kept, shape.kept, shape.kept, 1, 0, 0};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
 
@@ -198,12 +259,19 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Tensor shares = new_tensor(given, {chunks, vectors, shape.kept}, type);
   const int64_t bytes = shape.kept * static_cast<int64_t>(shares.element_size());
   char* const share = mutable_data(shares);
+  std::optional<Runs<4>> runs;
+  if (rows.apart) runs.emplace(std::array<const Tensor*, 4>{&rows.x, &dx, &dy, dtotal ? &*dtotal : nullptr}, start, stop);
   torch::stable::parallel_for(0, chunks, grain(given.numel() / chunks), [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       char* const at = share + chunk * vectors * bytes;
       std::fill_n(at, vectors * bytes, 0);
-      backward(args, chunk * length, std::min(units, (chunk + 1) * length), vectors > 0 ? at : nullptr,
-               vectors > 1 ? at + bytes : nullptr);
+      char *const dw = vectors > 0 ? at : nullptr, *const db = vectors > 1 ? at + bytes : nullptr;
+      const int64_t first = chunk * length, last = std::min(units, first + length);
+      if (runs)
+        runs->each(first, last, [&](const auto& offsets, int64_t n) {
+          backward(moved(args, offsets, *runs, given), 0, n, dw, db);
+        });
+      else backward(args, first, last, dw, db);
     }
   });
   const auto sum = kernels.sum[type == ScalarType::Double];

@@ -16,13 +16,16 @@ struct RowShape {
   int64_t panel, panels;  // rows in a panel, panels to an outer index
 };
 
-// weight, bias, mean, rstd are of the compute type; null where there is none.
+// weight, bias, mean, rstd are of the compute type; null where there is none. Lines: so many elements from one
+// row to the next; a residual and what goes with it follow each other. `ahead`: where what is read next lies, if
+// not behind it.
 struct RowForward {
   RowShape shape;
   const void *x, *residual, *weight, *bias;
   void *y, *total, *mean, *rstd;
   double eps;
-  bool rms, stream;  // stream: write past the caches
+  bool rms, cast, stream;  // cast: round before the weight; stream: write past the caches
+  int64_t x_row, y_row, statistics_row, x_ahead;
 };
 
 struct RowBackward {
@@ -30,6 +33,7 @@ struct RowBackward {
   const void *dy, *dtotal, *x, *mean, *rstd, *weight;
   void* dx;
   bool rms, stream;
+  int64_t dy_row, dtotal_row, x_row, dx_row, statistics_row, x_ahead, dy_ahead;
 };
 
 struct RowKernels {

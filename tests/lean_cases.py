@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from leannorm import functional
 from leannorm import nn as lnn
 
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
@@ -121,6 +122,38 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+class DiTBlock(nn.Module):
+    """Both norms with a scale and a shift of the sample, or of the token, and gated branches."""
+
+    def __init__(self, by_token: bool) -> None:
+        super().__init__()
+        self.by_token, self.modulation = by_token, nn.Linear(32, 192)
+        self.attention, self.mlp = (
+            Attention(False),
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = x if self.by_token else x.mean(1)
+        scale, shift, gate, scale2, shift2, gate2 = self.modulation(F.silu(condition)).chunk(6, dim=-1)
+        y = self.attention(functional.ada_layer_norm(x, (32,), scale, shift))
+        y, x = functional.add_ada_layer_norm(x, y, gate, (32,), scale2, shift2)
+        return x + (gate2 if self.by_token else gate2[:, None]) * self.mlp(y)
+
+
+class GatedBlock(nn.Module):
+    """A gated norm, in front of a projection."""
+
+    def __init__(self, norm_before_gate: bool) -> None:
+        super().__init__()
+        self.both, self.out = nn.Linear(32, 128), nn.Linear(64, 32)
+        self.norm = lnn.RMSNormGated(64, norm_before_gate=norm_before_gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, gate = self.both(x).chunk(2, dim=-1)
+        return x + self.out(self.norm(F.silu(y), gate))
+
+
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "relu, in place": lambda: nn.ReLU(inplace=True),
@@ -180,6 +213,9 @@ IMAGES: dict[str, Callable[[], nn.Module]] = {
     "batch norm, evaluation": lambda: around(nn.SiLU()).eval(),
     "leannorm batch norm": lambda: around(nn.SiLU(), norm=lnn.BatchNorm2d),
     "leannorm batch norm, evaluation": lambda: around(nn.SiLU(), norm=lnn.BatchNorm2d).eval(),
+    "leannorm group norm with an activation": lambda: around(
+        nn.Conv2d(16, 16, 1), norm=lambda c: lnn.GroupNormAct(4, c)
+    ),
     "leannorm convolution and norm": lambda: around(lnn.ConvBatchNorm2d(16, 16, 3), nn.ReLU(True), norm=None),
 }
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
@@ -208,4 +244,8 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "layer norm, two axes": lambda: on_tokens(nn.LayerNorm((30, 32), eps=1e-6)),
     "rms norm": lambda: on_tokens(nn.RMSNorm(32)),
     "leannorm layer norm": lambda: on_tokens(lnn.LayerNorm(32), nn.GELU()),
+    "leannorm rms norm, Llama's": lambda: on_tokens(lnn.RMSNorm(32, cast="before", weight_offset=1.0)),
+    "leannorm, scale and shift of a sample": lambda: on_tokens(DiTBlock(False), DiTBlock(False)),
+    "leannorm, scale and shift of a token": lambda: on_tokens(DiTBlock(True), DiTBlock(True)),
+    "leannorm, gated": lambda: on_tokens(GatedBlock(True), GatedBlock(False)),
 }

@@ -54,6 +54,7 @@ def row_call(
     parameters: torch.dtype | None = None,
     axis: int = -1,
     sample: bool = False,
+    cast: bool = False,
 ) -> Call:
     """Forward and backward pass of a layer or RMS norm."""
     axis %= len(shape)
@@ -64,11 +65,13 @@ def row_call(
         x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
         weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
         span = (axis, axis + 1)
-        _, _, mean, rstd = rows.row_forward(x, other, weight, None if rms else bias, *span, 1e-5, rms)
+        _, _, mean, rstd = rows.row_forward(
+            x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast
+        )
         rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
 
     words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
-    words += ["residual"] * residual + [f"parameters {parameters}"] * bool(parameters)
+    words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)
     return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
@@ -180,6 +183,9 @@ CALLS = [
     *(row_call((ROWS, n), F32, residual=True) for n in (1024, 8192)),
     *(row_call((ROWS, n)) for n in (7, 64, 100, 768, 2048, 5000, 32768)),
     row_call((ROWS, 64), F32, sample=True),
+    row_call((ROWS, 4096), rms=True, residual=True, sample=True, cast=True),
+    *(row_call((ROWS, n), rms=True, cast=True) for n in (768, 1024, 8192, 16384, 50000)),
+    row_call((ROWS, 4096), F16, rms=True, residual=True, cast=True),
     row_call((ROWS, 50000), sample=True),
     row_call((ROWS, 50000), F32, rms=True, residual=True),
     row_call((ROWS, 4096), F16, residual=True),

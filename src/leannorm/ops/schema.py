@@ -44,10 +44,27 @@ _SCHEMAS = (
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
     " -> (Tensor dweight, Tensor dbias, Tensor dz)",
     "row_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int start, int stop, float eps,"
-    " bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
+    " bool rms, float weight_offset=0.0, bool cast_before=False)"
+    " -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
     "row_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start,"
-    " int stop, bool rms, bool want_affine) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    " int stop, bool rms, bool want_affine, float weight_offset=0.0)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
+
+# of (rows, kept): a factor, an addend and a gate of the sum are (groups, kept), of the compute dtype, a line
+# for rows / groups rows that follow each other; sums over a group's rows are too
+_MODULATED = (
+    "row_ada_forward(Tensor x, Tensor? branch, Tensor? gate, Tensor factor, Tensor addend, float one,"
+    " float eps, bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
+    "row_ada_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor factor,"
+    " float one, bool rms, bool want_sums) -> (Tensor dx, Tensor sum_dy_xhat, Tensor sum_dy)",
+    "row_gate_backward(Tensor dtotal, Tensor? branch, Tensor gate) -> (Tensor dbranch, Tensor dgate)",
+    "row_gated_forward(Tensor x, Tensor gate, Tensor weight, float eps, str act, bool norm_before_gate,"
+    " bool cast_before) -> (Tensor y, Tensor rstd)",
+    "row_gated_backward(Tensor dy, Tensor x, Tensor gate, Tensor rstd, Tensor weight, str act,"
+    " bool norm_before_gate, bool want_affine) -> (Tensor dx, Tensor dgate, Tensor dweight)",
+)
+MODULATED = tuple(LIBRARY.define(_schema) for _schema in _MODULATED)
 
 OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 
@@ -62,7 +79,9 @@ _BETWEEN = (
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
 # the operators by name; looking up the overload at every call would cost time
-OPS = SimpleNamespace(**{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *BETWEEN)})
+OPS = SimpleNamespace(
+    **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *MODULATED, *BETWEEN)}
+)
 
 
 def _statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -142,12 +161,46 @@ def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, T
 
 @_fake("row_backward")
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, start, stop, rms, want_affine = rest
+    start, stop, rms, want_affine = rest[3:7]
 
     def affine(wanted: bool) -> Tensor:
         return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
 
     return torch.empty_like(x), affine(want_affine), affine(want_affine and not rms)
+
+
+def _lines(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return x.new_empty(shape, dtype=dtype or compute_dtype(x))
+
+
+@_fake("row_ada_forward")
+def _(x: Tensor, branch: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    total = _none(x) if branch is None else torch.empty_like(x)
+    return torch.empty_like(x), total, _lines(x, x.shape[0]), _lines(x, x.shape[0])
+
+
+@_fake("row_ada_backward")
+def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, factor, _, _, want_sums = rest
+    shape = factor.shape[0] if want_sums else 0, x.shape[1]
+    return torch.empty_like(x), _lines(x, *shape), _lines(x, *shape)
+
+
+@_fake("row_gate_backward")
+def _(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tuple[Tensor, Tensor]:
+    shape = 0 if branch is None else gate.shape[0], dtotal.shape[1]
+    return torch.empty_like(dtotal), _lines(dtotal, *shape)
+
+
+@_fake("row_gated_forward")
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _lines(x, *x.shape, dtype=x.dtype), _lines(x, x.shape[0])
+
+
+@_fake("row_gated_backward")
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dgate = (_lines(x, *x.shape, dtype=x.dtype) for _ in range(2))
+    return dx, dgate, _lines(x, 1 if rest[-1] else 0, x.shape[1])
 
 
 @_fake("move_running_")

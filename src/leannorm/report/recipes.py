@@ -116,6 +116,8 @@ _PROGRAMS: dict[str, _Program] = {
     ),
     "leannorm.ChannelAffine": _Program(_our_running_norm),
     "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
+    "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
+    "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
     "leannorm.ConvNorm": _Program(_our_conv_norm),
     "ConvolutionBackward0": _Program(lambda x, leaf: F.conv2d(leaf, _kernel())),
     "MmBackward0": _square(lambda x, leaf: x.mm(leaf)),

@@ -15,9 +15,8 @@ from torch import Tensor
 from leannorm._types import Moments, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.backend import Backend
-from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
+from leannorm.ops.backends.reference_rows import rounded_then_weighted
 from leannorm.ops.plan import channel_plan
-from leannorm.ops.precision import compute_dtype
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -232,13 +231,12 @@ class Compiled(Backend):
         weight_offset: float = 0.0,
         cast_before: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The kernel takes any layout."""
-        if cast_before and weight is not None:
+        """The kernel takes any layout; it does not widen the output for a weight of a wider dtype."""
+        if cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             y, total, mean, rstd = self.row_forward(x, residual, None, None, start, stop, eps, rms)
             return rounded_then_weighted(y, weight, weight_offset, start, stop), total, mean, rstd
-        if weight is not None and weight_offset:
-            weight = shifted_weight(weight, weight_offset, compute_dtype(x))
-        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, start, stop, eps, rms)
+        how = start, stop, eps, rms, weight_offset, cast_before
+        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *how)
         return y, x if residual is None else total, mean, rstd
 
     def row_backward(
@@ -257,12 +255,10 @@ class Compiled(Backend):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
         dtype, input_dtype = torch.promote_types(dy.dtype, x.dtype), x.dtype
-        if weight is not None and weight_offset:
-            weight = shifted_weight(weight, weight_offset, compute_dtype(x))
         if dtype != input_dtype:
             x, dtotal = x.to(dtype), None if dtotal is None else dtotal.to(dtype)
         dx, dweight, dbias = self.ops.row_backward(
-            dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine
+            dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine, weight_offset
         )
         dx = dx if dtype == input_dtype else dx.to(input_dtype)
         return dx, dweight if want_affine else None, dbias if want_affine and not rms else None

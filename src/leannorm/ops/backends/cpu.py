@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from leannorm.ops.backends.compiled import Compiled
+from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
 
 def _load() -> str | None:
@@ -27,7 +27,7 @@ def _load() -> str | None:
 _UNAVAILABLE = _load()
 
 
-class Cpu(Compiled):
+class Cpu(CompiledModulated):
     """The C++ kernels, on the CPU."""
 
     name = "cpu"

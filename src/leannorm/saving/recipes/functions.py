@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
+from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
 from leannorm.ops.backends import Backend
@@ -31,7 +32,10 @@ def _kept(node: Any) -> Any:
     record = type(node)._forward_cls.Kept
     values = saved_by_function(node, len(record._fields))
     kept = None if values is None else record(*values)
-    return None if kept is None or None in (kept.x, kept.mean, kept.rstd) else kept
+    missing = (
+        kept is None or kept.x is None or kept.rstd is None or ("mean" in kept._fields and kept.mean is None)
+    )
+    return None if missing else kept
 
 
 @recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
@@ -76,6 +80,44 @@ def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
     if not known:
         return None
     return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (node.backend, *node.rows))
+
+
+def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+    *shift, weight, bias, backend, start, eps, rms = rest
+    of_scale = scale, (shift or [None])[0], weight, bias
+    y: Tensor = backend.ada_forward(x, None, None, *of_scale, start, eps, rms)[0]
+    return y
+
+
+@recipe(kind_of_function(AdaNorm))
+def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """From x or the sum; scale and shift may be as large, so they are inputs and no copies."""
+    kept = _kept(node)
+    if output or kept is None or kept.scale is None:
+        return None
+    *before_shift, has_shift, _, _ = (dtype is not None for dtype in node.dtypes)
+    inputs = [kept.x, kept.scale]
+    if has_shift:
+        shift = given(sum(before_shift))
+        if shift is None:
+            return None
+        inputs.append(shift)
+    captured = copy_of(kept.weight), copy_of(kept.bias)
+    return Step(_ada_forward, tuple(inputs), captured, (node.backend, *node.rows))
+
+
+def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any, *how: Any) -> Tensor:
+    y: Tensor = backend.gated_forward(x, gate, weight, *how)[0]
+    return y
+
+
+@recipe(kind_of_function(GatedNorm))
+def gated_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if kept is None or kept.gate is None:
+        return None
+    captured = (copy_of(kept.weight),)
+    return Step(_gated_forward, (kept.x, kept.gate), captured, (node.backend, *node.how))
 
 
 def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:

@@ -48,8 +48,10 @@ def _rstd(square, scale, kept, EPS: tl.constexpr):
 
 
 @triton.jit
-def _put(y, offset, centred, rstd, weight, bias, k, kept, inside):
+def _put(y, offset, centred, rstd, weight, bias, k, kept, inside, CAST: tl.constexpr):
     value = centred * rstd[:, None]
+    if CAST:
+        value = value.to(y.dtype.element_ty).to(value.dtype)
     if weight is not None:
         value *= parameter(weight, k, kept, value.dtype)
     if bias is not None:
@@ -60,7 +62,7 @@ def _put(y, offset, centred, rstd, weight, bias, k, kept, inside):
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_tile(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
 
@@ -100,13 +102,13 @@ def forward_tile(
             centred -= rest[:, None]
     # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
     tl.store(rstd + row, factor, exists)
-    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
+    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, CAST)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_long(
     x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, TILE: tl.constexpr,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
 
@@ -178,4 +180,4 @@ def forward_long(
         if residual is not None:
             tl.store(total + start + offset, value, inside)
         centred = value.to(dtype) - centre[:, None] - rest[:, None]
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside)
+        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, CAST)

@@ -70,6 +70,11 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
+def _shifted(x: Tensor, weight: Tensor | None, offset: float) -> Tensor | None:
+    """weight + offset in the dtype of the arithmetic: a launch of its own, of `kept` values."""
+    return weight if weight is None or offset == 0 else weight.to(compute_dtype(x)) + offset
+
+
 def row_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -79,6 +84,8 @@ def row_forward(
     stop: int,
     eps: float,
     rms: bool,
+    weight_offset: float = 0.0,
+    cast_before: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (torch.empty(shape, dtype=compute_dtype(x), device=x.device) for _ in range(2))
@@ -90,6 +97,7 @@ def row_forward(
     outer, kept, inner = plan
     y = torch.empty_like(dense)
     total = none if residual is None else torch.empty_like(dense)
+    weight = _shifted(x, weight, weight_offset)
     parameters = max((p.element_size() for p in (weight, bias) if p is not None), default=0)
     pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
     tile = tiles.forward(kept, inner, x.element_size(), pressed)
@@ -102,6 +110,7 @@ def row_forward(
         EPS=eps,
         RMS=rms,
         CHECKED=x.dtype in (torch.float32, torch.bfloat16),
+        CAST=cast_before and x.element_size() == 2,
     )
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
@@ -118,6 +127,7 @@ def row_backward(
     stop: int,
     rms: bool,
     want_affine: bool,
+    weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
@@ -129,7 +139,8 @@ def row_backward(
     dense, plan = _dense(x, start, stop)
     dx = torch.empty_like(dense)
     statistics = mean.contiguous(), rstd.contiguous()
-    given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, _flat(weight))
+    weight = _flat(_shifted(x, weight, weight_offset))
+    given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, weight)
     wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
     tensors = 2 if dtotal is None else 3
     how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])

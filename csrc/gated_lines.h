@@ -1,0 +1,95 @@
+// RMS norm with a gate of the input's shape. The activated gate of a row is computed once, into scratch.
+#pragma once
+
+#include "activations.h"
+#include "modulated_lines.h"
+
+namespace leannorm::LEANNORM_ISA::modulated {
+
+// act(gate) and, where wanted, its derivative, of one row.
+template <class T>
+__attribute__((noinline)) void open(const T* gate, int64_t n, int act, ScalarOf<T>* opened, ScalarOf<T>* slope) {
+  using V = VectorOf<T>;
+  each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
+    using E = decltype(extent);
+    const V g = load<E>(gate + i, count);
+    store<E>(opened + i, activate(g, act), count);
+    if (slope != nullptr) store<E>(slope + i, slope_from_input(g, act), count);
+  });
+}
+
+template <class T> void gated_forward(const GatedForward& a, int64_t begin, int64_t end, void* scratch) {
+  using V = VectorOf<T>;
+  using S = ScalarOf<T>;
+  constexpr int W = lanes<V>;
+  const int64_t n = a.kept;
+  const S* const weight = static_cast<const S*>(a.weight);
+  S *const opened = static_cast<S*>(scratch), *const product = opened + n;
+  const bool rounds = sizeof(T) == 2 && a.cast;
+  for (int64_t row = begin; row < end; ++row) {
+    const T *const x = static_cast<const T*>(a.x) + row * a.x_row;
+    T* const y = static_cast<T*>(a.y) + row * n;
+    open(static_cast<const T*>(a.gate) + row * a.gate_row, n, a.act, opened, static_cast<S*>(nullptr));
+    S rstd;
+    if (a.behind) {
+      each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
+        using E = decltype(extent);
+        store<E>(product + i, load<E>(x + i, count) * load<E>(opened + i, count), count);
+      });
+      rstd = line_moments(product, n, S(0), a.eps, true).rstd;
+    } else {
+      rstd = line_moments(x, n, S(0), a.eps, true).rstd;
+    }
+    static_cast<S*>(a.rstd)[row] = rstd;
+    const V r = splat<V>(rstd);
+    each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
+      using E = decltype(extent);
+      fetch_near(x + a.x_row + i);
+      V v = (a.behind ? load<E>(product + i, count) : load<E>(x + i, count)) * r;
+      if (rounds) v = rounded<T>(v);
+      v = v * load<E>(weight + i, count);
+      if (!a.behind) {
+        if (rounds) v = rounded<T>(v);
+        v = v * load<E>(opened + i, count);
+      }
+      put_as<E>(a.stream, y + i, v, count);
+    });
+  }
+  if (a.stream) settle();
+}
+
+template <class T>
+void gated_backward(const GatedBackward& a, int64_t begin, int64_t end, void* dweight, void* scratch) {
+  using V = VectorOf<T>;
+  using S = ScalarOf<T>;
+  const int64_t n = a.kept;
+  const S* const weight = static_cast<const S*>(a.weight);
+  S *const opened = static_cast<S*>(scratch), *const slope = opened + n, *const dw = static_cast<S*>(dweight);
+  for (int64_t row = begin; row < end; ++row) {
+    const T *const x = static_cast<const T*>(a.x) + row * a.x_row, *const dy = static_cast<const T*>(a.dy) + row * a.dy_row;
+    T *const dx = static_cast<T*>(a.dx) + row * n, *const dgate = static_cast<T*>(a.dgate) + row * n;
+    open(static_cast<const T*>(a.gate) + row * a.gate_row, n, a.act, opened, slope);
+    const V r = splat<V>(static_cast<const S*>(a.rstd)[row]);
+    const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
+      using E = decltype(extent);
+      const V u = load<E>(x + i, count) * r, d = load<E>(dy + i, count) * load<E>(weight + i, count);
+      return Pair<V>{V{}, d * u * load<E>(opened + i, count)};
+    });
+    const V mean = splat<V>(sums.second / n);
+    each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
+      using E = decltype(extent);
+      fetch_near(x + a.x_row + i);
+      fetch_near(dy + a.dy_row + i);
+      const V value = load<E>(x + i, count), d = load<E>(dy + i, count), w = load<E>(weight + i, count);
+      const V o = load<E>(opened + i, count), s = load<E>(slope + i, count);
+      const V u = value * r * (a.behind ? o : splat<V>(1)), g = a.behind ? d : d * o;
+      const V e = r * (g * w - u * mean);
+      put_as<E>(a.stream, dx + i, a.behind ? e * o : e, count);
+      put_as<E>(a.stream, dgate + i, (a.behind ? e * value : d * u * w) * s, count);
+      if (dw != nullptr) store<E>(dw + i, load<E>(dw + i, count) + g * u, count);
+    });
+  }
+  if (a.stream) settle();
+}
+
+}  // namespace leannorm::LEANNORM_ISA::modulated

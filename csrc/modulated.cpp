@@ -1,0 +1,155 @@
+// Norms that meet more than parameters: how the work is shared out, what the caller gets.
+//
+// The caller hands in tensors as rows: (rows, kept), contiguous but for the gated norm's, and lines of the compute
+// type, (groups, kept), each for rows / groups rows that follow each other.
+#include "modulated.h"
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "activation_name.h"
+#include "caches.h"
+#include "rows.h"
+#include "tensors.h"
+
+namespace leannorm {
+namespace {
+
+constexpr int64_t kGrain = 32768;  // elements that are worth a thread
+int64_t grain(int64_t each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(each, 1)); }
+
+Lines lines(const Optional& v, int64_t rows) {
+  if (!v) return {nullptr, 1, 0};
+  return {data(*v), rows / v->sizes()[0], v->strides()[0]};
+}
+
+// Are so many tensors of this size more than the caches keep, and is every line of the outputs aligned?
+bool stream(const Tensor& x, int64_t tensors, std::initializer_list<const Tensor*> outputs) {
+  const int64_t size = x.element_size(), kept = x.sizes()[1];
+  bool aligned = kept * size % 64 == 0;
+  for (const Tensor* out : outputs) aligned = aligned && reinterpret_cast<uintptr_t>(out->const_data_ptr()) % 64 == 0;
+  return aligned && tensors * x.numel() * size >= streamed_traffic();
+}
+
+using Pointers = std::array<char*, 2>;
+
+// Sums over the rows of each group, of `vectors` lines: pieces of a group, whose number depends on the shape alone,
+// are summed by themselves, then added in order. body(begin, end, lines) adds the rows' share to zeros.
+template <class Body>
+void sum_groups(const Tensor& x, int64_t groups, int64_t vectors, const Pointers& to, ScalarType type, Body body) {
+  if (vectors == 0) groups = 1;
+  const int64_t rows = x.sizes()[0], kept = x.sizes()[1], each = rows / groups;
+  const int64_t length = std::clamp<int64_t>((rows + 63) / 64, 16, 256), pieces = (each + length - 1) / length;
+  const int64_t bytes = kept * (type == ScalarType::Double ? 8 : 4), shared = pieces > 1 ? groups * pieces : 0;
+  const Tensor shares = new_tensor(x, {shared, vectors, kept}, type);
+  char* const share = mutable_data(shares);
+  torch::stable::parallel_for(0, groups * pieces, grain(std::min(each, length) * kept), [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t group = at / pieces, first = group * each + at % pieces * length;
+      Pointers line{};
+      for (int64_t v = 0; v < vectors; ++v) {
+        line[v] = shared > 0 ? share + (at * vectors + v) * bytes : to[v] + group * bytes;
+        std::fill_n(line[v], bytes, 0);
+      }
+      body(first, std::min(first + length, (group + 1) * each), line);
+    }
+  });
+  if (shared == 0 || vectors == 0) return;
+  const auto sum = LEANNORM_PICK(row_kernels).sum[type == ScalarType::Double];
+  torch::stable::parallel_for(0, groups * vectors, grain(pieces * kept), [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end; ++at) {
+      const int64_t group = at / vectors, v = at % vectors;
+      sum(share + (group * pieces * vectors + v) * bytes, pieces, vectors * kept, 0, kept, to[v] + group * bytes);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, const Optional& branch, const Optional& gate,
+                                                           const Tensor& factor, const Tensor& addend, double one,
+                                                           double eps, bool rms) {
+  const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
+  const Tensor mean = new_tensor(x, {rows}, compute_type(x)), rstd = new_like(mean);
+  const Tensor y = new_like(x), total = branch ? new_like(x) : no_tensor(x);
+  const AdaForward args{kept, data(x), data(branch), lines(gate, rows), lines(factor, rows), lines(addend, rows),
+                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), one, eps, rms,
+                        stream(x, branch ? 4 : 2, {&y})};
+  const auto forward = LEANNORM_PICK(modulated_kernels).ada_forward[element_type(x)];
+  torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) { forward(args, begin, end); });
+  return {y, total, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Optional& dtotal, const Tensor& x,
+                                                    const Tensor& mean, const Tensor& rstd, const Tensor& factor,
+                                                    double one, bool rms, bool want_sums) {
+  const int64_t rows = x.sizes()[0], kept = x.sizes()[1], groups = factor.sizes()[0];
+  const ScalarType type = compute_type(x);
+  const Tensor dx = new_like(x), with_xhat = new_tensor(x, {want_sums ? groups : 0, kept}, type), plain = new_like(with_xhat);
+  const AdaBackward args{kept, data(dy), data(dtotal), data(x), data(mean), data(rstd), lines(factor, rows),
+                         mutable_data(dx), one, rms, stream(x, dtotal ? 4 : 3, {&dx})};
+  const auto backward = LEANNORM_PICK(modulated_kernels).ada_backward[element_type(x)];
+  sum_groups(x, groups, want_sums ? 2 : 0, {mutable_data(with_xhat), mutable_data(plain)}, type,
+             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0], to[1]); });
+  return {dx, with_xhat, plain};
+}
+
+std::tuple<Tensor, Tensor> row_gate_backward(const Tensor& dtotal, const Optional& branch, const Tensor& gate) {
+  const int64_t rows = dtotal.sizes()[0], kept = dtotal.sizes()[1], groups = gate.sizes()[0];
+  const ScalarType type = compute_type(dtotal);
+  const Tensor dbranch = new_like(dtotal), dgate = new_tensor(dtotal, {branch ? groups : 0, kept}, type);
+  const GateBackward args{kept, data(dtotal), data(branch), lines(gate, rows), mutable_data(dbranch)};
+  const auto backward = LEANNORM_PICK(modulated_kernels).gate_backward[element_type(dtotal)];
+  sum_groups(dtotal, groups, branch ? 1 : 0, {mutable_data(dgate)}, type,
+             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0]); });
+  return {dbranch, dgate};
+}
+
+// x as rows that are lines of memory, of the input's dtype. One row's step may be anything.
+int64_t step(const Tensor& v) { return v.sizes()[0] > 1 ? v.strides()[0] : v.sizes()[1]; }
+
+std::tuple<Tensor, Tensor> row_gated_forward(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps,
+                                             StringHandle act, bool norm_before_gate, bool cast_before) {
+  const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
+  const ScalarType type = compute_type(x);
+  const Tensor y = new_tensor(x, {rows, kept}, x.scalar_type()), rstd = new_tensor(x, {rows}, type);
+  const GatedForward args{kept, step(x), step(gate), data(x), data(gate), data(weight), mutable_data(y), mutable_data(rstd),
+                          eps, activation_index(act), !norm_before_gate, cast_before, stream(x, 3, {&y})};
+  const auto forward = LEANNORM_PICK(modulated_kernels).gated_forward[element_type(x)];
+  torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) {
+    std::vector<double> scratch(2 * kept);
+    forward(args, begin, end, scratch.data());
+  });
+  return {y, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> row_gated_backward(const Tensor& dy, const Tensor& x, const Tensor& gate,
+                                                      const Tensor& rstd, const Tensor& weight, StringHandle act,
+                                                      bool norm_before_gate, bool want_affine) {
+  const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
+  const ScalarType type = compute_type(x);
+  const Tensor dx = new_tensor(x, {rows, kept}, x.scalar_type()), dgate = new_like(dx);
+  const Tensor dweight = new_tensor(x, {want_affine ? 1 : 0, kept}, type);
+  const GatedBackward args{kept, step(x), step(gate), step(dy), data(dy), data(x), data(gate), data(rstd), data(weight),
+                           mutable_data(dx), mutable_data(dgate), activation_index(act), !norm_before_gate,
+                           stream(x, 5, {&dx, &dgate})};
+  const auto backward = LEANNORM_PICK(modulated_kernels).gated_backward[element_type(x)];
+  sum_groups(x, 1, want_affine ? 1 : 0, {mutable_data(dweight)}, type,
+             [&](int64_t begin, int64_t end, const Pointers& to) {
+               std::vector<double> scratch(2 * kept);
+               backward(args, begin, end, to[0], scratch.data());
+             });
+  return {dx, dgate, dweight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(leannorm, CPU, library) {
+  library.impl("row_ada_forward", TORCH_BOX(&row_ada_forward));
+  library.impl("row_ada_backward", TORCH_BOX(&row_ada_backward));
+  library.impl("row_gate_backward", TORCH_BOX(&row_gate_backward));
+  library.impl("row_gated_forward", TORCH_BOX(&row_gated_forward));
+  library.impl("row_gated_backward", TORCH_BOX(&row_gated_backward));
+}
+
+}  // namespace leannorm

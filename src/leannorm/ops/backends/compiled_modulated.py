@@ -1,0 +1,198 @@
+"""The verbs of `reference_modulated.py` as calls of operators, which see a tensor as (rows, kept).
+
+A scale, a shift and a gate of the sum become lines (groups, kept) of the arithmetic's dtype, each for as many
+rows that follow each other. One that is broadcast otherwise, over samples but not over tokens, becomes a line
+for every row. A formula of the reference serves what no kernel does: tensors of a wider dtype than the input.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.backends.compiled import Compiled
+from leannorm.ops.backends.reference_modulated import spread, summed_like
+from leannorm.ops.plan import row_statistics_shape
+from leannorm.ops.precision import compute_dtype
+
+
+def _rows(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """(rows, kept), contiguous."""
+    return t.to(dtype).contiguous().view(-1, prod(t.shape[start:]))
+
+
+def _apart(t: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """(rows, kept), each row a line of memory; a copy only where its axes do not make it one."""
+    t = t.to(dtype).reshape(-1, prod(t.shape[start:]))
+    return t if t.stride(1) == 1 or t.shape[1] == 1 else t.contiguous()
+
+
+def _wider(t: Tensor | None, x: Tensor) -> bool:
+    """Does t lose digits in the dtype of x?"""
+    return t is not None and torch.promote_types(t.dtype, x.dtype) != x.dtype
+
+
+def _by_group(wide: Tensor, x: Tensor, start: int) -> bool:
+    """Has v, spread to x's axes, first axes of x's sizes, and size 1 behind them?"""
+    broadcast = False
+    for size, of_x in zip(wide.shape[:start], x.shape[:start], strict=True):
+        if of_x == 1:
+            continue
+        if broadcast and size != 1:
+            return False
+        broadcast = size == 1
+    return True
+
+
+def _lines(v: Tensor, x: Tensor, start: int) -> Tensor:
+    """v as lines (groups, kept) of the arithmetic's dtype."""
+    wide, shape = spread(v, x, start), x.shape[start:]
+    if not _by_group(wide, x, start):
+        wide = wide.expand(*x.shape[:start], *shape)
+    return _apart(wide, start, compute_dtype(x))
+
+
+def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
+    """Sums over each group's rows, of v's shape."""
+    if lines.numel() == v.numel():
+        return lines.view(v.shape)
+    return summed_like(lines.view(x.shape), v, start)
+
+
+class CompiledModulated(Compiled):
+    """Kernels for a scale and a shift, for a gated residual and for a gate."""
+
+    def ada_forward(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        gate: Tensor | None,
+        scale: Tensor,
+        shift: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        start: int,
+        eps: float,
+        rms: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """weight and bias are multiplied into the lines, which are few where they are of a sample."""
+        if x.numel() == 0 or _wider(branch, x):
+            return super().ada_forward(x, branch, gate, scale, shift, weight, bias, start, eps, rms)
+        factor, one = _lines(scale, x, start), 1.0
+        kept = factor.shape[1]
+        addend = factor.new_zeros(1, kept) if shift is None else _lines(shift, x, start)
+        if weight is not None or bias is not None:
+            factor, one = factor + 1, 0.0
+            addend = (
+                addend if bias is None else torch.addcmul(addend, factor, bias.to(factor.dtype).view(kept))
+            )
+            factor = factor if weight is None else factor * weight.to(factor.dtype).view(kept)
+        of_sum = (
+            None if branch is None else _rows(branch, start, x.dtype),
+            None if gate is None else _lines(gate, x, start),
+        )
+        given = _rows(x, start, x.dtype), *of_sum, factor, addend, one, eps, rms
+        y, total, mean, rstd = self.ops.row_ada_forward(*given)
+        total = x if branch is None else total.view(x.shape)
+        shape = row_statistics_shape(x.shape, start, x.dim())
+        return y.view(x.shape), total, mean.view(shape), rstd.view(shape)
+
+    def ada_backward(
+        self,
+        dy: Tensor,
+        dtotal: Tensor | None,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        scale: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        start: int,
+        rms: bool,
+        want_modulation: bool = True,
+        want_affine: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Every gradient but dx follows from each group's sums of dy * xhat and of dy."""
+        wanted = want_modulation, want_affine
+        if x.numel() == 0:
+            return super().ada_backward(dy, dtotal, x, mean, rstd, scale, weight, bias, start, rms, *wanted)
+        factor, one = _lines(scale, x, start), 1.0
+        w, b = (None if p is None else p.to(factor.dtype).view(-1) for p in (weight, bias))
+        if w is not None or want_affine:
+            factor, one = factor + 1, 0.0
+        scaled = factor if w is None else factor * w
+        dense = [None if t is None else _rows(t, start, x.dtype) for t in (dy, dtotal, x)]
+        statistics = mean.reshape(-1), rstd.reshape(-1)
+        dx, of_xhat, plain = self.ops.row_ada_backward(*dense, *statistics, scaled, one, rms, any(wanted))
+        dscale = dshift = dweight = dbias = None
+        if want_modulation:
+            of_z = of_xhat if w is None else of_xhat * w
+            of_z = of_z if b is None else torch.addcmul(of_z, plain, b)
+            dscale, dshift = (_from_lines(v, scale, x, start) for v in (of_z, plain))
+        if want_affine:
+            dweight, dbias = ((factor * v).sum(0).view(x.shape[start:]) for v in (of_xhat, plain))
+        return dx.view(x.shape), dscale, dshift, dweight, None if rms else dbias
+
+    def add_gated_backward(
+        self, dtotal: Tensor, branch: Tensor | None, gate: Tensor | None, start: int
+    ) -> tuple[Tensor, Tensor | None]:
+        if gate is None or dtotal.numel() == 0 or _wider(branch, dtotal):
+            return super().add_gated_backward(dtotal, branch, gate, start)
+        rows = [None if t is None else _rows(t, start, dtotal.dtype) for t in (dtotal, branch)]
+        dbranch, dgate = self.ops.row_gate_backward(*rows, _lines(gate, dtotal, start))
+        found = None if branch is None else _from_lines(dgate, gate, dtotal, start)
+        return dbranch.view(dtotal.shape), found
+
+    def gated_forward(
+        self,
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor | None,
+        start: int,
+        eps: float,
+        act: str,
+        norm_before_gate: bool,
+        cast_before: bool,
+    ) -> tuple[Tensor, Tensor]:
+        how = eps, act, norm_before_gate, cast_before
+        if x.numel() == 0 or _wider(gate, x) or (cast_before and _wider(weight, x)):
+            return super().gated_forward(x, gate, weight, start, *how)
+        rows = (_apart(t, start, x.dtype) for t in (x, gate))
+        y, rstd = self.ops.row_gated_forward(*rows, self._weight(x, weight, start), *how)
+        return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
+
+    def gated_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gate: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        start: int,
+        act: str,
+        norm_before_gate: bool,
+        want_affine: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if x.numel() == 0 or _wider(dy, x) or _wider(gate, x):
+            return super().gated_backward(
+                dy, x, gate, rstd, weight, start, act, norm_before_gate, want_affine
+            )
+        rows = (_apart(t, start, x.dtype) for t in (dy, x, gate))
+        how = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
+        dx, dgate, dweight = self.ops.row_gated_backward(*rows, *how)
+        shape = x.shape[start:]
+        dgate = dgate.view(x.shape)
+        return (
+            dx.view(x.shape),
+            dgate if gate.dtype == x.dtype else dgate.to(gate.dtype),
+            dweight.view(shape) if want_affine else None,
+        )
+
+    @staticmethod
+    def _weight(x: Tensor, weight: Tensor | None, start: int) -> Tensor:
+        dtype = compute_dtype(x)
+        if weight is None:
+            return x.new_ones(prod(x.shape[start:]), dtype=dtype)
+        return weight.to(dtype).contiguous().view(-1)

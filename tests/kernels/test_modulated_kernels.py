@@ -1,0 +1,148 @@
+"""The kernels with a scale and a shift, a gated residual or a gate: the reference's numbers."""
+
+import pytest
+import torch
+from cases import DTYPES
+
+from leannorm.ops.backends import CPU, REFERENCE
+from leannorm.ops.schema import OPS
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+# rows in a group, and groups: a piece and many, one group and many, a line of each row
+SHAPES = [(1, 1, 5), (3, 40, 64), (2, 700, 33), (700, 1, 48), (1, 900, 16), (5, 3, 4096), (2, 33, 2055)]
+RMS = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+
+
+def close(got, want, dtype, roundings=1):
+    """Both round the same number, in another order of addition."""
+    assert (got is None) == (want is None)
+    if got is None or not got.numel():
+        return
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    arithmetic = torch.finfo(torch.promote_types(dtype, F32)).eps
+    rounding = (roundings * torch.finfo(got.dtype).eps if got.dtype == dtype else 0) + 32 * arithmetic
+    assert (got.double() - want.double()).abs().max() <= rounding * max(want.abs().max().item(), 1.0)
+
+
+def ada(backend, shape, dtype, rms, summed, affine, places=(1, 1)):
+    """Both verbs, and the gate's; a place is the number of leading axes that scale or gate has."""
+    torch.manual_seed(0)
+    x, branch, dy, dtotal = (torch.randn(shape).to(dtype) for _ in range(4))
+    scale, shift = (torch.randn(*shape[: places[0]], shape[-1]).to(dtype) for _ in range(2))
+    gate = torch.randn(*shape[: places[1]], shape[-1]).to(dtype)
+    weight, bias = (torch.randn(shape[-1]) if affine else None for _ in range(2))
+    bias = None if rms else bias
+    of_sum = (branch, gate) if summed else (None, None)
+    y, total, mean, rstd = backend.ada_forward(x, *of_sum, scale, shift, weight, bias, 2, 1e-5, rms)
+    statistics = total, mean, rstd, scale, weight, bias, 2, rms
+    grads = backend.ada_backward(dy, dtotal if summed else None, *statistics, True, affine)
+    return y, total, mean, rstd, *grads, *backend.add_gated_backward(dtotal, branch, gate, 2)
+
+
+@RMS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_scale_and_a_shift(shape, dtype, rms):
+    for places in ((1, 2), (2, 1), (0, 0)):
+        for summed, affine in ((False, False), (True, True)):
+            results = [ada(b, shape, dtype, rms, summed, affine, places) for b in (CPU, REFERENCE)]
+            for got, want in zip(*results, strict=True):
+                close(got, want, dtype)
+
+
+ACTS = ["silu", "gelu", "mish", "identity"]
+
+
+def gated(backend, shape, dtype, act, before, cast):
+    torch.manual_seed(0)
+    x, gate, dy = (torch.randn(shape).to(dtype) for _ in range(3))
+    weight = torch.randn(shape[-1]).to(dtype)
+    y, rstd = backend.gated_forward(x, gate, weight, 2, 1e-5, act, before, cast)
+    return y, rstd, *backend.gated_backward(dy, x, gate, rstd, weight, 2, act, before, True)
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gate(shape, dtype, before):
+    for act in ACTS:
+        for cast in (False, True):
+            results = [gated(b, shape, dtype, act, before, cast) for b in (CPU, REFERENCE)]
+            for i, (got, want) in enumerate(zip(*results, strict=True)):
+                # where the normalized value falls between two, it is rounded either way
+                close(got, want, dtype, 2 if cast and not i else 1)
+
+
+def test_the_number_of_threads_changes_nothing():
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(
+            [
+                *ada(CPU, (3, 900, 64), F32, False, True, False),
+                *gated(CPU, (2, 999, 65), BF16, "silu", True, True),
+            ]
+        )
+    torch.set_num_threads(before)
+    for a, b in zip(*results, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@RMS
+@pytest.mark.parametrize("size", [1e30, 1e-30])
+def test_values_whose_squares_are_no_float32(size, rms):
+    x, zero = torch.randn(4, 100) * size, torch.zeros(1, 100)
+    y, *_ = CPU.ada_forward(x, None, None, zero, zero, None, None, 1, 0.0, rms)
+    wide, *_ = REFERENCE.ada_forward(x.double(), None, None, zero, zero, None, None, 1, 0.0, rms)
+    torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
+    gate = torch.ones(4, 100)
+    for before in (True, False):
+        y, _ = CPU.gated_forward(x, gate, None, 1, 0.0, "identity", before, False)
+        want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, 1, 0.0, "identity", before, False)
+        torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_large_tensors_are_written_past_the_caches(monkeypatch):
+    """To the same bits as a part of them, which is not."""
+    x, dy, gate = (torch.randn(60000, 64) for _ in range(3))
+    scale = torch.randn(60000, 64)
+    whole = CPU.ada_forward(x, None, None, scale, scale, None, None, 1, 1e-5, False)
+    part = CPU.ada_forward(x[:99], None, None, scale[:99], scale[:99], None, None, 1, 1e-5, False)
+    for a, b in zip(whole, part, strict=True):
+        assert torch.equal(a[:99], b)
+    back = CPU.ada_backward(dy, None, x, *whole[2:], scale, None, None, 1, False, True, False)
+    some = CPU.ada_backward(dy[:99], None, x[:99], *part[2:], scale[:99], None, None, 1, False, True, False)
+    for a, b in zip(back[:3], some[:3], strict=True):
+        assert torch.equal(a[:99], b)
+    y, rstd = CPU.gated_forward(x, gate, None, 1, 1e-5, "silu", True, False)
+    assert torch.equal(y[:99], CPU.gated_forward(x[:99], gate[:99], None, 1, 1e-5, "silu", True, False)[0])
+    dx, dgate, _ = CPU.gated_backward(dy, x, gate, rstd, None, 1, "silu", True)
+    dx_, dgate_, _ = CPU.gated_backward(dy[:99], x[:99], gate[:99], rstd[:99], None, 1, "silu", True)
+    assert torch.equal(dx[:99], dx_)
+    assert torch.equal(dgate[:99], dgate_)
+
+
+def test_slices_of_a_projection_are_not_copied():
+    x, gate = torch.randn(2, 30, 100)[..., :64], torch.randn(2, 30, 200)[..., 64:128]
+    with torch.profiler.profile() as profile:
+        y, rstd = CPU.gated_forward(x, gate, None, 2, 1e-5, "silu", True, False)
+        found = CPU.gated_backward(x, x, gate, rstd, None, 2, "silu", True)
+    assert not {"aten::copy_", "aten::clone"} & {event.key for event in profile.key_averages()}
+    dense, opened = x.contiguous(), gate.contiguous()
+    want = CPU.gated_backward(dense, dense, opened, rstd, None, 2, "silu", True)
+    assert torch.equal(y, CPU.gated_forward(dense, opened, None, 2, 1e-5, "silu", True, False)[0])
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("with_sum", [False, True])
+def test_the_dispatcher_finds_nothing_wrong(with_sum):
+    x, other, line = torch.randn(6, 8), torch.randn(6, 8), torch.randn(2, 8)
+    mean, rstd, weight = torch.randn(6), torch.rand(6), torch.randn(8)
+    of_sum = (other, line) if with_sum else (None, None)
+    check = torch.library.opcheck
+    check(OPS.row_ada_forward, (x, *of_sum, line, line, 1.0, 1e-5, False))
+    check(OPS.row_ada_backward, (x, of_sum[0], other, mean, rstd, line, 1.0, True, with_sum))
+    check(OPS.row_gate_backward, (x, of_sum[0], line))
+    check(OPS.row_gated_forward, (x, other, weight, 1e-5, "silu", with_sum, False))
+    check(OPS.row_gated_backward, (x, x, other, rstd, weight, "gelu", with_sum, with_sum))
