@@ -62,3 +62,26 @@ def test_norms_are_swapped_for_the_same_and_back(family):
 def test_most_classes_are_swapped():
     assert len(SWAPPED) >= 200
     assert len(SWAPPED) / len(SWAPPED | SEEN) >= 0.95
+
+
+TIMMS = ["LayerNormFp32", "LayerNorm2dFp32", "RmsNormFp32", "RmsNorm2dFp32"]
+TIMMS_LEFT = ["SimpleNorm", "EvoNorm2dB0", "EvoNorm2dS0", "FilterResponseNormTlu2d", "FrozenBatchNormAct2d"]
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm")
+@pytest.mark.parametrize("name", [*TIMMS, *TIMMS_LEFT])
+def test_timms_own(name):
+    import families
+    import timm.layers
+    import torch
+
+    from leannorm import convert
+
+    layer = getattr(timm.layers, name)(16)
+    if name in TIMMS:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert families.check(layer, dtype)
+        assert type(convert(layer)).__module__.startswith("leannorm.")
+    else:
+        with pytest.warns(UserWarning, match=f"{name} is not known, it"):
+            convert(layer)

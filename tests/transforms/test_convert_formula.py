@@ -198,6 +198,48 @@ def test_a_change_after_the_conversion_takes_effect(change):
     torch.testing.assert_close(layer(x), want)
 
 
+def test_converted_again_it_is_read_again():
+    layer, x = convert(made("Llama", torch.float32)), torch.randn(3, 16)
+    layer.variance_epsilon = 0.5
+    assert not computed_by_us(layer, [x])
+    assert computed_by_us(convert(layer), [x])
+    assert type(convert(layer, to="torch")) is LlamaNorm
+
+
+EPS = 1e-6
+
+
+class GlobalNorm(LlamaNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * self.weight
+
+
+def test_a_global_number_takes_effect(monkeypatch):
+    layer, x = convert(GlobalNorm(16)), torch.randn(3, 16)
+    assert computed_by_us(layer, [x])
+    monkeypatch.setitem(globals(), "EPS", 0.5)
+    torch.testing.assert_close(layer(x), GlobalNorm.forward(layer, x))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: torch.device("meta"),
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ],
+)
+def test_wherever_it_is_called(state):
+    class HereNorm(LlamaNorm):
+        pass
+
+    layer, x = HereNorm(16), torch.randn(3, 16)
+    with state():
+        convert(layer)
+    assert computed_by_us(layer, [x])
+
+
 def test_a_patched_class_is_called(monkeypatch):
     layer, x = convert(made("Gemma", torch.float32)), torch.randn(3, 16)
     assert computed_by_us(layer, [x])

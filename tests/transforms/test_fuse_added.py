@@ -184,7 +184,9 @@ def wide_weight(block):
     block.norm.weight = stock.Parameter(torch.ones(3, 16))
 
 
-@pytest.mark.parametrize("change", [hooked, replaced, patched, other_eps, wide_weight], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [hooked, replaced, patched, other_eps, wide_weight], ids=lambda f: f.__name__
+)
 def test_changes_after_the_conversion_take_effect(change, fused):
     torch.manual_seed(0)
     block, x = block_of(kept_by_name), torch.randn(2, 3, 16)

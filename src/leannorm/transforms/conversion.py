@@ -183,6 +183,8 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
         entry, reason = KNOWN.get(name_of(type(module))), None
         if entry is not None:
             reason = why_not(module)
+        elif isinstance(module, FormulaNorm):
+            module.read_again()  # it may have been changed since
         elif not _is_ours(module):
             entry, reason = _by_formula(module)
         if reason is not None:

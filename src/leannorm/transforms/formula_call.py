@@ -24,14 +24,15 @@ class Formula(NamedTuple):
     """What a layer computes, and what has to be as it was for that to be so.
 
     `inputs` are the names of its arguments, the second a gate's; `reads` the attributes that its forward
-    read, `functions` its methods with their code, `tensors` its parameters and buffers with their shapes;
-    `sizes` those of the normalized axes, None if any will do; `runs` what it computes, by the rank and the
-    dtype of its inputs and the dtypes of the tensors.
+    read, `functions` its methods with their code, `constants` the numbers among their globals, `tensors` its
+    parameters and buffers with their shapes; `sizes` those of the normalized axes, None if any will do;
+    `runs` what it computes, by the rank and the dtype of its inputs and the dtypes of the tensors.
     """
 
     inputs: tuple[str, ...]
     reads: tuple[tuple[str, Any], ...]
     functions: tuple[tuple[str, Any, Any], ...]
+    constants: tuple[tuple[dict[str, Any], str, Any], ...]
     tensors: tuple[tuple[str, torch.Size], ...]
     sizes: tuple[int, ...] | None
     device: str
@@ -47,7 +48,7 @@ class Formula(NamedTuple):
             now = getattr(cls, name, None)
             if now is not function or getattr(now, "__code__", None) is not code:
                 return False
-        return True
+        return all(names.get(name) == value for names, name, value in self.constants)
 
     def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
         """The input, and the gate if there is one; None for any other arguments."""

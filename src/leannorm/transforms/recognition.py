@@ -31,16 +31,22 @@ _FORMULAS: WeakKeyDictionary[type[Module], list[Formula]] = WeakKeyDictionary()
 
 
 def looks_like_norm(module: Module) -> bool:
-    """Is it called a norm, without modules of its own that would be the norm?"""
+    """Is it called a norm, and is it not a child of it that is the norm?"""
     name = getattr(module, "original_name", type(module).__name__)
-    return "norm" in name.lower() and not module._modules
+    if "norm" not in name.lower():
+        return False
+    if not module._modules:
+        return True
+    return bool(_tensors(module)) and not any(looks_like_norm(m) for m in module.children())
 
 
 def may_be_norm(module: Module) -> bool:
     """Is it worth a run: called a norm, or with code that takes roots or calls a norm?"""
     cls = type(module)
-    if module._modules or cls.__module__.startswith(("torch.", "leannorm.")):
+    if cls.__module__.startswith(("torch.", "leannorm.")):
         return False
+    if module._modules:
+        return looks_like_norm(module)
     return looks_like_norm(module) or bool(_HINTS & _names_in(cls, "forward", set()))
 
 
@@ -126,8 +132,18 @@ def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
         if not isinstance(function, (types.FunctionType, property)):
             raise UnknownFormError(f"it calls its own {key}, which is no plain method")
         functions.append((key, function, getattr(function, "__code__", None)))
-    formula = Formula(inputs, tuple(twin.reads.items()), tuple(functions), tensors, sizes, "cpu", runs)
+    constants = tuple(c for _, function, code in functions if code for c in _constants(function))
+    reads = tuple(twin.reads.items())
+    formula = Formula(inputs, reads, tuple(functions), constants, tensors, sizes, "cpu", runs)
     return _checked(twin, formula)
+
+
+def _constants(function: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The numbers and words among the globals that a function reads."""
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, (bool, int, float, str)):
+            yield function.__globals__, name, value
 
 
 def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:
@@ -177,6 +193,7 @@ def _runs(
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
     found: dict[tuple[Any, ...], Run] = {}
     reason: UnknownFormError | None = None
+    failed = ""
     ranks = dict[int, tuple[int, ...]]()
     for rank in _RANKS:
         for shape in shapes(rank, sizes):
@@ -190,10 +207,8 @@ def _runs(
                 reason = reason or error
             except Exception as error:
                 failed = f"it fails on random input ({type(error).__name__})"
-                reason = reason or UnknownFormError(failed)
     if not ranks:
-        assert reason is not None
-        raise reason
+        raise reason or UnknownFormError(failed)
     for rank, shape in ranks.items():
         for dtype in _DTYPES:
             for own in {dtype, torch.float32} if tensors else {dtype}:
@@ -238,7 +253,7 @@ def _random(tensors: Tensors, dtypes: Iterable[torch.dtype]) -> dict[str, Tensor
     """Positive parameters and buffers."""
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.rand(shape, generator=generator).add_(0.5).to(dtype).requires_grad_()
+        name: torch.rand(shape, generator=generator, device="cpu").add_(0.5).to(dtype).requires_grad_()
         for (name, shape), dtype in zip(tensors, dtypes, strict=True)
     }
 
@@ -278,14 +293,14 @@ def _difference(twin: Twin, formula: Formula, key: tuple[Any, ...], seen: Run) -
     used = [parameters[name] for name in (form.weight, form.bias) if name is not None]
     over = form.axes(rank)
     rows = [1 if axis in over else n for axis, n in enumerate(seen.shape)]
-    scale = 10 ** torch.rand(rows, generator=generator).mul_(4).sub_(3)
-    inputs = [torch.randn(seen.shape, generator=generator) for _ in range(count)]
+    scale = 10 ** torch.rand(rows, generator=generator, device="cpu").mul_(4).sub_(3)
+    inputs = [torch.randn(seen.shape, generator=generator, device="cpu") for _ in range(count)]
     inputs[0].mul_(scale)
     inputs = [t.to(dtype).requires_grad_() for t in inputs]
     results: list[list[Tensor]] = []
     for ours in (False, True):
         y = compute(form, parameters, *inputs) if ours else twin.run(inputs, parameters)
-        upstream = torch.randn(seen.shape, generator=generator.manual_seed(1)).to(y.dtype)
+        upstream = torch.randn(seen.shape, generator=generator.manual_seed(1), device="cpu").to(y.dtype)
         results.append([y.detach(), *torch.autograd.grad(y, [*inputs, *used], upstream)])
     for at, (theirs, found) in enumerate(zip(*results, strict=True)):
         if (theirs.dtype, theirs.shape) != (found.dtype, found.shape):

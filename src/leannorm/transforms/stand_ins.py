@@ -211,7 +211,10 @@ def run(
     """What the layer computes for an input of this shape and dtype, and a gate of the same."""
     fixed = {n for n in shape if n not in (1, *_FREE)} | {n for p in parameters.values() for n in p.shape}
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(1 + gated)]
+    inputs = [
+        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
+        for _ in range(1 + gated)
+    ]
     values, axes = Values(), tuple(range(len(shape)))
     values.leaf(inputs[0], Row(axes, dtype))
     for gate in inputs[1:]:
