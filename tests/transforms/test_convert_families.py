@@ -64,6 +64,90 @@ def test_most_classes_are_swapped():
     assert len(SWAPPED) / len(SWAPPED | SEEN) >= 0.95
 
 
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 100}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+NETWORKS = {
+    "Llama": {},
+    "Qwen3": {},
+    "Gemma2": {},
+    "Olmo2": {},
+    "Cohere": {},
+    "Phi3": {},
+}
+
+
+def whole(family, dtype):
+    """A random network with random norms, and its tokens."""
+    import families  # noqa: F401 (it makes transformers importable)
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{family}Config")(**SIZES, **HEADS, **special, **NETWORKS[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, 0.3, 0.3)
+    return model.to(dtype), torch.randint(3, 100, (2, 24))
+
+
+def step(model, tokens):
+    model.zero_grad()
+    out = model(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    return [out.logits.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@needs
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fuse", ["certain", "trace"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
+    import torch
+
+    from leannorm import convert
+
+    model, tokens = whole(network, torch.float32)
+    want, exact = step(model, tokens), step(whole(network, torch.float64)[0], tokens)
+    kinds = [type(m) for m in model.modules()]
+    got = step(convert(model, fuse=fuse), tokens)
+    assert [type(m) for m in model.modules()] != kinds
+    total = [sum((r - e).square().sum() for r, e in zip(run, exact, strict=True)) for run in (got, want)]
+    assert total[0] <= 4 * total[1]
+    convert(model, to="torch")
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(a, b) for a, b in zip(step(model, tokens), want, strict=True))
+
+
+@needs
+@pytest.mark.filterwarnings("ignore")
+def test_a_converted_llama_saves_less():
+    import torch
+
+    from leannorm import convert, lean
+
+    saved, kept = {}, {}
+    for converted in (False, True):
+        model, tokens = whole("Llama", torch.bfloat16)
+        if converted:
+            convert(model)
+        sizes = []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(input_ids=tokens, labels=tokens)
+        with lean() as record:
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        saved[converted], kept[converted] = sum(sizes), record.kept_bytes
+    assert saved[True] < 0.92 * saved[False]
+    assert kept[True] < 1.01 * kept[False]
+
+
 TIMMS = ["LayerNormFp32", "LayerNorm2dFp32", "RmsNormFp32", "RmsNorm2dFp32"]
 TIMMS_LEFT = ["SimpleNorm", "EvoNorm2dB0", "EvoNorm2dS0", "FilterResponseNormTlu2d", "FrozenBatchNormAct2d"]
 
