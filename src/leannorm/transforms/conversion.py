@@ -51,8 +51,9 @@ def convert(
 
     Args:
         model: any module; a norm layer by itself too.
-        to: `"leannorm"` swaps torch.nn's batch, instance, group, layer and RMS norms, and those of timm and
-            torchvision, for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms alone take
+        to: `"leannorm"` swaps torch.nn's batch, instance, group, layer and RMS norms, those of timm and
+            torchvision, and every other whose forward computes such a norm (`LlamaRMSNorm` and its like),
+            for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms alone take
             statistics over a process group, subclasses too whose forward goes by `super().forward`;
             `"leannorm"` ends that.
         process_group: for `to="sync"`, None is the default group.
@@ -60,7 +61,8 @@ def convert(
             that, are computed in one pass, for `to="leannorm"`. `"certain"`: neighbours in a
             `torch.nn.Sequential`, timm's `BatchNormAct2d`, and blocks of known classes (the ResNets,
             DenseNet, Inception and GoogLeNet of torchvision, timm's ResNet); `"trace"`: every block whose
-            text hands a norm's output straight to an activation; None: nowhere.
+            text hands a norm's output straight to an activation, or a sum straight to a layer or RMS norm;
+            None: nowhere.
 
     Every layer stays the same object: parameters, buffers, hooks, `training`, `requires_grad`, names and
     state_dict keys are untouched, a layer in two places stays one, optimizers go on. A fused norm stays a
@@ -68,9 +70,10 @@ def convert(
     call makes sure of both (nobody listens, neither is another layer by now), or calls them one by one.
     Pickle and deepcopy work after.
 
-    A layer that cannot be swapped without a change in what it computes (a subclass that is not known, a
-    momentum outside of [0, 1]) is left alone and named in one `UserWarning`, and so is a block that
-    `fuse="trace"` cannot read. In float16 and bfloat16 a fused pair rounds once, two layers round twice.
+    A layer that cannot be swapped without a change in what it computes (another formula, a momentum outside
+    of [0, 1]) is left alone and named in one `UserWarning`, and so is a block that `fuse="trace"` cannot
+    read; so is a model without norms. In float16 and bfloat16 a fused pair rounds once, two layers round
+    twice.
 
     Raises: `InputError` for a wrong `to` or `fuse`. After any error the model is as it was.
     Source: the layers' own.
