@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
-.PHONY: demo test conformance faults fuzz matrix check sanitize clean
+.PHONY: demo test wheel conformance faults fuzz matrix check sanitize clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/*)
+$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* src/leannorm/ops/schema.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
@@ -23,6 +23,15 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
+# One wheel for every Python and every torch from 2.10 on, in dist/: made, audited, and tried beside torch in an
+# environment that has nothing else and no compiler.
+wheel: $(VENV)/.ready
+	rm -rf dist build/lib build/bdist.* build/wheel
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
+	    --wheel-dir dist build/wheel/*.whl
+	$(BIN)/python tests/matrix.py --bare
+
 # Every architecture of timm and torchvision that trains here; hours, where `make test` runs a sample.
 conformance: $(VENV)/.ready
 	$(BIN)/python -m pytest -m conformance
@@ -36,9 +45,9 @@ faults: $(VENV)/.ready
 fuzz: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m programs --count 100000 --jobs 2
 
-# The wheel in dist/ (made where there is none) beside every torch that docs/compatibility.md names, or beside
+# The wheel in dist/ beside every torch that docs/compatibility.md names, or beside
 # some, as TORCH="2.10.0 2.15.0"; the suite once each, in an environment of 6 GB that is removed after it.
-matrix: $(VENV)/.ready
+matrix: wheel
 	$(BIN)/python tests/matrix.py $(TORCH)
 
 check: $(VENV)/.ready

@@ -6,16 +6,24 @@
 
 namespace leannorm::LEANNORM_ISA::modulated {
 
-// act(gate) and, where wanted, its derivative, of one row.
-template <class T>
-__attribute__((noinline)) void open(const T* gate, int64_t n, int act, ScalarOf<T>* opened, ScalarOf<T>* slope) {
-  using V = VectorOf<T>;
+// What stands in `opened`, activated, and where wanted its derivative. Of the compute types alone: activations are
+// many, and take the compiler long.
+template <class S> __attribute__((noinline)) void activate_line(S* opened, int64_t n, int act, S* slope) {
+  using V = VectorOf<S>;
   each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
     using E = decltype(extent);
-    const V g = load<E>(gate + i, count);
+    const V g = load<E>(opened + i, count);
     store<E>(opened + i, activate(g, act), count);
     if (slope != nullptr) store<E>(slope + i, slope_from_input(g, act), count);
   });
+}
+
+// act(gate) and, where wanted, its derivative, of one row.
+template <class T> inline void open(const T* gate, int64_t n, int act, ScalarOf<T>* opened, ScalarOf<T>* slope) {
+  each_vector<lanes<VectorOf<T>>>(n, [&](auto extent, int64_t i, int64_t count) {
+    store<decltype(extent)>(opened + i, load<decltype(extent)>(gate + i, count), count);
+  });
+  activate_line(opened, n, act, slope);
 }
 
 template <class T> void gated_forward(const GatedForward& a, int64_t begin, int64_t end, void* scratch) {

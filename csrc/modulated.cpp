@@ -20,9 +20,13 @@ namespace {
 constexpr int64_t kGrain = 32768;  // elements that are worth a thread
 int64_t grain(int64_t each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(each, 1)); }
 
-Lines lines(const Optional& v, int64_t rows) {
-  if (!v) return {nullptr, 1, 0};
-  return {data(*v), rows / v->sizes()[0], v->strides()[0]};
+// Lines of the compute type, or of every row and of x's own.
+Lines lines(const Optional& v, const Tensor& x) {
+  if (!v) return {nullptr, 1, 0, false};
+  const int64_t rows = x.sizes()[0], groups = v->sizes()[0];
+  const bool narrow = v->scalar_type() != compute_type(x);
+  STD_TORCH_CHECK(!narrow || (v->scalar_type() == x.scalar_type() && groups == rows), "leannorm: lines of another type");
+  return {data(*v), rows / groups, v->strides()[0], narrow};
 }
 
 // Are so many tensors of this size more than the caches keep, and is every line of the outputs aligned?
@@ -42,7 +46,7 @@ void sum_groups(const Tensor& x, int64_t groups, int64_t vectors, const Pointers
   if (vectors == 0) groups = 1;
   const int64_t rows = x.sizes()[0], kept = x.sizes()[1], each = rows / groups;
   const int64_t length = std::clamp<int64_t>((rows + 63) / 64, 16, 256), pieces = (each + length - 1) / length;
-  const int64_t bytes = kept * (type == ScalarType::Double ? 8 : 4), shared = pieces > 1 ? groups * pieces : 0;
+  const int64_t bytes = kept * (type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2), shared = pieces > 1 ? groups * pieces : 0;
   const Tensor shares = new_tensor(x, {shared, vectors, kept}, type);
   char* const share = mutable_data(shares);
   torch::stable::parallel_for(0, groups * pieces, grain(std::min(each, length) * kept), [&](int64_t begin, int64_t end) {
@@ -72,7 +76,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, cons
   const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
   const Tensor mean = new_tensor(x, {rows}, compute_type(x)), rstd = new_like(mean);
   const Tensor y = new_like(x), total = branch ? new_like(x) : no_tensor(x);
-  const AdaForward args{kept, data(x), data(branch), lines(gate, rows), lines(factor, rows), lines(addend, rows),
+  const AdaForward args{kept, data(x), data(branch), lines(gate, x), lines(factor, x), lines(addend, x),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), one, eps, rms,
                         stream(x, branch ? 4 : 2, {&y})};
   const auto forward = LEANNORM_PICK(modulated_kernels).ada_forward[element_type(x)];
@@ -83,10 +87,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, cons
 std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Optional& dtotal, const Tensor& x,
                                                     const Tensor& mean, const Tensor& rstd, const Tensor& factor,
                                                     double one, bool rms, bool want_sums) {
-  const int64_t rows = x.sizes()[0], kept = x.sizes()[1], groups = factor.sizes()[0];
-  const ScalarType type = compute_type(x);
+  const int64_t kept = x.sizes()[1], groups = factor.sizes()[0];
+  const ScalarType type = factor.scalar_type();
   const Tensor dx = new_like(x), with_xhat = new_tensor(x, {want_sums ? groups : 0, kept}, type), plain = new_like(with_xhat);
-  const AdaBackward args{kept, data(dy), data(dtotal), data(x), data(mean), data(rstd), lines(factor, rows),
+  const AdaBackward args{kept, data(dy), data(dtotal), data(x), data(mean), data(rstd), lines(factor, x),
                          mutable_data(dx), one, rms, stream(x, dtotal ? 4 : 3, {&dx})};
   const auto backward = LEANNORM_PICK(modulated_kernels).ada_backward[element_type(x)];
   sum_groups(x, groups, want_sums ? 2 : 0, {mutable_data(with_xhat), mutable_data(plain)}, type,
@@ -95,10 +99,10 @@ std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Opti
 }
 
 std::tuple<Tensor, Tensor> row_gate_backward(const Tensor& dtotal, const Optional& branch, const Tensor& gate) {
-  const int64_t rows = dtotal.sizes()[0], kept = dtotal.sizes()[1], groups = gate.sizes()[0];
-  const ScalarType type = compute_type(dtotal);
+  const int64_t kept = dtotal.sizes()[1], groups = gate.sizes()[0];
+  const ScalarType type = gate.scalar_type();
   const Tensor dbranch = new_like(dtotal), dgate = new_tensor(dtotal, {branch ? groups : 0, kept}, type);
-  const GateBackward args{kept, data(dtotal), data(branch), lines(gate, rows), mutable_data(dbranch)};
+  const GateBackward args{kept, data(dtotal), data(branch), lines(gate, dtotal), mutable_data(dbranch)};
   const auto backward = LEANNORM_PICK(modulated_kernels).gate_backward[element_type(dtotal)];
   sum_groups(dtotal, groups, branch ? 1 : 0, {mutable_data(dgate)}, type,
              [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0]); });

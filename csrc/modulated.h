@@ -1,7 +1,8 @@
 // The kernels of one instruction set for rows that meet more than parameters: what modulated.cpp may call.
 //
 // Tensors are rows of `kept` values. A factor, an addend or a gate of the sum is one line for so many rows that
-// follow each other (`each`). Statistics, parameters and those lines are of the compute type.
+// follow each other (`each`). Statistics, parameters and those lines are of the compute type; lines of every row
+// may be `narrow`, of the tensors' own.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,7 @@ namespace leannorm {
 struct Lines {
   const void* p;
   int64_t each, step;
+  bool narrow;
 };
 
 // y = xhat * (one + factor) + addend of x, or of total = x + gate * branch.
@@ -60,7 +62,8 @@ struct GatedBackward {
 
 struct ModulatedKernels {
   // [ElementType]. The sums of dy * xhat and of dy, of dtotal * branch, and of the weight's gradient are added
-  // to what stands there; null where unwanted. `scratch` is for two lines of the compute type.
+  // to what stands there (of a narrow line, whose sum has one term, written there); null where unwanted.
+  // `scratch` is for two lines of the compute type.
   void (*ada_forward[4])(const AdaForward&, int64_t begin, int64_t end);
   void (*ada_backward[4])(const AdaBackward&, int64_t begin, int64_t end, void* with_xhat, void* plain);
   void (*gate_backward[4])(const GateBackward&, int64_t begin, int64_t end, void* dgate);

@@ -9,8 +9,25 @@ namespace leannorm::LEANNORM_ISA::modulated {
 using namespace rows;
 
 // The line that a row meets.
-template <class S> inline const S* line_of(const Lines& lines, int64_t row) {
-  return static_cast<const S*>(lines.p) + row / lines.each * lines.step;
+template <class T> struct Line {
+  using S = ScalarOf<T>;
+  const char* p;
+  bool narrow;
+
+  Line(const Lines& lines, int64_t row) : p(static_cast<const char*>(lines.p)), narrow(lines.narrow) {
+    p += row / lines.each * lines.step * static_cast<int64_t>(narrow ? sizeof(T) : sizeof(S));
+  }
+  template <class E> LEANNORM_INLINE VectorOf<T> at(int64_t i, int64_t n) const {
+    if (sizeof(T) < sizeof(S) && narrow) return load<E>(reinterpret_cast<const T*>(p) + i, n);
+    return load<E>(reinterpret_cast<const S*>(p) + i, n);
+  }
+};
+
+// Adds a row's term to a sum, or writes it where the sum has no other.
+template <class E, class T> LEANNORM_INLINE void add_to(void* sum, bool narrow, int64_t i, VectorOf<T> v, int64_t n) {
+  ScalarOf<T>* const p = static_cast<ScalarOf<T>*>(sum) + i;
+  if (sizeof(T) < sizeof(*p) && narrow) store<E>(static_cast<T*>(sum) + i, v, n);
+  else store<E>(p, load<E>(p, n) + v, n);
 }
 
 template <class E, class T> inline void put_as(bool past, T* p, VectorOf<T> v, int64_t n) {
@@ -30,12 +47,13 @@ template <class T> void ada_forward(const AdaForward& a, int64_t begin, int64_t 
     T* const y = static_cast<T*>(a.y) + row * n;
     if (a.branch != nullptr) {
       const T* const branch = static_cast<const T*>(a.branch) + row * n;
-      const S* const gate = a.gate.p == nullptr ? nullptr : line_of<S>(a.gate, row);
+      const Line<T> gate(a.gate, row);
+      const bool gates = a.gate.p != nullptr;
       T* const sum = static_cast<T*>(a.total) + row * n;
       each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
         using E = decltype(extent);
         const V added = load<E>(branch + i, count);
-        const V with = gate == nullptr ? added : added * load<E>(gate + i, count);
+        const V with = gates ? added * gate.template at<E>(i, count) : added;
         store<E>(sum + i, load<E>(source + i, count) + with, count);
       });
       x = sum;
@@ -45,12 +63,13 @@ template <class T> void ada_forward(const AdaForward& a, int64_t begin, int64_t 
     static_cast<S*>(a.mean)[row] = mean;
     static_cast<S*>(a.rstd)[row] = rstd;
     const V m = splat<V>(mean), r = splat<V>(rstd);
-    const S *const factor = line_of<S>(a.factor, row), *const addend = line_of<S>(a.addend, row);
+    const Line<T> factor(a.factor, row), addend(a.addend, row);
     each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
       fetch_near(source + i + next);
       const V xhat = (load<E>(x + i, count) - m) * r;
-      put_as<E>(a.stream, y + i, xhat * (one + load<E>(factor + i, count)) + load<E>(addend + i, count), count);
+      const V v = xhat * (one + factor.template at<E>(i, count)) + addend.template at<E>(i, count);
+      put_as<E>(a.stream, y + i, v, count);
     });
   }
   if (a.stream) settle();
@@ -63,16 +82,15 @@ void ada_backward(const AdaBackward& a, int64_t begin, int64_t end, void* with_x
   constexpr int W = lanes<V>;
   const int64_t n = a.kept, next = larger(n, kLookAhead<T>);
   const V one = splat<V>(a.one);
-  S *const xhats = static_cast<S*>(with_xhat), *const plains = static_cast<S*>(plain);
   for (int64_t row = begin; row < end; ++row) {
     const T *const x = static_cast<const T*>(a.x) + row * n, *const dy = static_cast<const T*>(a.dy) + row * n;
     const T* const dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + row * n;
     T* const dx = static_cast<T*>(a.dx) + row * n;
-    const S* const factor = line_of<S>(a.factor, row);
+    const Line<T> factor(a.factor, row);
     const V m = splat<V>(static_cast<const S*>(a.mean)[row]), r = splat<V>(static_cast<const S*>(a.rstd)[row]);
     const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
-      const V h = load<E>(dy + i, count) * (one + load<E>(factor + i, count));
+      const V h = load<E>(dy + i, count) * (one + factor.template at<E>(i, count));
       return Pair<V>{h, h * ((load<E>(x + i, count, m) - m) * r)};
     });
     const V first = splat<V>(a.rms ? 0 : sums.first / n), second = splat<V>(sums.second / n);
@@ -81,12 +99,12 @@ void ada_backward(const AdaBackward& a, int64_t begin, int64_t end, void* with_x
       fetch_near(x + i + next);
       fetch_near(dy + i + next);
       const V d = load<E>(dy + i, count), xhat = (load<E>(x + i, count) - m) * r;
-      V v = r * (d * (one + load<E>(factor + i, count)) - first - xhat * second);
+      V v = r * (d * (one + factor.template at<E>(i, count)) - first - xhat * second);
       if (dtotal != nullptr) v = v + load<E>(dtotal + i, count);
       put_as<E>(a.stream, dx + i, v, count);
-      if (xhats == nullptr) return;
-      store<E>(xhats + i, load<E>(xhats + i, count) + d * xhat, count);
-      store<E>(plains + i, load<E>(plains + i, count) + d, count);
+      if (with_xhat == nullptr) return;
+      add_to<E, T>(with_xhat, factor.narrow, i, d * xhat, count);
+      add_to<E, T>(plain, factor.narrow, i, d, count);
     });
   }
   if (a.stream) settle();
@@ -94,19 +112,17 @@ void ada_backward(const AdaBackward& a, int64_t begin, int64_t end, void* with_x
 
 template <class T> void gate_backward(const GateBackward& a, int64_t begin, int64_t end, void* dgate) {
   using V = VectorOf<T>;
-  using S = ScalarOf<T>;
   const int64_t n = a.kept;
-  S* const sum = static_cast<S*>(dgate);
   for (int64_t row = begin; row < end; ++row) {
     const T* const dtotal = static_cast<const T*>(a.dtotal) + row * n;
     const T* const branch = a.branch == nullptr ? nullptr : static_cast<const T*>(a.branch) + row * n;
     T* const dbranch = static_cast<T*>(a.dbranch) + row * n;
-    const S* const gate = line_of<S>(a.gate, row);
+    const Line<T> gate(a.gate, row);
     each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
       const V d = load<E>(dtotal + i, count);
-      store<E>(dbranch + i, d * load<E>(gate + i, count), count);
-      if (branch != nullptr) store<E>(sum + i, load<E>(sum + i, count) + d * load<E>(branch + i, count), count);
+      store<E>(dbranch + i, d * gate.template at<E>(i, count), count);
+      if (branch != nullptr) add_to<E, T>(dgate, gate.narrow, i, d * load<E>(branch + i, count), count);
     });
   }
 }

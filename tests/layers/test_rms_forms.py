@@ -5,6 +5,7 @@ import torch
 from cases import DTYPES
 from torch.library import opcheck
 
+import leannorm
 from leannorm import functional, nn
 from leannorm._errors import InputError
 from leannorm.ops.backends import REFERENCE
@@ -187,3 +188,21 @@ def test_bad_input_is_named(how, rule):
         with pytest.raises(InputError, match=rule) as raised:
             call()
         assert "got" in str(raised.value)
+
+
+def test_convert_leaves_what_torch_has_no_class_for():
+    """A plain RMS norm in its place would compute something else."""
+    model = torch.nn.Sequential(
+        nn.RMSNorm(8),
+        nn.RMSNorm(8, weight_offset=1.0),
+        nn.RMSNorm(8, cast="before"),
+        nn.RMSNormGated(8),
+        nn.AdaLayerNorm(8),
+        nn.GroupNormAct(2, 8),
+    )
+    before = [type(layer) for layer in model]
+    with pytest.warns(UserWarning, match="torch has no such layer"):
+        leannorm.convert(model, to="torch")
+    assert [type(layer) for layer in model] == [torch.nn.RMSNorm, *before[1:]]
+    leannorm.convert(model)
+    assert [type(layer) for layer in model] == before

@@ -1,12 +1,14 @@
 """The schema and the fake of every operator that has kernels; the backends register the kernels.
 
+`groups` is 0 for statistics of the batch, G of each sample's G groups of channels, -B of every B samples.
+
 The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
 given where the derivative is computed from it. `dz` (the residual's gradient) and `total` (input plus
 residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
-and `dbias` of channels are float32 where the weight is, or is narrower, and else float64; of a row they are
-empty where they are not wanted, and `dbias` of RMS norm always is.
+and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
+are not wanted, and `dbias` of RMS norm always is.
 Callers hand in tensors that are contiguous or channels_last, all of one layout.
 """
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.plan import row_statistics_shape, statistics_shape
-from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
+from leannorm.ops.precision import compute_dtype, gradient_dtype, row_gradient_dtype, statistics_dtype
 
 LIBRARY = torch.library.Library("leannorm", "DEF")
 
@@ -52,7 +54,8 @@ _SCHEMAS = (
 )
 
 # of (rows, kept): a factor, an addend and a gate of the sum are (groups, kept), of the compute dtype, a line
-# for rows / groups rows that follow each other; sums over a group's rows are too
+# for rows / groups rows that follow each other; sums over a group's rows are too. A line a row may have the
+# dtype of x, and then their sums do
 _MODULATED = (
     "row_ada_forward(Tensor x, Tensor? branch, Tensor? gate, Tensor factor, Tensor addend, float one,"
     " float eps, bool rms) -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
@@ -78,6 +81,7 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
+SCHEMAS = _SCHEMAS + _MODULATED + _BETWEEN
 # the operators by name; looking up the overload at every call would cost time
 OPS = SimpleNamespace(
     **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *MODULATED, *BETWEEN)}
@@ -116,7 +120,7 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 @_fake("channel_grad_sums")
 def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
+    shape = (x.shape[1],) if mean.dim() == 1 else (mean.shape[0], x.shape[1])
     return _statistics(x, shape), _statistics(x, shape)
 
 
@@ -161,10 +165,10 @@ def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, T
 
 @_fake("row_backward")
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    start, stop, rms, want_affine = rest[3:7]
+    weight, start, stop, rms, want_affine = rest[2:7]
 
     def affine(wanted: bool) -> Tensor:
-        return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
+        return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=row_gradient_dtype(x, weight))
 
     return torch.empty_like(x), affine(want_affine), affine(want_affine and not rms)
 
@@ -183,13 +187,14 @@ def _(x: Tensor, branch: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Ten
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, factor, _, _, want_sums = rest
     shape = factor.shape[0] if want_sums else 0, x.shape[1]
-    return torch.empty_like(x), _lines(x, *shape), _lines(x, *shape)
+    of_xhat, plain = (_lines(x, *shape, dtype=factor.dtype) for _ in range(2))
+    return torch.empty_like(x), of_xhat, plain
 
 
 @_fake("row_gate_backward")
 def _(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tuple[Tensor, Tensor]:
     shape = 0 if branch is None else gate.shape[0], dtotal.shape[1]
-    return torch.empty_like(dtotal), _lines(dtotal, *shape)
+    return torch.empty_like(dtotal), _lines(dtotal, *shape, dtype=gate.dtype)
 
 
 @_fake("row_gated_forward")

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
+from leannorm.transforms.frozen_classes import FrozenBatchNorm2d
 from leannorm.transforms.norm_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
@@ -63,6 +64,7 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
     "timm.layers.norm_act.RmsNormAct": Entry(RMSNormThenAct),
     "timm.layers.norm_act.RmsNormAct2d": Entry(RMSNormThenAct, CHANNELS),
     "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
+    "torchvision.ops.misc.FrozenBatchNorm2d": Entry(FrozenBatchNorm2d),
 }
 
 # blocks in which `fuse="certain"` fuses calls; their source is read from the installed package
@@ -97,8 +99,9 @@ def why_not(module: Module) -> str | None:
 
 def has_torchs_form(module: Module) -> bool:
     """Does a layer of ours compute what torch's of its name does?"""
-    dim, offset, cast = (getattr(module, name, None) for name in ("dim", "weight_offset", "cast"))
-    return dim is None and not offset and cast in (None, "after")
+    found = (getattr(module, name, None) for name in ("dim", "group_size", "weight_offset", "cast"))
+    dim, group_size, offset, cast = found
+    return dim is None and group_size is None and not offset and cast in (None, "after")
 
 
 def is_norm(module: Module) -> bool:

@@ -46,12 +46,13 @@ def _by_group(wide: Tensor, x: Tensor, start: int) -> bool:
     return True
 
 
-def _lines(v: Tensor, x: Tensor, start: int) -> Tensor:
-    """v as lines (groups, kept) of the arithmetic's dtype."""
+def _lines(v: Tensor, x: Tensor, start: int, narrow: bool = True) -> Tensor:
+    """v as lines (groups, kept) of the arithmetic's dtype; where `narrow`, a line a row may stay as it is."""
     wide, shape = spread(v, x, start), x.shape[start:]
     if not _by_group(wide, x, start):
         wide = wide.expand(*x.shape[:start], *shape)
-    return _apart(wide, start, compute_dtype(x))
+    stays = narrow and v.dtype == x.dtype and v.numel() == x.numel()
+    return _apart(wide, start, x.dtype if stays else compute_dtype(x))
 
 
 def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
@@ -80,9 +81,11 @@ class CompiledModulated(Compiled):
         """weight and bias are multiplied into the lines, which are few where they are of a sample."""
         if x.numel() == 0 or _wider(branch, x):
             return super().ada_forward(x, branch, gate, scale, shift, weight, bias, start, eps, rms)
-        factor, one = _lines(scale, x, start), 1.0
-        kept = factor.shape[1]
-        addend = factor.new_zeros(1, kept) if shift is None else _lines(shift, x, start)
+        narrow = weight is None and bias is None
+        factor, one = _lines(scale, x, start, narrow), 1.0
+        kept, dtype = factor.shape[1], compute_dtype(x)
+        zeros = factor.new_zeros(1, kept, dtype=dtype)
+        addend = zeros if shift is None else _lines(shift, x, start, narrow)
         if weight is not None or bias is not None:
             factor, one = factor + 1, 0.0
             addend = (
@@ -118,7 +121,7 @@ class CompiledModulated(Compiled):
         wanted = want_modulation, want_affine
         if x.numel() == 0:
             return super().ada_backward(dy, dtotal, x, mean, rstd, scale, weight, bias, start, rms, *wanted)
-        factor, one = _lines(scale, x, start), 1.0
+        factor, one = _lines(scale, x, start, weight is None and bias is None and not want_affine), 1.0
         w, b = (None if p is None else p.to(factor.dtype).view(-1) for p in (weight, bias))
         if w is not None or want_affine:
             factor, one = factor + 1, 0.0

@@ -86,7 +86,10 @@ class ModulatedVerbs(RowVerbs):
         want_modulation: bool = True,
         want_affine: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """dx (of the sum), dscale, dshift, dweight, dbias, all but dx in the compute dtype."""
+        """dx (of the sum), dscale, dshift, dweight, dbias, all but dx in the compute dtype.
+
+        A kernel may give dscale and dshift in x's dtype where they are no sums.
+        """
         stop, dtype = x.dim(), mean.dtype
         dy, wide = dy.to(dtype), x.to(dtype)
         factor = 1 + spread(scale, x, start).to(dtype)
