@@ -23,8 +23,11 @@ from leannorm._errors import InputError
 from leannorm.nn._leaving import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
+from leannorm.transforms.formula import UnknownFormError
+from leannorm.transforms.formula_norm import FormulaNorm, formula_class
 from leannorm.transforms.fuse import find_fusions
 from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, has_torchs_form, is_norm, why_not
+from leannorm.transforms.recognition import formula_of, looks_like_norm, may_be_norm, why_not_by_formula
 from leannorm.transforms.steps import name_of
 from leannorm.transforms.sync import (
     inside_convolutions,
@@ -55,8 +58,9 @@ def convert(
 
     Args:
         model: any module; a norm layer by itself too.
-        to: `"leannorm"` swaps torch.nn's batch, instance, group, layer and RMS norms, and those of timm and
-            torchvision, for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms alone take
+        to: `"leannorm"` swaps torch.nn's batch, instance, group, layer and RMS norms, those of timm and
+            torchvision, and every other whose forward computes such a norm (`LlamaRMSNorm` and its like),
+            for leannorm's; `"torch"` undoes it exactly; `"sync"` makes batch norms alone take
             statistics over a process group, subclasses too whose forward goes by `super().forward`;
             `"leannorm"` ends that.
         process_group: for `to="sync"`, None is the default group.
@@ -64,7 +68,8 @@ def convert(
             that, are computed in one pass, for `to="leannorm"`. `"certain"`: neighbours in a
             `torch.nn.Sequential`, timm's `BatchNormAct2d`, and blocks of known classes (the ResNets,
             DenseNet, Inception and GoogLeNet of torchvision, timm's ResNet); `"trace"`: every block whose
-            text hands a norm's output straight to an activation; None: nowhere.
+            text hands a norm's output straight to an activation, or a sum straight to a layer or RMS norm;
+            None: nowhere.
         stats_dtype: the dtype of running statistics, now and after `model.half()` and the like, of leannorm's
             layers; None leaves it as it is. Cast before DistributedDataParallel or an optimizer holds them.
             `to="torch"` ends the keeping; the statistics stay in the dtype that they have.
@@ -75,9 +80,10 @@ def convert(
     call makes sure of both (nobody listens, neither is another layer by now), or calls them one by one.
     Pickle and deepcopy work after.
 
-    A layer that cannot be swapped without a change in what it computes (a subclass that is not known, a
-    momentum outside of [0, 1]) is left alone and named in one `UserWarning`, and so is a block that
-    `fuse="trace"` cannot read. In float16 and bfloat16 a fused pair rounds once, two layers round twice.
+    A layer that cannot be swapped without a change in what it computes (another formula, a momentum outside
+    of [0, 1]) is left alone and named in one `UserWarning`, and so is a block that `fuse="trace"` cannot
+    read; so is a model without norms. In float16 and bfloat16 a fused pair rounds once, two layers round
+    twice.
 
     Raises: `InputError` for a wrong `to` or `fuse`. After any error the model is as it was.
     Source: the layers' own.
@@ -100,6 +106,10 @@ def convert(
     left: dict[str, list[str]] = defaultdict(list)
     with _all_or_nothing(model):
         _swap(model, to, process_group, fuse, left)
+    if to == "leannorm" and not left and not any(_is_ours(m) or _is_fused(m) for m in model.modules()):
+        warnings.warn(
+            f"convert found no norm layer in {type(model).__name__} and left it as it is", stacklevel=2
+        )
     if stats_dtype is not None:
         for module in model.modules():
             if isinstance(module, HasStatistics):
@@ -145,8 +155,11 @@ def preview(
         for name, module in names.items():
             if type(module) is not before[name]:
                 after = type(module).__name__
-                joins = getattr(type(module), "unfused", None) is before[name]
-                swapped[name] = before[name].__name__, f"{after} with fused calls" if joins else after
+                if getattr(type(module), "unfused", None) is before[name]:
+                    after += " with fused calls"
+                elif isinstance(module, FormulaNorm):
+                    after += f" by {module.function}"
+                swapped[name] = before[name].__name__, after
         raise _DryRunError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
@@ -190,8 +203,10 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
         entry, reason = KNOWN.get(name_of(type(module))), None
         if entry is not None:
             reason = why_not(module)
-        elif is_norm(module) and not _is_ours(module):
-            reason = _reason_unknown(module)
+        elif isinstance(module, FormulaNorm):
+            module.read_again()  # it may have been changed since
+        elif not _is_ours(module):
+            entry, reason = _by_formula(module)
         if reason is not None:
             left[reason].append(name or "the model itself")
         elif entry is not None:
@@ -206,6 +221,23 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
             object.__setattr__(block, "__class__", fused)
     for module, entry in entries.items():
         _become(module, entry)
+
+
+def _by_formula(module: Module) -> tuple[Entry | None, str | None]:
+    """What a layer of an unknown class becomes, or why it stays although it looks like a norm."""
+    named = is_norm(module) or looks_like_norm(module)
+    if not named and not may_be_norm(module):
+        return None, None
+    if isinstance(module, LazyModuleMixin):
+        return None, f"{name_of(type(module))} without a size yet; run one batch first"
+    reason = why_not_by_formula(module)
+    if reason is None:
+        try:
+            formula = formula_of(module, type(module))
+            return Entry(formula_class(type(module)), {"_formula": formula}), None
+        except UnknownFormError as error:
+            reason = f"{name_of(type(module))} is not known, {error}"
+    return None, reason if named else None
 
 
 def _become(module: Module, entry: Entry) -> None:
@@ -262,16 +294,13 @@ def _undo_swap(module: Module) -> bool:
     return True
 
 
+def _is_fused(module: Module) -> bool:
+    return hasattr(type(module), "unfused")
+
+
 def _is_ours(module: Module) -> bool:
     """Is its class, or a base of it, leannorm's?"""
     return any(cls.__module__.startswith("leannorm.") for cls in type(module).__mro__)
-
-
-def _reason_unknown(module: Module) -> str:
-    name = name_of(type(module))
-    if isinstance(module, LazyModuleMixin):
-        return f"{name} without a size yet; run one batch first"
-    return f"{name} is not known, a subclass may compute anything"
 
 
 @contextmanager

@@ -19,11 +19,15 @@ from leannorm.transforms.steps import METHODS, is_activation_function
 
 
 class Roles(NamedTuple):
-    """Attribute paths below `self` of the modules that may be fused: batch norms, activations, identities."""
+    """Attribute paths below `self` of the modules that may be fused.
+
+    Batch norms, activations, identities; `rows` are layer and RMS norms, which may have an addition before.
+    """
 
     norms: frozenset[str]
     acts: frozenset[str]
     identities: frozenset[str]
+    rows: frozenset[str] = frozenset()
 
 
 class Scope(NamedTuple):

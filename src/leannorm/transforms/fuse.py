@@ -17,10 +17,18 @@ from torch.nn import Module
 
 from leannorm.transforms.expressions import Roles
 from leannorm.transforms.norm_classes import CERTAIN_BLOCKS
-from leannorm.transforms.rewrite import rewritten
-from leannorm.transforms.steps import FUSABLE, activation_of, name_of, runs_in_order, sequential_forward
+from leannorm.transforms.rewrite import inside, rewritten
+from leannorm.transforms.steps import (
+    FUSABLE,
+    activation_of,
+    is_row_norm,
+    name_of,
+    runs_in_order,
+    sequential_forward,
+)
 from leannorm.transforms.text import read
 
+_CHECKPOINTED = "transformers.modeling_layers.GradientCheckpointingLayer"  # it expects subclasses
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
@@ -55,8 +63,10 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
                 frozenset(name for name, m in below.items() if is_norm(m)),
                 frozenset(name for name, m in below.items() if activation_of(m)),
                 frozenset(name for name, m in below.items() if type(m) is torch.nn.Identity),
+                frozenset(name for name, m in below.items() if is_row_norm(targets.get(m, type(m)))),
             )
-            fused = fused_class(type(block), roles) if roles.norms else type(block)
+            norms = roles.norms | roles.rows
+            fused = fused_class(type(block), roles) if norms else type(block)
             if fused is not type(block):
                 found[block] = fused
             elif roles.norms and not _is_readable(block):
@@ -74,7 +84,9 @@ def _below(block: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
 
 def _is_readable(block: Module) -> bool:
     forward: Any = type(block).forward
-    return forward is Module.forward or (isinstance(forward, FunctionType) and read(forward) is not None)
+    return forward is Module.forward or (
+        isinstance(forward, FunctionType) and read(inside(forward)) is not None
+    )
 
 
 def _has_norm_before_act(layers: list[Module], is_norm: Any) -> bool:
@@ -85,7 +97,10 @@ def _has_norm_before_act(layers: list[Module], is_norm: Any) -> bool:
 
 def _can_be_subclassed(cls: type[Module]) -> bool:
     """Can instances get a subclass without side effects (no metaclass, no own pickling, not leannorm's)?"""
-    own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
+    plain = (object, Module)
+    own = {
+        n for base in cls.__mro__ if base not in plain for n in vars(base) if name_of(base) != _CHECKPOINTED
+    }
     return (
         type(cls) is type
         and not own & {"unfused", "__init_subclass__", "__reduce__", "__reduce_ex__", "__call__"}

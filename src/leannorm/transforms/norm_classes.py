@@ -23,6 +23,8 @@ from leannorm.transforms.norm_act import (
 )
 from leannorm.transforms.steps import name_of
 
+REPLACED = "its forward is replaced on the layer itself; convert before that is done"
+
 
 class Entry(NamedTuple):
     """The class that a known layer becomes, and the attributes that are added to it."""
@@ -83,6 +85,8 @@ CERTAIN_BLOCKS = frozenset(
 
 def why_not(module: Module) -> str | None:
     """Why this layer of a known class would compute something else as one of ours."""
+    if "forward" in vars(module):
+        return REPLACED
     momentum, eps = getattr(module, "momentum", None), getattr(module, "eps", None)
     if isinstance(momentum, float) and not 0 <= momentum <= 1:
         return f"its momentum is {momentum}, ours takes 0 to 1"

@@ -39,6 +39,7 @@ def rewritten(cls: type[Module], roles: Roles) -> dict[str, Callable[..., Any]]:
 def _rewritten(
     cls: type[Module], name: str, function: types.FunctionType, roles: Roles
 ) -> Callable[..., Any] | None:
+    whole, function = function, inside(function)
     node, code = read(function), function.__code__
     if node is None or code.co_argcount == 0 or name.startswith("__") or not can_be_rewritten(node, code):
         return None
@@ -50,7 +51,14 @@ def _rewritten(
     if not any(isinstance(n, ast.Name) and n.id == _STEPS for s in body for n in ast.walk(s)):
         return None
     copy = ast.copy_location(ast.FunctionDef(node.name, node.args, body, [], None), node)
-    return _unless_replaced(cls, name, function, function_like(function, copy, {_STEPS: steps}))
+    return _unless_replaced(cls, name, whole, function_like(function, copy, {_STEPS: steps}))
+
+
+def inside(function: types.FunctionType) -> types.FunctionType:
+    """The function, or the one that transformers has wrapped to be checkpointed, as it wraps a subclass's."""
+    wrapped = getattr(function, "__wrapped__", None)
+    checkpointed = function.__code__.co_name == "forward_with_checkpointing"
+    return wrapped if checkpointed and isinstance(wrapped, types.FunctionType) else function
 
 
 def _unless_replaced(
@@ -80,10 +88,45 @@ class Statements:
         """The statements with every chain rewritten."""
         new, at = list[ast.stmt](), 0
         while at < len(body):
-            chain, taken = self.chain(body, at)
+            chain, taken = self.added_norm(body, at) or self.chain(body, at)
             new += chain or [self.single(body[at])]
             at += max(taken, 1)
         return new
+
+    def added_norm(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
+        """`total = a + b`, perhaps `kept = total`, then `y = norm(total)`, as one step."""
+        total, value = _assigned(body[at]), getattr(body[at], "value", None)
+        if (
+            total not in self.scope.local
+            or not isinstance(value, ast.BinOp)
+            or not isinstance(value.op, ast.Add)
+        ):
+            return None
+        names, next_at = [total], at + 1
+        while next_at < len(body) and (kept := _assigned(body[next_at])) in self.scope.local:
+            if not _is_name(body[next_at].value, total):  # type: ignore[attr-defined]
+                break
+            names, next_at = [*names, str(kept)], next_at + 1
+        y = _assigned(body[next_at]) if next_at < len(body) else None
+        call = unary(body[next_at].value) if y in self.scope.local else None  # type: ignore[attr-defined]
+        if call is None or call.keywords or self.scope.path(call.func) not in self.scope.roles.rows:
+            return None
+        if not _is_name(call.args[0], names[0]) or y in names[1:]:
+            return None
+        sides = (with_steps(self.scope, side) for side in (value.left, value.right))
+        step = self.scope.call("add_then_norm", *sides, call.func)
+        first = names[-1] if y == total else names[0]
+        targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in (first, str(y))]
+        if y == total and len(names) == 1:  # the sum itself is read by nobody else
+            step = ast.Subscript(step, ast.Constant(1), ast.Load())
+            return [ast.copy_location(ast.Assign(targets[1:], step), body[at])], 2
+        new = [ast.Assign([ast.Tuple(targets, ast.Store())], step)]
+        new += [
+            ast.Assign([ast.Name(n, ast.Store())], ast.Name(first, ast.Load()))
+            for n in names
+            if n not in (first, y)
+        ]
+        return [ast.copy_location(s, body[at]) for s in new], next_at + 1 - at
 
     def single(self, statement: ast.stmt) -> ast.stmt:
         """A statement that starts no chain, with the expressions and statements in it rewritten."""

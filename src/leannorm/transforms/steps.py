@@ -20,10 +20,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import _get_current_function_mode_stack
 
 from leannorm import nn
+from leannorm.functional.layer import add_layer_norm, add_rms_norm
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import leaving
 
+_ROW_NORMS = (nn.LayerNorm, nn.RMSNorm)
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 _COMPUTED = {name: activation for name, activation in ACTIVATIONS.items() if name != "identity"}
@@ -144,6 +146,38 @@ def plus_in_place(value: Any, other: Any) -> Any:
         value = value.run_unfused()
     value += other
     return value
+
+
+def add_then_norm(a: Any, b: Any, norm: Any) -> Any:
+    """`r = a + b` and `norm(r)`: in one pass, if the norm is leannorm's and both are plain tensors alike."""
+    found = _added_and_normalized(a, b, norm) if is_row_norm(type(norm)) else None
+    if found is not None:
+        return found
+    r = a + b
+    return r, norm(r)
+
+
+def _added_and_normalized(a: Any, b: Any, norm: Any) -> Any:
+    if not (_is_plain_tensor(a) and _is_plain_tensor(b) and _is_unobserved(norm)) or leaving():
+        return None
+    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) or not a.is_floating_point():
+        return None
+    if type(norm) not in _ROW_NORMS:
+        return norm.add_and_normalize(a, b)
+    if not all(t is None or _is_plain_tensor(t) for t in norm._parameters.values()):
+        return None
+    given = (a, b, norm.normalized_shape, norm.weight)
+    if type(norm) is nn.LayerNorm:
+        y, r = add_layer_norm(*given, norm.bias, norm.eps, dim=norm.dim)
+    else:
+        how = {"dim": norm.dim, "weight_offset": norm.weight_offset, "cast": norm.cast}
+        y, r = add_rms_norm(*given, norm.eps, **how)
+    return r, y
+
+
+def is_row_norm(cls: type) -> bool:
+    """Is it a class of leannorm's whose layers can be computed with an addition before them?"""
+    return cls in _ROW_NORMS or hasattr(cls, "add_and_normalize")
 
 
 def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
