@@ -63,7 +63,7 @@ class Packing:
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
-        self.search = Search(policy, self._narrow_positions, since)
+        self.search = Search(policy, self._narrow_positions, self.reasons, since)
         self._anything_waits = False
         self._largest = 0
         self._call: tuple[int, NormArguments | None] = -1, None

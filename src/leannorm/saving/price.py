@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from leannorm.saving.graph import kind_of
-from leannorm.saving.recipes.products import PRODUCTS
+from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Step, Value
 
@@ -105,7 +105,7 @@ def _flops(kind: str, inputs: list[tuple[int, ...]], output: tuple[int, ...]) ->
     """Operations of a product's forward pass, by the shapes at its node; () for an input without gradient."""
     if kind.startswith("ScaledDotProduct"):
         return 4 * prod(inputs[0]) * inputs[1][-2] if inputs[0] and inputs[1] else 0
-    if kind in ("ConvolutionBackward0", "leannorm.ConvNorm"):
+    if kind in CONVOLUTIONS:
         return 2 * prod(inputs[1][1:]) * prod(output)
     if kind in PRODUCTS:
         *_, a, b = inputs

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from leannorm.saving.device import share, stream_of
 from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
 
@@ -83,14 +84,18 @@ class Value:
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
+    stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
     _rebuilt: Tensor | None = None
     _rebuilt_version = 0
+    _rebuilt_on: torch.Stream | None = None
 
     def __init__(
         self, tensor: Tensor | None, version: int = 0, step: Step | None = None, name: str = ""
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
+        if tensor is not None:
+            self.stream = stream_of(tensor)
         if step is not None:
             self._add_as_reader(step)
 
@@ -116,6 +121,9 @@ class Value:
                 value.sample = Sample.of(value.tensor)
         self.products = max((value.products for value in step.inputs), default=0)
         self.products += step.kind == "product"
+        for tensor in step.captured:
+            if tensor is not None:
+                self.stream = stream_of(tensor)
 
     @property
     def is_held(self) -> bool:
@@ -162,7 +170,11 @@ class Value:
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
         """The tensor for a step, and who owns its memory."""
-        return self._rebuild(flags) if self.step is not None else (self._proved(), Owner.HELD)
+        if self.step is not None:
+            return self._rebuild(flags)
+        tensor = self._proved()
+        share(tensor, self.stream)
+        return tensor, Owner.HELD
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
         """The held tensor; raises `error` if it was edited since it was packed."""
@@ -187,9 +199,14 @@ class Value:
             tensor, memory = self._rebuilt, Owner.SHARED
             if tensor._version != self._rebuilt_version:  # edited by a user's backward function
                 raise RuntimeError(self._edited(tensor))
+            share(tensor, self._rebuilt_on)
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
+            for captured in self.step.captured:
+                if captured is not None:
+                    share(captured, self.stream)
             tensor, memory = run(self.step, inputs, flags)
+            self._rebuilt_on = stream_of(tensor)
         self._left -= 1
         if self._left <= 0:
             self._rebuilt, self._left = None, self.users

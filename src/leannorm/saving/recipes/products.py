@@ -57,7 +57,8 @@ _MATRIX_PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[str, str]]] = {
     "AddmmBackward0": (_addmm, ("mat1", "mat2")),
     "BaddbmmBackward0": (_baddbmm, ("batch1", "batch2")),
 }
-PRODUCTS = {"ConvolutionBackward0", "leannorm.ConvNorm", *_MATRIX_PRODUCTS}
+CONVOLUTIONS = {"ConvolutionBackward0", "leannorm.ConvNorm"}
+PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS}
 
 
 @recipe(*_MATRIX_PRODUCTS)
