@@ -37,8 +37,8 @@ BACKWARD_WITHIN = (
     " result was dropped: no plan could be made; move backward() out of it"
 )
 BENCHMARK = (
-    "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread by itself, so"
-    " that the backward pass may use another one, of other bits, and convolutions are held; turn it off"
+    "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread by itself,"
+    " so that the backward pass may use another one, of other bits, and convolutions are held; turn it off"
 )
 SMALL = (
     "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
