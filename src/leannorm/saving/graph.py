@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.autograd.function import BackwardCFunction
 
 from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
+_OF_NUMBERS = {torch.float64, torch.int64, torch.bool, torch.complex128}
 _KEY, _WAITING = "leannorm", "leannorm waiting"
 _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
@@ -51,6 +53,14 @@ def saved(node: Any, name: str) -> Value | None:
     """
     packed = getattr(node, f"_raw_saved_{name}").data
     return packed if type(packed) is Value and packed.memory is None else None
+
+
+def number(node: Any, name: str) -> Any:
+    """The Python number that the node saved under `name`, or None: torch saves those without hooks."""
+    value = getattr(node, f"_raw_saved_{name}").data
+    if type(value) is not torch.Tensor or value.dim() or value.dtype not in _OF_NUMBERS:
+        return None
+    return getattr(node, f"_saved_{name}").numpy().item() if value.device.type == "cpu" else None
 
 
 def is_saving(node: Any, name: str) -> bool:

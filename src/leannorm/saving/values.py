@@ -77,6 +77,7 @@ class Value:
     whole: Value | None = None  # the base, if this is a view
     origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
     call: Hashable = None  # the arguments of the norm call that saved this
+    from_narrow = False  # is it rebuilt from a copy of its own in a narrower dtype?
     alone = False  # does only autograd hold the tensor?
     where = ""  # the layer that was running when it was packed; under `verify` only
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
@@ -110,7 +111,7 @@ class Value:
         if self.tensor is not None:
             self.watch, self.sample = version_of(tensor), Sample.of(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.step, self.tensor, self.origin = step, None, None
+        self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
         self._add_as_reader(step)
 
     def _add_as_reader(self, step: Step) -> None:
@@ -228,6 +229,12 @@ class Value:
             f" version {tensor._version}; expected version {self.version} instead. leannorm.lean() needs it"
             " for the backward pass: edit a copy of it, or edit it after backward()."
         )
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Is it a parameter or a view of one? Those exist without autograd too, also where they are frozen."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
 
 
 def _check_there(tensor: Tensor, name: str) -> None:

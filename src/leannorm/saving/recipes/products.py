@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step, Value
@@ -30,17 +31,22 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
-        bias = given(2)
-        if bias is None:  # frozen: it has no edge in the graph
+        bias = given(2) or frozen_bias(weight)
+        if bias is None:
             return None
         inputs.append(bias)
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     constants = tuple(constant(node, name) for name in names)
-    kernel = node.next_functions[1][0] and weight.look()
-    if kernel is None or constants[3]:
+    if constants[3]:
         return None
-    flops = 2 * kernel[0].numel() * prod(node._input_metadata[0].shape)
+    flops = 2 * weight.look()[0].numel() * prod(node._input_metadata[0].shape)
     return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops)
+
+
+def frozen_bias(weight: Value) -> Value | None:
+    """A bias without an edge in the graph, where the call that saved the weight is known."""
+    bias = weight.call.bias if isinstance(weight.call, CallArguments) else None
+    return None if bias is None else Value(bias, bias._version, name="copy of a frozen bias")
 
 
 def _addmm(added: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
@@ -76,8 +82,8 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "narrows": sizes[-1] > outputs[-1]}
     if not first:
         return Step(function, (a, b), **work)
-    added = given(0)
-    if added is None:  # frozen: it has no edge in the graph
+    added = given(0) or frozen_bias(b)
+    if added is None:
         return None
     factors = constant(node, "beta"), constant(node, "alpha")
     return Step(function, (added, a, b), (), factors, **work)
