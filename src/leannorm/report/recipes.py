@@ -117,6 +117,9 @@ _PROGRAMS: dict[str, _Program] = {
     "leannorm.ChannelAffine": _Program(_our_running_norm),
     "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
     "leannorm.ConvNorm": _Program(_our_conv_norm),
+    "ScaledDotProductFlashAttentionForCpuBackward0": _Program(
+        lambda x, leaf: F.scaled_dot_product_attention(x, leaf, leaf)
+    ),
     "ConvolutionBackward0": _Program(lambda x, leaf: F.conv2d(leaf, _kernel())),
     "MmBackward0": _square(lambda x, leaf: x.mm(leaf)),
     "BmmBackward0": _batched(lambda x, leaf: x.bmm(leaf)),
@@ -151,6 +154,8 @@ _ELSEWHERE = {
     "CudnnBatchNormBackward0": "made on CUDA devices, by cuDNN",
     "MiopenBatchNormBackward0": "made on ROCm devices, by MIOpen",
     "FusedRmsNormBackward0": "made on CUDA devices",
+    "ScaledDotProductFlashAttentionBackward0": "made on CUDA devices",
+    "ScaledDotProductEfficientAttentionBackward0": "made on CUDA devices",
     "leannorm.SyncNorm": "made by two processes",
 }
 

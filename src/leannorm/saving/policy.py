@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from leannorm._errors import InputError
+from leannorm.saving.recipes.attention import ATTENTIONS
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.values import Step, Value
 
@@ -41,7 +42,7 @@ class Policy:
 
     def considers(self, node: str) -> bool:
         """May outputs of this kind of node be rebuilt at all?"""
-        return self.reads_weights or node not in PRODUCTS
+        return self.reads_weights or node not in PRODUCTS | ATTENTIONS
 
     def may_add(self, value: Value | None) -> bool:
         """May a sum with this input be rebuilt? None stands for an input that has no value yet."""
@@ -59,7 +60,7 @@ class Policy:
         """Is this step cheap enough for a tensor of `nbytes`?"""
         if step.kind == "sum":
             return self.everything or all(map(needs_no_norm, step.inputs))
-        if step.kind != "product":
+        if step.kind not in ("product", "attention"):
             return True
         return self.everything or (step.flops <= self.flops_per_byte * nbytes and not step.narrows)
 
@@ -70,7 +71,7 @@ NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), 
 def needs_no_norm(value: Value) -> bool:
     """Is it held, a product (whose operations were checked), or made of such by views, multiples and sums?"""
     step = value.step
-    if step is None or step.kind in ("product", "held"):
+    if step is None or step.kind in ("product", "attention", "held"):
         return True
     return (step.view or step.kind in ("scale", "sum")) and all(needs_no_norm(v) for v in step.inputs)
 

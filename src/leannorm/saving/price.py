@@ -57,7 +57,7 @@ def rates(device: torch.device) -> Rates:
 def of_rebuild(step: Step, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> float:
     """The price of one rebuild, with all tensors on the way to it that were not packed."""
     total, rate = 0.0, rates(device)
-    if step.kind == "product":
+    if step.flops:
         total += step.flops / rate.products.get(dtype.itemsize, rate.products[2])
     if step.kind != "view":
         moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))

@@ -32,9 +32,9 @@ class Step(NamedTuple):
 
     `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are
     hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
-    (also activations and casts), "scale", "sum", "product", "view" (shares its input's memory), "copy" (a
-    view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are those of
-    one rebuild of a product; it `narrows` if it has fewer outputs than inputs. `then_act(act)` returns the
+    (also activations and casts), "scale", "sum", "product", "attention", "view" (shares its input's memory),
+    "copy" (a view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are
+    those of a rebuild; a product `narrows` if it has fewer outputs than inputs. `then_act(act)` returns the
     step with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
     `proved` is False where the step may read something else than the node read: then it is compared every
     time.
