@@ -182,7 +182,7 @@ class Packing:
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
-        if is_view_of_held(step) or not self.policy.allows(step, tensor.nbytes):
+        if is_view_of_held(step) or not self.policy.allows(step):
             return None
         return seconds(step, tensor, seen_as)
 

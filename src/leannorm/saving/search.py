@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -148,7 +147,7 @@ class Search:
             sure = sure and (known.as_made or reader._sequence_nr() >= known.seen_at)
             return (known, True) if sure else (None, True)
         step = self._step(producer, number, None, depth, missing)
-        if step is None or not (step.kind == "norm" or self._policy.allows(step, _nbytes(producer, number))):
+        if step is None or not (step.kind == "norm" or self._policy.allows(step)):
             missing.append((producer, number))
             return None, True
         value = Value(None, 0, step, name=kind_of(producer))
@@ -206,11 +205,6 @@ def _versions_as_made(node: Any, output: int, depth: int = 0) -> set[int]:
 
 def _is_leaf_on_cpu(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and tensor.device.type == "cpu"
-
-
-def _nbytes(node: Any, output: int) -> int:
-    metadata = node._input_metadata[output]
-    return int(prod(metadata.shape) * metadata.dtype.itemsize)
 
 
 def is_view_of_held(step: Step) -> bool:

@@ -34,8 +34,8 @@ class Step(NamedTuple):
     hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
     (also activations and casts), "scale", "sum", "product", "attention", "view" (shares its input's memory),
     "copy" (a view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are
-    those of a rebuild; a product `narrows` if it has fewer outputs than inputs. `then_act(act)` returns the
-    step with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
+    those of a rebuild; it is `costly` if that is much for what it frees. `then_act(act)` returns the step
+    with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
     `proved` is False where the step may read something else than the node read: then it is compared every
     time.
     """
@@ -47,7 +47,7 @@ class Step(NamedTuple):
     in_place: Callable[..., Tensor] | None = None
     kind: str = "norm"
     flops: int = 0
-    narrows: bool = False
+    costly: bool = False
     then_act: Callable[[str], Step | None] | None = None
     flags: Flags | None = None
     proved: bool = True

@@ -1,4 +1,4 @@
-"""Recipes that take many operations per byte: convolutions and matrix products.
+"""Recipes that take many operations per value: convolutions and matrix products.
 
 Such a step has the kind "product", and policies decide by its flops. Chains are short: a convolution depends
 on no rebuilt product, a matrix product on at most one.
@@ -17,6 +17,9 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step, Value
+
+MOST = 768
+"""Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
 
 
 def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -40,7 +43,8 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
     if constants[3]:
         return None
     flops = 2 * weight.look()[0].numel() * prod(node._input_metadata[0].shape)
-    return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops)
+    costly = flops > MOST * prod(node._input_metadata[0].shape)
+    return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops, costly=costly)
 
 
 def frozen_bias(weight: Value) -> Value | None:
@@ -69,7 +73,7 @@ PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS}
 
 @recipe(*_MATRIX_PRODUCTS)
 def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Linear layers and attention scores; `narrows` marks those with fewer outputs than inputs."""
+    """Linear layers and attention scores; costly: with fewer outputs than inputs."""
     function, names = _MATRIX_PRODUCTS[kind_of(node)]
     edges = node.next_functions
     first = len(edges) - 2  # the factors follow the added tensor, if there is one
@@ -79,7 +83,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
     if sizes is None:
         return None
-    work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "narrows": sizes[-1] > outputs[-1]}
+    work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
     if not first:
         return Step(function, (a, b), **work)
     added = given(0) or frozen_bias(b)
