@@ -22,6 +22,11 @@ MOST = 768
 """Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
 
 
+MUCH_NARROWER = 8
+"""A matrix product with so many times more inputs than outputs is held, such as the first factor of a LoRA
+adapter: it is small, and what reads it is then one product in a row, not two."""
+
+
 def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     bias, *constants = rest if len(rest) == 7 else (None, *rest)
     return torch.convolution(x, weight, bias, *constants)
@@ -81,7 +86,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     if a is None or b is None or max(a.products, b.products) > 1:
         return None
     sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
-    if sizes is None:
+    if sizes is None or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
     if not first:
