@@ -66,9 +66,16 @@ def test_what_one_layer_holds_of_it():
     model, x, saved = Attention(torch.float32), tokens(torch.float32), lean(overhead=10.0)
     assert_stock(lambda: model(x.sin()).sum(), [x, *model.parameters()], saved)
     assert saved.kept_bytes <= x.nbytes + BATCH * HEADS * TOKENS * 4
-    plain = lean()
-    assert_stock(lambda: model(x.sin()).sum(), [x, *model.parameters()], plain)
-    assert held(plain, NODE) == x.nbytes, '"norm" computes no product again'
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+@pytest.mark.parametrize(("keys", "rebuilt"), [(256, True), (257, False)])
+def test_of_few_keys_it_costs_little(keys, rebuilt, setting):
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    k = torch.randn(1, 2, keys, 16, requires_grad=True)
+    saved = lean(setting)
+    assert_stock(lambda: F.scaled_dot_product_attention(q, k, k).exp().sum(), [q, k], saved)
+    assert (held(saved, NODE) == 0) == rebuilt
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

@@ -50,14 +50,15 @@ def test_conv_is_the_same_in_every_dtype(width):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_conv_is_a_fifth_of_the_step(dtype, width=512):
+def test_conv_is_a_fifth_of_the_step(dtype):
     """By the table of prices, as `overhead` reads it."""
     priced = lean(overhead=10.0)
     priced._settings = priced._settings._replace(policy=CONV)
+    width = 512
     model, x = Block(width).to(dtype), torch.randn(2, TOKENS, width, dtype=dtype, requires_grad=True)
     with priced:
         model(x.sin()).float().square().mean()
-    assert 0.12 <= priced.plan.overhead <= 0.22
+    assert 0.15 <= priced.plan.overhead <= 0.26
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 from leannorm._errors import InputError
-from leannorm.saving.recipes.attention import ATTENTIONS
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.values import Step, Value
 
@@ -23,7 +22,7 @@ class Policy:
 
     Convolutions and matrix products: with `products`, and none that is `costly`. What is left of a
     transformer costs a fifth of its step by the table of prices, at any width and in any dtype.
-    Attention: with `everything`. The output of its layer's last product, then a third in a row, is held.
+    Attention: none that is `costly`, without `everything`.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
     those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. Of
     tensors of one size (a residual connection) at most one product in a row: all that follows up to the next
@@ -42,7 +41,7 @@ class Policy:
 
     def considers(self, node: str) -> bool:
         """May outputs of this kind of node be rebuilt at all?"""
-        return self.reads_weights or node not in PRODUCTS | ATTENTIONS
+        return self.reads_weights or node not in PRODUCTS
 
     def may_add(self, value: Value | None) -> bool:
         """May a sum with this input be rebuilt? None stands for an input that has no value yet."""
@@ -61,7 +60,7 @@ class Policy:
         if step.kind == "sum":
             short = max(value.products for value in step.inputs) <= 1 or len(set(map(_size, step.inputs))) > 1
             return short and (self.everything or all(map(needs_no_norm, step.inputs)))
-        return self.everything or not (step.costly or step.kind == "attention")
+        return self.everything or not step.costly
 
 
 NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(products=True, everything=True)

@@ -18,6 +18,9 @@ from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step
 
 _aten = torch.ops.aten
+MOST = 1024
+"""Operations for each value of the output, above which it is costly: 256 keys. At a width of 384 this is a
+thirtieth of a step."""
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
@@ -62,4 +65,5 @@ def attention(node: Any, output: int, given: Given, like: Tensor | None) -> Step
     shapes = [producer._input_metadata[number].shape for producer, number in node.next_functions[:2]]
     flops = 4 * prod(shapes[0]) * shapes[1][-2]
     constants = node._saved_is_causal, node._saved_scale
-    return Step(function, known, (), constants, kind="attention", flops=flops)
+    costly = flops > MOST * prod(node._input_metadata[0].shape)
+    return Step(function, known, (), constants, kind="attention", flops=flops, costly=costly)
