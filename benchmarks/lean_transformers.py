@@ -34,7 +34,7 @@ from leannorm.saving import lean
 import_torchvision()
 LANGUAGE = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4, "vocab_size": 4000}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
-TOKENS = (2, 256)
+TOKENS = (2, 160)
 RESULTS = Path(__file__).parent / "results" / "lean_transformers_cpu.json"
 
 
@@ -141,7 +141,7 @@ class _Modulated(nn.Module):
 
 def _dit() -> tuple[nn.Module, Any, list[nn.Module]]:
     model = DiT()
-    return model, torch.randn(2, 256, 16), list(model.blocks)
+    return model, torch.randn(2, 160, 16), list(model.blocks)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, list[nn.Module]]]] = {
