@@ -7,6 +7,8 @@ set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import os
 import platform
 import shlex
@@ -35,6 +37,9 @@ FLAGS = [
     "-w",  # the compiler warns of its own intrinsics
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
+
+
+here = Path(__file__).parent
 
 
 class BuildError(Exception):
@@ -80,7 +85,7 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         torch_root = self._torch_root()
         include = torch_root / "include"
-        flags = [*FLAGS, f"-I{include}"]
+        flags = [*FLAGS, f"-I{include}", f'-DLEANNORM_SCHEMAS="{self._schema_digest()}"']
         jobs = [
             (source, instructions)
             for source in ext.sources
@@ -113,6 +118,18 @@ class BuildKernels(build_ext):
         )
 
     @staticmethod
+    def _schema_digest() -> str:
+        """Of all operators' schemas, as ops/backends/library.py computes it."""
+        source = ast.parse((here / "src/leannorm/ops/schema.py").read_text())
+        assigned = {
+            ast.unparse(node.targets[0]): node for node in source.body if isinstance(node, ast.Assign)
+        }
+        schemas = [
+            schema for name in ("_SCHEMAS", "_BETWEEN") for schema in ast.literal_eval(assigned[name].value)
+        ]
+        return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]
+
+    @staticmethod
     def _torch_root() -> Path:
         try:
             import torch
@@ -134,7 +151,6 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", system
 
 
-here = Path(__file__).parent
 sources = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("*.cpp"))
 headers = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("*.h"))
 setup(

@@ -2,12 +2,13 @@
 
     python tests/matrix.py                  # every one of RELEASES
     python tests/matrix.py 2.10.0 2.15.0
+    python tests/matrix.py --bare           # `make wheel`: beside the pinned one, nothing else and no suite
 
-An environment has torch, what the tests need (constraints.txt) and the wheel: the newest one in dist/, which
-is made where there is none. They are installed with no compiler on the PATH, and `leannorm check` runs so.
-Then the suite runs in a copy of the tree, in which leannorm's source is not found: what is tested is the
-wheel. (Here the PATH is as it is, since torch.compile writes C++ for CPUs.) One environment takes some 6 GB
-of disk; it is removed before the next is made. The logs stay in build/matrix/.
+An environment has torch, what the tests need (constraints.txt) and the wheel: the newest one in dist/. They
+are installed with no compiler on the PATH, and `leannorm check` runs so. Then the suite runs in a copy of the
+tree, in which leannorm's source is not found: what is tested is the wheel. (Here the PATH is as it is, since
+torch.compile writes C++ for CPUs.) One environment takes some 6 GB of disk; it is removed before the next is
+made. The logs stay in build/matrix/.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RELEASES = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+LARGEST = 6 << 20  # bytes of a wheel
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "matrix"
 TORCHS = ("torch", "triton")  # of whom the release decides
@@ -81,6 +83,10 @@ class Environment:
         if triton.returncode and sys.platform == "linux":  # a torch for CPUs brings none
             self._pip("--no-deps", "triton==3.6.0")
 
+    def install_alone(self, wheel: Path) -> None:
+        """The wheel and what it asks for, as a user does it."""
+        self._pip("-c", ROOT / "constraints.txt", wheel)
+
     def _pip(self, *arguments: object) -> None:
         command = [self.python, "-m", "pip", "install", "-qq", "--no-cache-dir", "--no-compile"]
         subprocess.run([*command, *arguments], env=self.bare, check=True)
@@ -134,13 +140,24 @@ def row_of(release: str, report: Path, seconds: float) -> Row:
 
 
 def newest_wheel() -> Path:
-    def wheels() -> list[Path]:
-        return sorted((ROOT / "dist").glob("leannorm-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheels = sorted((ROOT / "dist").glob("leannorm-*.whl"), key=lambda path: path.stat().st_mtime)
+    return wheels[-1] if wheels else sys.exit("there is no wheel in dist/: make wheel")
 
-    if not wheels():
-        command = [sys.executable, "-m", "pip", "wheel", "--quiet", ".", "--no-deps", "--no-build-isolation"]
-        subprocess.run([*command, "-w", "dist"], cwd=ROOT, check=True)
-    return wheels()[-1]
+
+def serves_alone(wheel: Path, keep: bool) -> bool:
+    """Does the wheel bring its kernels where there is torch and no compiler, and is it small enough?"""
+    size = wheel.stat().st_size
+    print(f"{size / 2**20:.1f} MiB, at most {LARGEST >> 20}")
+    with Environment("bare", keep) as environment:
+        environment.install_alone(wheel)
+        environment.tree.mkdir()
+        try:
+            environment.check()
+        except subprocess.CalledProcessError as error:
+            print(f"{error}: see {environment.log}", file=sys.stderr)
+            return False
+    print("leannorm check passed beside torch and nothing else, without a compiler")
+    return size <= LARGEST
 
 
 def rows(releases: list[str], wheel: Path, keep: bool, *options: str) -> Iterator[Row]:
@@ -161,12 +178,16 @@ def main() -> int:
     parser.add_argument("releases", nargs="*", help="in place of every one that was tested")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--keep", action="store_true", help="leave the environments, for a look")
+    parser.add_argument("--bare", action="store_true", help="beside the pinned torch alone, no suite")
     parser.add_argument("--wheel", type=Path, help="in place of the newest in dist/")
     parser.add_argument("--only", nargs="*", default=[], metavar="TEST", help="in place of the whole suite")
     given = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
     wheel = given.wheel.resolve() if given.wheel else newest_wheel()
-    print(f"{wheel.name}\n\n{HEADER}", flush=True)
+    print(wheel.name, flush=True)
+    if given.bare:
+        return int(not serves_alone(wheel, given.keep))
+    print(f"\n{HEADER}", flush=True)
     failed = 0
     options = ["-n", str(given.jobs), "--dist", "worksteal", "-q", "-rfE", *given.only]
     for row in rows(given.releases or list(RELEASES), wheel, given.keep, *options):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from leannorm.ops.backends import library
+
 ROOT = Path(__file__).parents[2]
 USE = """
 import torch
@@ -79,3 +81,49 @@ def test_the_kernel_sources_keep_to_one_instruction_set():
                 assert line[10:-1] in allowed, f"{name}: {line}"
             elif line.startswith('#include "'):
                 queue.append(line[10:-1])
+
+
+STAMP = b"leannorm schemas " + library.schema_digest()
+BROKEN = {
+    "empty": (lambda data: b"", "is not whole"),
+    "no library": (lambda data: b"junk " * 1000, "was built for other operators"),
+    "junk that has the digest": (lambda data: b"junk " * 99 + STAMP, "cannot be loaded"),
+    "the first third": (lambda data: data[: len(data) // 3], "is not whole"),
+    "all but the last byte": (lambda data: data[:-1], "is not whole"),
+    "of other operators": (lambda data: data.replace(STAMP, STAMP[:-16] + b"0" * 16), "build it again"),
+}
+
+
+@pytest.mark.skipif(not library.PATH.exists(), reason="the kernels are not built here")
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_library_is_left_alone_and_named(tmp_path, broken):
+    """Loading the first third would end the process with a bus error."""
+    break_it, words = BROKEN[broken]
+    package = tmp_path / "leannorm"
+    shutil.copytree(library.PATH.parent, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (package / library.PATH.name).write_bytes(break_it(library.PATH.read_bytes()))
+    said = subprocess.run(
+        [sys.executable, "-c", USE],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert said.startswith("reference | the C++ kernels cannot be loaded: ")
+    assert words in said
+
+
+# The oldest Linux that the wheel runs on is decided by the newest symbol that it asks for.
+NEWEST = {"GLIBC": (2, 17), "GLIBCXX": (3, 4, 21), "CXXABI": (1, 3, 9)}
+
+
+@pytest.mark.skipif(not library.PATH.exists() or sys.platform != "linux", reason="no library, or no glibc")
+def test_the_library_asks_for_no_newer_system():
+    elf = pytest.importorskip("elftools.elf.elffile").ELFFile(library.PATH.open("rb"))
+    needs = elf.get_section_by_name(".gnu.version_r")
+    asked = {version.name for _, versions in needs.iter_versions() for version in versions}
+    assert any(name.startswith("GLIBC_") for name in asked)
+    for name in asked:
+        system, _, numbers = name.partition("_")
+        if system in NEWEST:
+            assert tuple(int(number) for number in numbers.split(".")) <= NEWEST[system], name

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
 from torch import Tensor
 
 from leannorm.ops.backends.compiled import Compiled
+from leannorm.ops.backends.library import load
 
-
-def _load() -> str | None:
-    """Load the library; the reason if that is not possible, else None."""
-    library = Path(__file__).parents[2] / "_C.so"
-    if not library.exists():
-        note = library.with_suffix(".reason")
-        why = note.read_text().strip() if note.exists() else "the package was installed without building"
-        return f"the C++ kernels are not built: {why}"
-    try:
-        torch.ops.load_library(library)
-    except (OSError, RuntimeError) as error:
-        return f"the C++ kernels cannot be loaded: {' '.join(str(error).split())}"
-    return None
-
-
-_UNAVAILABLE = _load()
+_UNAVAILABLE = load()
 
 
 class Cpu(Compiled):

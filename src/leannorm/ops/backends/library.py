@@ -1,0 +1,54 @@
+"""The library of the C++ kernels: is it there, whole, and built for the operators of this source?"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import struct
+from pathlib import Path
+
+import torch
+
+from leannorm.ops import schema
+
+PATH = Path(__file__).parents[2] / "_C.so"
+
+
+def load(path: Path = PATH) -> str | None:
+    """Load the kernels; the reason if that is not possible, else None."""
+    note = path.with_suffix(".reason")
+    if not path.exists():
+        built = note.read_text().strip() if note.exists() else "the package was installed without building"
+        return f"the C++ kernels are not built: {built}"
+    try:
+        why = _why_unfit(path)
+        if why is None:
+            torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        why = " ".join(str(error).split())
+    return None if why is None else f"the C++ kernels cannot be loaded: {why}"
+
+
+def _why_unfit(path: Path) -> str | None:
+    """What would end the process, or give wrong results, if the library were loaded; None if nothing does."""
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) < 64 or _end_of_sections(header) > path.stat().st_size:
+            return f"{path} is not whole: install leannorm again"
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data.find(b"leannorm schemas " + schema_digest()) < 0:
+                return f"{path} was built for other operators than those of this source: build it again"
+    return None
+
+
+def _end_of_sections(header: bytes) -> int:
+    """Where the last part of an ELF library ends, in bytes: nothing more is mapped; 0 of other formats."""
+    if header[:4] != b"\x7fELF":
+        return 0
+    offset, size, count = struct.unpack_from("<Q10xHH", header, 0x28)
+    return int(offset + size * count)
+
+
+def schema_digest() -> bytes:
+    """What setup.py writes into the library: a digest of all operators' schemas."""
+    return hashlib.sha256("\n".join(schema.SCHEMAS).encode()).hexdigest()[:16].encode()
