@@ -1,10 +1,12 @@
 """`lean()` on blocks of language, vision and diffusion models, in float32 and bfloat16, beside checkpointing.
 
-    python -m benchmarks.lean_transformers [MODEL ...] [--dtype bfloat16] [--steps 7] [--json FILE]
+    python -m benchmarks.lean_transformers [MODEL ...] [--dtype bfloat16] [--selective] [--compile]
 
 For every setting: are the gradients stock's to the bit; bytes held for the backward pass and peak bytes of a
 step above its start, without weights and their gradients, both of stock's; time, the median of ratios to
-stock's steps beside it. The sides take turns; freed memory is kept on all of them.
+stock's steps beside it. The sides take turns; freed memory is kept on all of them. `--selective` adds
+checkpointing that saves matrix products, `--compile` adds torch.compile with half an activation budget (which
+computes other bits). Results go to `--json`, from which `python -m benchmarks.lean_lines` draws plots.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import leannorm
 from benchmarks.architectures import import_torchvision
@@ -29,8 +33,10 @@ from leannorm.report.memory import measure_step
 from leannorm.saving import lean
 
 import_torchvision()
-LANGUAGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 32000}
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
+LANGUAGE = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4, "vocab_size": 4000}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+TOKENS = (2, 160)
+RESULTS = Path(__file__).parent / "results" / "lean_transformers_cpu.json"
 
 
 def _language(family: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor], list[nn.Module]]:
@@ -38,7 +44,7 @@ def _language(family: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor
 
     config = getattr(transformers, f"{family}Config")(**LANGUAGE, **HEADS, use_cache=False, **settings)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    tokens = torch.randint(0, LANGUAGE["vocab_size"], (2, 512))
+    tokens = torch.randint(0, LANGUAGE["vocab_size"], TOKENS)
     return model, {"input_ids": tokens, "labels": tokens}, list(model.model.layers)
 
 
@@ -52,7 +58,7 @@ def _timm(name: str, shape: tuple[int, ...], **settings: Any) -> tuple[nn.Module
 class UNet(nn.Module):
     """Two resolutions of a diffusion model: GroupNorm, SiLU, convolution, attention at the bottom."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.first, self.last = nn.Conv2d(4, width, 3, padding=1), nn.Conv2d(width, 4, 3, padding=1)
         self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
@@ -69,7 +75,48 @@ class UNet(nn.Module):
 
 def _unet() -> tuple[nn.Module, Any, list[nn.Module]]:
     model = UNet()
-    return model, torch.randn(2, 4, 64, 64), list(model.parts)
+    return model, torch.randn(2, 4, 48, 48), list(model.parts)
+
+
+class DiT(nn.Module):
+    """Blocks of a diffusion transformer: norms without parameters, shifted and scaled by a condition."""
+
+    def __init__(self, width: int = 384, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Modulated(width) for _ in range(blocks))
+        self.first, self.condition = nn.Linear(16, width), nn.Parameter(torch.randn(1, width))
+        self.last = nn.Linear(width, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, condition = self.first(x), self.condition.expand(len(x), -1)
+        for block in self.blocks:
+            y = block(y, condition)
+        out: Tensor = self.last(y)
+        return out
+
+
+class _Modulated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        parts = self.modulation(condition).unsqueeze(1).chunk(6, -1)
+        shift, scale, gate, shift2, scale2, gate2 = parts
+        n, tokens, width = x.shape
+        y = self.first(x) * (1 + scale) + shift
+        q, k, v = self.qkv(y).view(n, tokens, 3, width // 64, 64).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + gate * self.out(y.transpose(1, 2).reshape(n, tokens, width))
+        return x + gate2 * self.mlp(self.second(x) * (1 + scale2) + shift2)
+
+
+def _dit() -> tuple[nn.Module, Any, list[nn.Module]]:
+    model = DiT()
+    return model, torch.randn(2, 160, 16), list(model.blocks)
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, list[nn.Module]]]] = {
@@ -77,17 +124,19 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, list[nn.Module]]]] = {
     "qwen3": lambda: _language("Qwen3", head_dim=64),
     "gemma2": lambda: _language("Gemma2", head_dim=64, sliding_window=512),
     "olmo2": lambda: _language("Olmo2"),
-    "vit_base": lambda: _timm("vit_base_patch16_224", (8, 3, 224, 224), depth=4),
+    "vit_base": lambda: _timm("vit_base_patch16_224", (2, 3, 224, 224), depth=2),
+    "dit": _dit,
     "unet": _unet,
 }
 
 
 @contextmanager
-def checkpointed(blocks: list[nn.Module], every: int) -> Iterator[None]:
+def checkpointed(blocks: list[nn.Module], every: int, **settings: Any) -> Iterator[None]:
     """Each block (or every second one) recomputes its forward pass in the backward pass."""
+    settings["use_reentrant"] = False
     for block in blocks[::every]:
         forward = block.forward
-        block.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, use_reentrant=False, **k)  # type: ignore[method-assign]
+        block.forward = lambda *a, _f=forward, **k: checkpoint(_f, *a, **settings, **k)  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -95,11 +144,41 @@ def checkpointed(blocks: list[nn.Module], every: int) -> Iterator[None]:
             del block.forward
 
 
+def _saves_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    aten = torch.ops.aten
+    saved = {aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution}
+    saved.add(aten._scaled_dot_product_flash_attention_for_cpu)
+    must = operator.overloadpacket in saved
+    return CheckpointPolicy.MUST_SAVE if must else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def compiled(model: nn.Module) -> Iterator[None]:
+    """torch.compile, told to keep half of the activations."""
+    import torch._functorch.config as functorch
+
+    before, functorch.activation_memory_budget = functorch.activation_memory_budget, 0.5
+    try:
+        model.compile()
+        yield
+    finally:
+        model._compiled_call_impl = None
+        functorch.activation_memory_budget = before
+
+
 Context = Callable[[], AbstractContextManager[Any]]
 
 
-def settings_for(blocks: list[nn.Module]) -> dict[str, Context]:
+def settings_for(
+    model: nn.Module, blocks: list[nn.Module], selective: bool = False, compiling: bool = False
+) -> dict[str, Context]:
     """Stock first."""
+    more: dict[str, Context] = {}
+    if selective:
+        contexts = partial(create_selective_checkpoint_contexts, _saves_products)
+        more["checkpoint, selective"] = lambda: checkpointed(blocks, 1, context_fn=contexts)
+    if compiling:
+        more["torch.compile, budget .5"] = lambda: compiled(model)
     return {
         "stock": nullcontext,
         "lean()": lean,
@@ -110,10 +189,13 @@ def settings_for(blocks: list[nn.Module]) -> dict[str, Context]:
         "lean(budget=.15)": lambda: lean(budget=0.15),
         "checkpoint, every block": lambda: checkpointed(blocks, 1),
         "checkpoint, every second": lambda: checkpointed(blocks, 2),
+        **more,
     }
 
 
-def measure(name: str, dtype: torch.dtype, steps: int) -> list[dict[str, Any]]:
+def measure(
+    name: str, dtype: torch.dtype, steps: int, selective: bool = False, compiling: bool = False
+) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, inputs, blocks = MODELS[name]()
     model.to(dtype).train()
@@ -132,7 +214,7 @@ def measure(name: str, dtype: torch.dtype, steps: int) -> list[dict[str, Any]]:
         forward(context).backward()
         return [p.grad for p in model.parameters()]
 
-    rows, stock, contexts = [], None, settings_for(blocks)
+    rows, stock, contexts = [], None, settings_for(model, blocks, selective, compiling)
     for setting, context in contexts.items():
         for _ in range(2):  # the first pass of a plan keeps as little as it can
             found = step(context)
@@ -159,15 +241,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []], metavar="MODEL")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="both, if none is named")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--selective", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     leannorm.keep_freed_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     rows = []
-    for name in options.models:
-        for row in measure(name, getattr(torch, options.dtype), options.steps):
+    dtypes = [options.dtype] if options.dtype else ["bfloat16", "float32"]
+    for name, dtype in product(options.models, dtypes):
+        for row in measure(name, getattr(torch, dtype), options.steps, options.selective, options.compile):
             rows.append(row)
             print(
                 f"{row['model']:9} {row['dtype']:8} {row['setting']:25} "
@@ -175,8 +260,7 @@ def main() -> None:
                 f"{'' if row['equal'] else '  GRADIENTS DIFFER'}",
                 flush=True,
             )
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -118,6 +118,47 @@ def test_later_passes_do_not_wait_for_the_device():
             torch.cuda.set_sync_debug_mode("default")
 
 
+def test_two_streams_read_what_one_rebuilds():
+    """Under lean() the blocks of both branches are read across streams, and given back to the allocator."""
+    width, side = 1024, torch.cuda.Stream()
+    first, second = nn.Linear(width, width).cuda(), nn.Linear(width, width).cuda()
+    x = torch.randn(4096, width, device="cuda", requires_grad=True)
+
+    def run(context):
+        for leaf in (x, *first.parameters(), *second.parameters()):
+            leaf.grad = None
+        with context:
+            y = nn.functional.silu(x * 2)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y.record_stream(side)
+                b = nn.functional.gelu(second(y))
+            a = nn.functional.gelu(first(y))
+            torch.cuda.current_stream().wait_stream(side)
+            b.record_stream(torch.cuda.current_stream())
+            loss = (a * b).sum()
+        del y, a, b
+        loss.backward()
+        torch.empty(8, 4096, width, device="cuda").fill_(torch.nan)  # writes over what was given back
+        return {"x": x.grad, "first": first.weight.grad, "second": second.weight.grad}
+
+    stock = run(Stock())
+    for _ in range(20):
+        assert_same(run(lean("conv")), stock)
+
+
+def test_convolutions_are_held_where_threads_time_their_algorithms():
+    model = lean_cases.around(nn.ReLU(), nn.SiLU()).cuda()
+    x = torch.randn(lean_cases.IMAGE, device="cuda")
+    torch.backends.cudnn.benchmark = True
+    try:
+        with lean("conv") as saved:
+            model(x).square().mean().backward()
+    finally:
+        torch.backends.cudnn.benchmark = False
+    assert any("cudnn.benchmark is on" in reason for reason in saved.reasons)
+
+
 def test_attention():
     model = lean_cases.on_tokens(lean_cases.Attention(False)).cuda().bfloat16()
     x = torch.randn(lean_cases.TOKENS, device="cuda", dtype=torch.bfloat16)

@@ -42,7 +42,7 @@ class Stock(torch.autograd.graph.saved_tensors_hooks):
 @contextlib.contextmanager
 def nothing_written(context):
     """The backward pass may read what lean() holds, and not write into it."""
-    alive = context._ledger._alive() if isinstance(context, lean) else ()
+    alive = context._ledger.values() if isinstance(context, lean) else ()
     values = [value for value in alive if value.tensor is not None]
     before = [value.tensor.clone() for value in values]
     yield

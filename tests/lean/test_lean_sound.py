@@ -71,7 +71,7 @@ def test_every_held_tensor_is_as_it_was_after_the_backward_pass():
     for setting in ("norm", "conv"):
         with lean(setting) as saved:
             loss = model(image()).square().mean()
-        values = [value for value in saved._ledger._alive() if value.tensor is not None]
+        values = [value for value in saved._ledger.values() if value.tensor is not None]
         before = [value.tensor.clone() for value in values]
         assert before
         loss.backward(retain_graph=True)

@@ -119,6 +119,9 @@ _PROGRAMS: dict[str, _Program] = {
     "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
     "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
     "leannorm.ConvNorm": _Program(_our_conv_norm),
+    "ScaledDotProductFlashAttentionForCpuBackward0": _Program(
+        lambda x, leaf: F.scaled_dot_product_attention(x, leaf, leaf)
+    ),
     "ConvolutionBackward0": _Program(lambda x, leaf: F.conv2d(leaf, _kernel())),
     "MmBackward0": _square(lambda x, leaf: x.mm(leaf)),
     "BmmBackward0": _batched(lambda x, leaf: x.bmm(leaf)),
@@ -153,6 +156,8 @@ _ELSEWHERE = {
     "CudnnBatchNormBackward0": "made on CUDA devices, by cuDNN",
     "MiopenBatchNormBackward0": "made on ROCm devices, by MIOpen",
     "FusedRmsNormBackward0": "made on CUDA devices",
+    "ScaledDotProductFlashAttentionBackward0": "made on CUDA devices",
+    "ScaledDotProductEfficientAttentionBackward0": "made on CUDA devices",
     "leannorm.SyncNorm": "made by two processes",
 }
 

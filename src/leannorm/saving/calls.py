@@ -1,4 +1,4 @@
-"""The arguments of a torch norm's call that its node does not keep: eps and the bias.
+"""The arguments of a call that its node does not keep: a norm's eps and bias, a frozen bias of a product.
 
 The pack hook runs inside the call. The frame above it is the Python function that made the call; where that
 is a function of `torch.nn.functional`, its local variables are the arguments.
@@ -23,12 +23,12 @@ _WITH_BIAS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
 _WITHOUT = _codes(F.rms_norm)
 
 
-class NormArguments(NamedTuple):
+class CallArguments(NamedTuple):
     """The arguments; `bias` is a copy, since the parameter may change before the backward pass."""
 
     eps: float | None
     bias: Tensor | None
-    reads_buffers: bool  # normalizes by the running statistics, as in evaluation, or has frozen parameters
+    reads_buffers: bool  # or has frozen parameters: what it saves, others have too and may edit
 
 
 _SOFTMAXES = _codes(F.cross_entropy, F.log_softmax, F.softmax)
@@ -52,18 +52,30 @@ def is_compiled(frame: FrameType) -> bool:
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
 
-def call_of(frame: FrameType) -> NormArguments | None:
-    """The arguments of the norm call in `frame`, the caller of the pack hook; None if it is no such call."""
+_LINEAR = _codes(torch.nn.Linear.forward)
+_CONVOLUTIONS = _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3)))
+
+
+def call_of(frame: FrameType) -> CallArguments | None:
+    """The arguments of the call in `frame`, the caller of the pack hook; None if nothing is missing."""
     code = frame.f_code
+    if code in _LINEAR:
+        return _with_frozen_bias(frame.f_locals["self"]._parameters.get("bias"))
+    if code in _CONVOLUTIONS:
+        return _with_frozen_bias(frame.f_locals["bias"])
     if code in _WITHOUT:
-        return NormArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
+        return CallArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
     if code not in _WITH_BIAS:
         return None
     arguments = frame.f_locals
     bias = arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
     reads_buffers = not training or _frozen(arguments["weight"]) or _frozen(bias)
-    return NormArguments(arguments["eps"], None if bias is None else bias.detach().clone(), reads_buffers)
+    return CallArguments(arguments["eps"], None if bias is None else bias.detach().clone(), reads_buffers)
+
+
+def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:
+    return CallArguments(None, bias.clone(), True) if bias is not None and _frozen(bias) else None
 
 
 def _frozen(parameter: Tensor | None) -> bool:

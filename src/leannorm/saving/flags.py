@@ -32,6 +32,7 @@ def _precision(backend: str, operation: str) -> list[_Flag]:
 
 
 _FLAGS: list[_Flag] = [
+    *_plain("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
     _Flag(torch.get_num_threads, torch.set_num_threads),
     _Flag(torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
     *_plain("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
@@ -42,7 +43,6 @@ _FLAGS: list[_Flag] = [
 if torch.backends.cuda.is_built():
     _FLAGS += [
         *_plain("_get_cudnn_enabled", "_set_cudnn_enabled"),
-        *_plain("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
         *_plain("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
         *_precision("cuda", "matmul"),
         *_precision("cuda", "conv"),
@@ -55,6 +55,11 @@ class Flags(tuple[Any, ...]):
 
     __slots__ = ()
     __hash__ = tuple.__hash__
+
+    @property
+    def benchmark(self) -> bool:
+        """Does cuDNN time a convolution's algorithms, in each thread by itself, and use the fastest?"""
+        return bool(self[0])
 
     @contextmanager
     def set(self) -> Iterator[None]:

@@ -67,9 +67,8 @@ class ForwardPass:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
-        choose = None if self._following is None else self._following.rebuilds
         self._packing = Packing(
-            self._settings.policy, self._ledger, choose, layers, self._settings.hooks, since
+            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, since
         )
         return self._packing.pack
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from ctypes import string_at
+from struct import unpack
 from typing import Any
 
+import torch
 from torch.autograd.function import BackwardCFunction
 
 from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
+_OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
 _KEY, _WAITING = "leannorm", "leannorm waiting"
 _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
@@ -51,6 +55,17 @@ def saved(node: Any, name: str) -> Value | None:
     """
     packed = getattr(node, f"_raw_saved_{name}").data
     return packed if type(packed) is Value and packed.memory is None else None
+
+
+def number(node: Any, name: str) -> Any:
+    """The Python number that the node saved under `name`, or None: torch saves those without hooks."""
+    value = getattr(node, f"_raw_saved_{name}").data
+    if type(value) is not torch.Tensor or value.dim() or value.dtype not in _OF_NUMBERS:
+        return None
+    if value.device.type != "cpu":
+        return None
+    number = getattr(node, f"_saved_{name}")  # read by address: a dispatch mode would be given no tensor here
+    return unpack(_OF_NUMBERS[value.dtype], string_at(number.data_ptr(), number.itemsize))[0]
 
 
 def is_saving(node: Any, name: str) -> bool:

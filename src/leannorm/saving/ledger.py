@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.small import Kept
-from leannorm.saving.values import Value
+from leannorm.saving.values import Value, is_parameter
 
 
 class Record(NamedTuple):
@@ -42,8 +42,7 @@ class Ledger:
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
-        base = tensor if tensor._base is None else tensor._base
-        if not (base.requires_grad and base.is_leaf):  # no parameter
+        if not is_parameter(tensor):
             self._values.append(weakref.ref(value))
             if value.step is not None:
                 self._rebuilt[value] = tensor.nbytes  # moved elsewhere
@@ -61,7 +60,7 @@ class Ledger:
         """The rebuilt values grouped by storage: the value that owns it, the group's indices among the packed
         tensors, the storage's bytes, and the price of the most expensive rebuild."""
         places: dict[Value, dict[int, float]] = {}
-        for value in self._alive():
+        for value in self.values():
             if not value.is_held and value.place >= 0:
                 places.setdefault(_root(value), {})[value.place] = value.price
         for root, sharing in places.items():
@@ -92,11 +91,12 @@ class Ledger:
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now, by storage."""
-        tensors = (value.tensor for value in self._alive())
+        tensors = (value.tensor for value in self.values())
         storages = [t.untyped_storage() for t in tensors if t is not None and t.layout == torch.strided]
         return {storage._cdata: storage.nbytes() for storage in storages}
 
-    def _alive(self) -> Iterator[Value]:
+    def values(self) -> Iterator[Value]:
+        """The values that are alive; one that was held first and is rebuilt now comes twice."""
         for reference in self._values:
             value = reference()
             if value is not None:
@@ -105,7 +105,7 @@ class Ledger:
     def _rows(self) -> Iterator[_Row]:
         """Every value that is alive; the first of each storage has that storage's bytes, the others 0."""
         seen: set[object] = set()
-        for value in self._alive():
+        for value in self.values():
             tensor = value.tensor if value.step is None else value.memory
             if tensor is not None:
                 nbytes = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from types import FrameType
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import NormArguments, call_of, is_compiled, logits_of
+from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of
 from leannorm.saving.evidence import Sample, sequence_number, version_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import Packed, find, kind_of, pop_waiting, register, registered, saved, wait
@@ -30,6 +30,7 @@ from leannorm.saving.narrowed import (
     references_when_alone,
 )
 from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
+from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
@@ -37,7 +38,7 @@ from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.search import Missing, Search, as_made, is_view_of_held
 from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
-from leannorm.saving.values import EditedError, Step, Value, held
+from leannorm.saving.values import EditedError, Step, Value, held, is_parameter
 from leannorm.saving.verify import Layers, check_equal
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -45,28 +46,28 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class Packing:
-    """The packing of one forward pass, by one policy. A tensor is held where `choose(calls)` is False."""
+    """The packing of one forward pass, by one policy and, if there is one, a plan."""
 
     def __init__(
         self,
         policy: Policy,
         ledger: Ledger,
-        choose: Callable[[list[tuple[Any, ...]]], bool] | None,
+        following: Following | None,
         layers: Layers | None = None,
         hooks: Hooks | None = None,
         since: int = 0,
     ) -> None:
-        self.policy, self.ledger, self.choose, self.layers = policy, ledger, choose, layers
+        self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
         self.hooks = hooks
         self.calls: list[tuple[Any, ...]] = []
         self.nodes: list[Node] = []
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
-        self.search = Search(policy, self._narrow_positions, since)
+        self.search = Search(policy, self._narrow_positions, self.reasons, since)
         self._anything_waits = False
         self._largest = 0
-        self._call: tuple[int, NormArguments | None] = -1, None
+        self._call: tuple[int, CallArguments | None] = -1, None
 
     def pack(self, tensor: Tensor) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
@@ -98,7 +99,7 @@ class Packing:
         if size >= SMALLEST:
             place = len(self.calls)
             self.calls.append((kind, *seen_as))
-            if self.choose is not None:
+            if self.following is not None:
                 self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
@@ -109,10 +110,12 @@ class Packing:
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             may = self.policy.is_worth(size, self._largest)
-            may = may and (self.choose is None or self.choose(self.calls)) and unedited
+            may = may and (self.following is None or self.following.rebuilds(self.calls)) and unedited
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, tensor) or found
+        elif may and self.following is not None and self.following.narrows(place):
+            pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
             found = self.search.step(node, output, tensor)
             if isinstance(found, Missing) and not self.reasons:
@@ -127,11 +130,12 @@ class Packing:
             value = Value(None, version, step, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
-            if self.choose is not None:
+            if self.following is not None:
                 value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
             if from_narrow is None:
                 self.ledger.rebuilds(value, tensor)
             else:
+                value.from_narrow = True
                 self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
@@ -168,7 +172,7 @@ class Packing:
             if value.step is not None:
                 value.original = tensor.detach()
 
-    def _call_of(self, frame: FrameType, number: int) -> NormArguments | None:
+    def _call_of(self, frame: FrameType, number: int) -> CallArguments | None:
         """The call that saves this tensor. One node saves all its tensors under one sequence number."""
         if self._call[0] != number:
             self._call = number, call_of(frame)
@@ -178,7 +182,7 @@ class Packing:
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
-        if is_view_of_held(step) or not self.policy.allows(step, tensor.nbytes):
+        if is_view_of_held(step) or not self.policy.allows(step):
             return None
         return seconds(step, tensor, seen_as)
 
@@ -191,7 +195,9 @@ class Packing:
             for root, places, nbytes, price in self.ledger.parts()
         )
         seconds = of_step(self.nodes, self.device) if self.nodes else 0.0
-        return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds)
+        always = self.ledger.rebuilt() - sum(part.nbytes for part in parts)
+        narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
+        return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds, always, narrow)
 
     # ------------------------------------------------ held
 
@@ -224,9 +230,7 @@ class Packing:
     @staticmethod
     def _is_large_activation(tensor: Tensor) -> bool:
         """No parameter, nor a view of one: the caller holds those anyway, and may edit them."""
-        base = tensor if tensor._base is None else tensor._base
-        parameter = base.requires_grad and base.is_leaf
-        return type(tensor) in _PLAIN and tensor.numel() >= SMALLEST and not parameter
+        return type(tensor) in _PLAIN and tensor.numel() >= SMALLEST and not is_parameter(tensor)
 
     def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
@@ -299,7 +303,7 @@ class Packing:
                 if spent is not None:
                     value.becomes(step, tensor)
                     value.seconds = spent
-                    if self.choose is not None:
+                    if self.following is not None:
                         value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)

@@ -52,18 +52,22 @@ class Part(NamedTuple):
 class Pass(NamedTuple):
     """What a forward pass saved: node and layout of every tensor, and the parts that can be rebuilt.
 
-    `kept`: bytes that stay if every part is rebuilt. `seconds`: the price of stock's whole step.
+    `kept`: bytes that stay if every part is rebuilt. `seconds`: the price of stock's whole step. `always`:
+    bytes of what is rebuilt under every plan, such as masks held as bits. `narrow`: the tensors, by index,
+    that are rebuilt from copies in a narrower dtype.
     """
 
     calls: tuple[tuple[Any, ...], ...]
     parts: tuple[Part, ...]
     kept: int
     seconds: float
+    always: int = 0
+    narrow: frozenset[int] = frozenset()
 
     @property
     def stock(self) -> int:
         """Bytes that stock autograd keeps."""
-        return self.kept + sum(part.nbytes for part in self.parts)
+        return self.kept + self.always + sum(part.nbytes for part in self.parts)
 
     def resized(self, calls: Sequence[tuple[Any, ...]]) -> Pass:
         """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
@@ -74,7 +78,8 @@ class Pass(NamedTuple):
             for ratio in [ratios[part.places[0]]]
         ]
         whole = sum(map(size, calls)) / max(sum(map(size, self.calls)), 1)
-        return Pass(tuple(calls), tuple(parts), round(self.kept * whole), self.seconds * whole)
+        kept, always = round(self.kept * whole), round(self.always * whole)
+        return Pass(tuple(calls), tuple(parts), kept, self.seconds * whole, always, self.narrow)
 
 
 def size(call: tuple[Any, ...]) -> int:
@@ -130,11 +135,12 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     links = [part for sums, part in starts.items() if sums and sums % LONGEST_CHAIN == 0]
     candidates = sorted((part for part in parts if part not in links), key=_cost)
     if goal.budget is not None:
-        chosen = _within_bytes(goal.budget * made_for.stock, made_for.stock, candidates, links)
+        most = goal.budget * made_for.stock
+        chosen = _within_bytes(most, made_for.stock - made_for.always, candidates, links)
     else:
         chosen = _within_seconds((goal.overhead or 0.0) * made_for.seconds, candidates)
     rebuilt = {place for part in chosen for place in part.places}
-    kept = made_for.stock - sum(part.nbytes for part in chosen)
+    kept = made_for.stock - made_for.always - sum(part.nbytes for part in chosen)
     flags = tuple(i in rebuilt for i in range(len(made_for.calls)))
     return RebuildPlan(made_for, flags, kept, made_for.stock, sum(part.seconds for part in chosen))
 

@@ -39,6 +39,10 @@ class Following:
                 _STRAYED.add(self._key(calls))
         return self.plan is None or self.plan.rebuild[last]
 
+    def narrows(self, place: int) -> bool:
+        """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""
+        return self.plan is not None and place in self.plan.made_for.narrow
+
     def end(self, passed: Pass) -> None:
         """Make a plan from a pass that followed none, or resize the plan that it followed to its sizes."""
         if not passed.calls:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from leannorm._errors import InputError
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.values import Step, Value
-
-FLOPS_PER_BYTE = 192.0
-"""With `recompute="conv"`, the output of a convolution or matrix product is rebuilt if that takes at most so
-many operations per byte: in float32, up to 384 inputs to each output element."""
-
 
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""
@@ -23,21 +20,24 @@ calls and saves little memory."""
 class Policy:
     """Decides by the kind of step and by size; with `everything`, all that can be rebuilt is.
 
-    Convolutions and matrix products: up to `flops_per_byte`, and no linear layer with fewer outputs than
-    inputs: that takes more operations for a smaller tensor.
+    Convolutions and matrix products: with `products`, and none that is `costly`. What is left of a
+    transformer costs a fifth of its step by the table of prices, at any width and in any dtype.
+    Attention: none that is `costly`, without `everything`.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
-    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition.
+    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. Of
+    tensors of one size (a residual connection) at most one product in a row: all that follows up to the next
+    sum is larger, and would be held in its place.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
     """
 
-    def __init__(self, flops_per_byte: float, everything: bool = False) -> None:
-        self.flops_per_byte, self.everything = flops_per_byte, everything
+    def __init__(self, products: bool, everything: bool = False) -> None:
+        self.products, self.everything = products, everything
 
     @property
     def reads_weights(self) -> bool:
         """Do rebuilds read the weights of convolutions and linear layers in the backward pass?"""
-        return self.flops_per_byte > 0
+        return self.products
 
     def considers(self, node: str) -> bool:
         """May outputs of this kind of node be rebuilt at all?"""
@@ -55,22 +55,25 @@ class Policy:
         """May parts without a value be copied, in a concatenation of so many?"""
         return self.everything or parts <= FEW_PARTS
 
-    def allows(self, step: Step, nbytes: int) -> bool:
-        """Is this step cheap enough for a tensor of `nbytes`?"""
+    def allows(self, step: Step) -> bool:
+        """Is this step cheap enough?"""
         if step.kind == "sum":
-            return self.everything or all(map(needs_no_norm, step.inputs))
-        if step.kind != "product":
-            return True
-        return self.everything or (step.flops <= self.flops_per_byte * nbytes and not step.narrows)
+            short = max(value.products for value in step.inputs) <= 1 or len(set(map(_size, step.inputs))) > 1
+            return short and (self.everything or all(map(needs_no_norm, step.inputs)))
+        return self.everything or not step.costly
 
 
-NORM, CONV, LEANEST = Policy(0.0), Policy(FLOPS_PER_BYTE), Policy(float("inf"), everything=True)
+NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(products=True, everything=True)
+
+
+def _size(value: Value) -> int:
+    return prod(value.shape if value.tensor is None else value.tensor.shape)
 
 
 def needs_no_norm(value: Value) -> bool:
     """Is it held, a product (whose operations were checked), or made of such by views, multiples and sums?"""
     step = value.step
-    if step is None or step.kind in ("product", "held"):
+    if step is None or step.kind in ("product", "attention", "held"):
         return True
     return (step.view or step.kind in ("scale", "sum")) and all(needs_no_norm(v) for v in step.inputs)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from leannorm.saving.graph import kind_of
-from leannorm.saving.recipes.products import PRODUCTS
+from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Step, Value
 
@@ -57,7 +57,7 @@ def rates(device: torch.device) -> Rates:
 def of_rebuild(step: Step, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> float:
     """The price of one rebuild, with all tensors on the way to it that were not packed."""
     total, rate = 0.0, rates(device)
-    if step.kind == "product":
+    if step.flops:
         total += step.flops / rate.products.get(dtype.itemsize, rate.products[2])
     if step.kind != "view":
         moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
@@ -95,7 +95,8 @@ def of_step(nodes: Iterable[Any], device: torch.device) -> float:
         inputs = [None if p is None else p._input_metadata[number] for p, number in edges]
         output, *others = node._input_metadata
         flops = _flops(kind, [() if i is None else tuple(i.shape) for i in inputs], tuple(output.shape))
-        total += 3 * flops / rate.products.get(output.dtype.itemsize, rate.products[2])
+        frozen = None in (inputs[:2] if kind in CONVOLUTIONS else inputs[-2:])  # one gradient, not two
+        total += (2 if frozen else 3) * flops / rate.products.get(output.dtype.itemsize, rate.products[2])
         moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
         total += 2 * rate.call + _PASSES * moved / rate.memory
     return total
@@ -105,7 +106,7 @@ def _flops(kind: str, inputs: list[tuple[int, ...]], output: tuple[int, ...]) ->
     """Operations of a product's forward pass, by the shapes at its node; () for an input without gradient."""
     if kind.startswith("ScaledDotProduct"):
         return 4 * prod(inputs[0]) * inputs[1][-2] if inputs[0] and inputs[1] else 0
-    if kind in ("ConvolutionBackward0", "leannorm.ConvNorm"):
+    if kind in CONVOLUTIONS:
         return 2 * prod(inputs[1][1:]) * prod(output)
     if kind in PRODUCTS:
         *_, a, b = inputs

@@ -36,11 +36,15 @@ BACKWARD_WITHIN = (
     "nothing of what was saved was left when lean(budget=...) closed, since backward() ran inside it or its"
     " result was dropped: no plan could be made; move backward() out of it"
 )
+BENCHMARK = (
+    "torch.backends.cudnn.benchmark is on: cuDNN times a convolution's algorithms in each thread by itself,"
+    " so that the backward pass may use another one, of other bits, and convolutions are held; turn it off"
+)
 SMALL = (
     "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
-OF_THE_PASS = {BACKWARD_WITHIN, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
+OF_THE_PASS = {BACKWARD_WITHIN, BENCHMARK, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
 
 
 def failed(tensor: Tensor, error: Exception) -> str:

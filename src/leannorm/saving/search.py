@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from leannorm.saving import reasons
+from leannorm.saving.device import asynchronous
 from leannorm.saving.evidence import Leaves, sequence_number
 from leannorm.saving.flags import FlagLog
 from leannorm.saving.graph import (
@@ -28,6 +30,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.activations import ACTIVATIONS
 from leannorm.saving.recipes.norms import NORMS
+from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES, cat_of_copied_parts
 from leannorm.saving.values import Step, Value, held
 
@@ -52,9 +55,11 @@ class Missing(NamedTuple):
 class Search:
     """Finds steps by one policy, during one forward pass; `at_pool` is called with each max pooling node."""
 
-    def __init__(self, policy: Policy, at_pool: Callable[[Node], None], since: int = 0) -> None:
-        """Of nodes that ran before `since`, nothing is known."""
-        self._policy, self._at_pool = policy, at_pool
+    def __init__(
+        self, policy: Policy, at_pool: Callable[[Node], None], found: Counter[str], since: int = 0
+    ) -> None:
+        """Of nodes that ran before `since`, nothing is known. `found`: the reasons of this pass."""
+        self._policy, self._at_pool, self._reasons = policy, at_pool, found
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
         self.leaves, self.flags, self._since = Leaves(), FlagLog(sequence_number()), since
 
@@ -105,6 +110,9 @@ class Search:
         if step.flags is not None or step.kind in _WITHOUT_FLAGS:
             return step if proved else step._replace(proved=False)
         flags, sure = self.flags.of(node._sequence_nr())
+        if kind in CONVOLUTIONS and flags.benchmark and asynchronous(node._input_metadata[0]):
+            self._reasons[reasons.BENCHMARK] = 1
+            return None
         return step._replace(flags=flags, proved=proved and sure)
 
     def _may_add(self, node: Node) -> bool:
@@ -139,7 +147,7 @@ class Search:
             sure = sure and (known.as_made or reader._sequence_nr() >= known.seen_at)
             return (known, True) if sure else (None, True)
         step = self._step(producer, number, None, depth, missing)
-        if step is None or not (step.kind == "norm" or self._policy.allows(step, _nbytes(producer, number))):
+        if step is None or not (step.kind == "norm" or self._policy.allows(step)):
             missing.append((producer, number))
             return None, True
         value = Value(None, 0, step, name=kind_of(producer))
@@ -197,11 +205,6 @@ def _versions_as_made(node: Any, output: int, depth: int = 0) -> set[int]:
 
 def _is_leaf_on_cpu(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and tensor.device.type == "cpu"
-
-
-def _nbytes(node: Any, output: int) -> int:
-    metadata = node._input_metadata[output]
-    return int(prod(metadata.shape) * metadata.dtype.itemsize)
 
 
 def is_view_of_held(step: Step) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from leannorm.saving.evidence import sequence_number
+from leannorm.saving.values import is_parameter
 
 SMALL = 4 << 20
 """Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""
@@ -60,8 +61,7 @@ class SmallPass:
         """The tensor, detached, and its version; after `SMALL` bytes, the result of the other hook."""
         if self._pack is not None:
             return self._pack(tensor)
-        base = tensor if tensor._base is None else tensor._base
-        of_parameter = base.requires_grad and base.is_leaf
+        of_parameter = is_parameter(tensor)
         if not of_parameter:
             self.nbytes += tensor.nbytes
         if self.nbytes > SMALL:

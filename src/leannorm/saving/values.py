@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from leannorm.saving.device import share, stream_of
 from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
 
@@ -31,10 +32,10 @@ class Step(NamedTuple):
 
     `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are
     hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
-    (also activations and casts), "scale", "sum", "product", "view" (shares its input's memory), "copy" (a
-    view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are those of
-    one rebuild of a product; it `narrows` if it has fewer outputs than inputs. `then_act(act)` returns the
-    step with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
+    (also activations and casts), "scale", "sum", "product", "attention", "view" (shares its input's memory),
+    "copy" (a view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are
+    those of a rebuild; it is `costly` if that is much for what it frees. `then_act(act)` returns the step
+    with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
     `proved` is False where the step may read something else than the node read: then it is compared every
     time.
     """
@@ -46,7 +47,7 @@ class Step(NamedTuple):
     in_place: Callable[..., Tensor] | None = None
     kind: str = "norm"
     flops: int = 0
-    narrows: bool = False
+    costly: bool = False
     then_act: Callable[[str], Step | None] | None = None
     flags: Flags | None = None
     proved: bool = True
@@ -76,6 +77,7 @@ class Value:
     whole: Value | None = None  # the base, if this is a view
     origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
     call: Hashable = None  # the arguments of the norm call that saved this
+    from_narrow = False  # is it rebuilt from a copy of its own in a narrower dtype?
     alone = False  # does only autograd hold the tensor?
     where = ""  # the layer that was running when it was packed; under `verify` only
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
@@ -83,14 +85,18 @@ class Value:
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
+    stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
     _rebuilt: Tensor | None = None
     _rebuilt_version = 0
+    _rebuilt_on: torch.Stream | None = None
 
     def __init__(
         self, tensor: Tensor | None, version: int = 0, step: Step | None = None, name: str = ""
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
+        if tensor is not None:
+            self.stream = stream_of(tensor)
         if step is not None:
             self._add_as_reader(step)
 
@@ -105,7 +111,7 @@ class Value:
         if self.tensor is not None:
             self.watch, self.sample = version_of(tensor), Sample.of(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.step, self.tensor, self.origin = step, None, None
+        self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
         self._add_as_reader(step)
 
     def _add_as_reader(self, step: Step) -> None:
@@ -116,6 +122,9 @@ class Value:
                 value.sample = Sample.of(value.tensor)
         self.products = max((value.products for value in step.inputs), default=0)
         self.products += step.kind == "product"
+        for tensor in step.captured:
+            if tensor is not None:
+                self.stream = stream_of(tensor)
 
     @property
     def is_held(self) -> bool:
@@ -162,7 +171,11 @@ class Value:
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
         """The tensor for a step, and who owns its memory."""
-        return self._rebuild(flags) if self.step is not None else (self._proved(), Owner.HELD)
+        if self.step is not None:
+            return self._rebuild(flags)
+        tensor = self._proved()
+        share(tensor, self.stream)
+        return tensor, Owner.HELD
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
         """The held tensor; raises `error` if it was edited since it was packed."""
@@ -187,9 +200,14 @@ class Value:
             tensor, memory = self._rebuilt, Owner.SHARED
             if tensor._version != self._rebuilt_version:  # edited by a user's backward function
                 raise RuntimeError(self._edited(tensor))
+            share(tensor, self._rebuilt_on)
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
+            for captured in self.step.captured:
+                if captured is not None:
+                    share(captured, self.stream)
             tensor, memory = run(self.step, inputs, flags)
+            self._rebuilt_on = stream_of(tensor)
         self._left -= 1
         if self._left <= 0:
             self._rebuilt, self._left = None, self.users
@@ -211,6 +229,12 @@ class Value:
             f" version {tensor._version}; expected version {self.version} instead. leannorm.lean() needs it"
             " for the backward pass: edit a copy of it, or edit it after backward()."
         )
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Is it a parameter or a view of one? Those exist without autograd too, also where they are frozen."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
 
 
 def _check_there(tensor: Tensor, name: str) -> None:

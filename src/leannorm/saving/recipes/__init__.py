@@ -1,4 +1,12 @@
 """The recipes, by kind; importing this room registers them all."""
 
-from leannorm.saving.recipes import activations, arithmetic, functions, norms, products, views  # noqa: F401
+from leannorm.saving.recipes import (  # noqa: F401
+    activations,
+    arithmetic,
+    attention,
+    functions,
+    norms,
+    products,
+    views,
+)
 from leannorm.saving.recipes.registry import RECIPES as RECIPES

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leannorm.saving.graph import constant, kind_of, saved
+from leannorm.saving.graph import constant, kind_of, number, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step
 
@@ -16,9 +16,7 @@ from leannorm.saving.values import Step
 @recipe("MulBackward0")
 def mul(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """LayerScale, squeeze-and-excite, dropout (input times mask). Factors that are not saved are searched."""
-    a = saved(node, "self") or given(0)
-    b = saved(node, "other") or given(1)
-    return None if a is None or b is None else Step(torch.mul, (a, b), kind="scale")
+    return _of_two(torch.mul, node, given)
 
 
 @recipe("MulBackward1")
@@ -45,9 +43,16 @@ def of_one(node: Any, output: int, given: Given, like: Tensor | None) -> Step | 
 
 @recipe("DivBackward0")
 def div(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    return _of_two(torch.div, node, given)
+
+
+def _of_two(function: Callable[..., Tensor], node: Any, given: Given) -> Step | None:
     a = saved(node, "self") or given(0)
-    b = saved(node, "other") or given(1)
-    return None if a is None or b is None else Step(torch.div, (a, b), kind="scale")
+    b = None if a is None else saved(node, "other") or given(1)
+    if a is None or b is not None:
+        return None if a is None or b is None else Step(function, (a, b), kind="scale")
+    other = number(node, "other")
+    return None if other is None else Step(function, (a,), (), (other,), kind="scale")
 
 
 def _dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:

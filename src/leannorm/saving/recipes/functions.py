@@ -14,6 +14,7 @@ from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
 from leannorm.ops.backends import Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
+from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
 
@@ -140,4 +141,5 @@ def conv_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step
     inputs = tuple(v for v in (kept.x, kept.conv_weight, kept.conv_bias) if v is not None)
     flops = 2 * kept.conv_weight.look()[0].numel() * prod(node._input_metadata[0].shape)
     constants = node.convolution, node.backend
-    return Step(_conv_norm, inputs, captured, constants, kind="product", flops=flops)
+    costly = flops > MOST * prod(node._input_metadata[0].shape)
+    return Step(_conv_norm, inputs, captured, constants, kind="product", flops=flops, costly=costly)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.calls import NormArguments
+from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import kind_of, saved
 from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
@@ -23,15 +23,15 @@ _BATCH_NORMS: dict[str, Callable[..., Any]] = {
 NORMS = {*_BATCH_NORMS, "NativeGroupNormBackward0", "NativeLayerNormBackward0"}
 
 
-def _call(*values: Value | None) -> NormArguments | None:
+def _call(*values: Value | None) -> CallArguments | None:
     """The arguments of the norm call that saved these values, if they are known."""
     for value in values:
-        if value is not None and isinstance(value.call, NormArguments):
+        if value is not None and isinstance(value.call, CallArguments):
             return value.call
     return None
 
 
-def _bias(node: Any, call: NormArguments | None, given: Given) -> tuple[bool, Tensor | None]:
+def _bias(node: Any, call: CallArguments | None, given: Given) -> tuple[bool, Tensor | None]:
     """Is the bias known, and a copy of it. Nodes of batch and group norm do not save it.
 
     Without the call's arguments, a missing edge may mean no bias or a frozen one, so it is not known.

@@ -1,0 +1,131 @@
+"""Scaled dot product attention: its output is computed again where that is allowed; dropout holds bits."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lean_narrow import assert_stock, held
+from torch import nn
+
+from leannorm import lean
+
+BATCH, TOKENS, HEADS, DEPTH = 2, 48, 4, 16
+NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+MASK = torch.rand(TOKENS, TOKENS) > 0.3
+MASK.fill_diagonal_(True)
+CALLS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "mask": {"attn_mask": MASK},
+    "added mask": {"attn_mask": torch.randn(TOKENS, TOKENS)},
+    "mask of each head": {"attn_mask": MASK.expand(BATCH, HEADS, TOKENS, TOKENS)},
+    "few keys": {"enable_gqa": True},
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, dtype, **call):
+        super().__init__()
+        width, self.keys = HEADS * DEPTH, 2 if call.get("enable_gqa") else HEADS
+        self.q, self.out = nn.Linear(width, width), nn.Linear(width, width)
+        self.k, self.v = nn.Linear(width, self.keys * DEPTH), nn.Linear(width, self.keys * DEPTH)
+        masked = "attn_mask" in call and call["attn_mask"].is_floating_point()
+        self.call = {**call, "attn_mask": call["attn_mask"].to(dtype)} if masked else call
+        self.to(dtype)
+
+    def forward(self, x):
+        def heads(y):
+            return y.view(BATCH, TOKENS, -1, DEPTH).transpose(1, 2)
+
+        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+        y = F.scaled_dot_product_attention(q, k, v, **self.call)
+        return x + self.out(y.transpose(1, 2).reshape(BATCH, TOKENS, -1))
+
+
+def tokens(dtype):
+    return torch.randn(BATCH, TOKENS, HEADS * DEPTH, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("call", CALLS)
+def test_the_output_is_computed_again(call, dtype):
+    model, x = Attention(dtype, **CALLS[call]), tokens(dtype)
+    for _ in range(2):
+        saved = lean(overhead=10.0)
+        assert_stock(lambda: model(x * 1).float().square().sum(), [x, *model.parameters()], saved)
+        assert not saved.reasons
+        assert [r for r in saved.records if r.node == NODE and r.rebuilt]
+        assert held(saved, NODE) == 0
+
+
+def test_what_one_layer_holds_of_it():
+    """The statistics of the softmax; queries, keys, values and the output follow from the layer's input."""
+    model, x, saved = Attention(torch.float32), tokens(torch.float32), lean(overhead=10.0)
+    assert_stock(lambda: model(x.sin()).sum(), [x, *model.parameters()], saved)
+    assert saved.kept_bytes <= x.nbytes + BATCH * HEADS * TOKENS * 4
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+@pytest.mark.parametrize(("keys", "rebuilt"), [(256, True), (257, False)])
+def test_of_few_keys_it_costs_little(keys, rebuilt, setting):
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    k = torch.randn(1, 2, keys, 16, requires_grad=True)
+    saved = lean(setting)
+    assert_stock(lambda: F.scaled_dot_product_attention(q, k, k).exp().sum(), [q, k], saved)
+    assert (held(saved, NODE) == 0) == rebuilt
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_its_dropout_holds_bits(p):
+    """torch's fused kernel for the CPU has no dropout: weights are made, and their mask is of two values.
+
+    The output is a third product in a row, and is held.
+    """
+    model, x, saved = Attention(torch.float32, dropout_p=p), tokens(torch.float32), lean(overhead=10.0)
+    assert_stock(lambda: model(x.sin()).sum(), [x, *model.parameters()], saved)
+    assert held(saved, "bits of a mask") == BATCH * HEADS * TOKENS * TOKENS // 8
+    assert saved.kept_bytes <= 2 * x.nbytes + BATCH * HEADS * TOKENS * TOKENS // 8
+
+
+def test_queries_that_are_edited_before_the_backward_pass():
+    """The node keeps them: autograd's error, as in stock."""
+    q = torch.randn(BATCH, HEADS, TOKENS, DEPTH, requires_grad=True)
+    with lean(overhead=10.0):
+        y = q * 2
+        loss = F.scaled_dot_product_attention(y, q, q).square().sum()
+    y.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_output_that_is_edited_unseen_is_held():
+    q = torch.randn(BATCH, HEADS, TOKENS, DEPTH, requires_grad=True)
+
+    def run():
+        y = F.scaled_dot_product_attention(q * 2, q, q)
+        early = y.square().sum()
+        y.data.mul_(3)
+        return early + y.exp().sum() + y.square().sum()
+
+    with torch.enable_grad():
+        run()
+    assert_stock(run, [q], lean(overhead=10.0))
+
+
+def test_a_graph_that_is_dropped_is_freed():
+    """The node keeps its own output, whose rebuild must not lead back to the node."""
+    q = torch.randn(BATCH, HEADS, TOKENS, DEPTH, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with lean(overhead=10.0):
+            y = F.scaled_dot_product_attention(q.sin(), q, q)
+            y.grad_fn.metadata["note"] = note = nn.Identity()
+            dropped = weakref.ref(note)
+            del y, note
+        assert dropped() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,170 @@
+"""Frozen weights and adapters beside them (LoRA): what needs no gradient is not held for one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lean_narrow import RMSNorm, assert_stock, held
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from leannorm import lean
+from leannorm.saving import small
+
+TOKENS, WIDTH, RANK = 128, 64, 8
+ROWS = TOKENS * WIDTH * 2  # bytes of a tensor of bfloat16
+
+
+class LoRA(nn.Module):
+    """A frozen linear layer, and a product of two narrow ones beside it, after dropout."""
+
+    def __init__(self, inputs, outputs, p=0.1):
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).bfloat16().requires_grad_(False)
+        self.down = nn.Linear(inputs, RANK, bias=False).bfloat16()
+        self.up = nn.Linear(RANK, outputs, bias=False).bfloat16()
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(self.dropout(x))) * 2.0
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm(WIDTH).bfloat16().requires_grad_(False)
+        self.gate, self.up, self.down = LoRA(WIDTH, 256), LoRA(WIDTH, 256), LoRA(256, WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def trained(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def test_a_frozen_layer_holds_no_input_and_its_adapter_a_bit_a_value():
+    """Of the adapter: bits of its mask, and what its second factor reads. Of the frozen layer: nothing."""
+    norm, layer = RMSNorm(WIDTH).bfloat16().requires_grad_(False), LoRA(WIDTH, WIDTH)
+    x, saved = torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_(), lean()
+    assert_stock(lambda: layer(norm(x * 2)).square().mean(), [x, *trained(layer)], saved)
+    source, mask, inner, rsqrt = ROWS, TOKENS * WIDTH // 8, TOKENS * RANK * 2, TOKENS * 4
+    output = ROWS  # of the loss
+    loss = 4
+    assert saved.kept_bytes <= source + mask + inner + rsqrt + output + loss + 16
+    assert saved.kept_bytes + saved.rebuilt_bytes >= 5 * ROWS
+
+
+def test_frozen_weights_are_not_counted():
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.SiLU(), nn.Linear(512, WIDTH)).requires_grad_(False)
+    x, saved = torch.randn(16, WIDTH, requires_grad=True), lean()
+    assert_stock(lambda: model(x).square().mean(), [x], saved)
+    assert saved.kept_bytes + saved.rebuilt_bytes < model[0].weight.nbytes
+
+
+def test_frozen_weights_are_not_moved():
+    moved = []
+    hooks = saved_tensors_hooks(lambda t: moved.append(t.shape) or t.clone(), lambda t: t)
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.SiLU(), nn.Conv1d(512, 8, 3)).requires_grad_(False)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    run = lambda: model[2](model[1](model[0](x)).T[None]).square().mean()  # noqa: E731
+    assert_stock(run, [x], lean(held=hooks))
+    assert moved, "the activations are"
+    assert not {(512, WIDTH), (WIDTH, 512), (8, 512, 3)} & {tuple(shape) for shape in moved}
+
+
+def test_frozen_weights_do_not_make_a_pass_large(monkeypatch):
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.SiLU(), nn.Linear(512, WIDTH)).requires_grad_(False)
+    x = torch.randn(16, WIDTH, requires_grad=True)
+    monkeypatch.setattr(small, "SMALL", model[0].weight.nbytes)
+    for _ in range(2):
+        with lean() as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+    assert saved.rebuilt_bytes == 0
+    assert "is held as it is" in saved.reasons[0]
+
+
+def test_a_budget_reaches_what_adapters_read():
+    """Gate and up are sums of a frozen product and an adapter's, scaled by a number: from the norm."""
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    x = torch.randn(4, TOKENS, WIDTH).bfloat16().requires_grad_()
+    for _ in range(2):
+        saved = lean(budget=0.25)
+        assert_stock(lambda: model(x * 1).square().mean(), trained(model), saved)
+        assert not saved.reasons
+    assert held(saved, "AddBackward0") < 3 * 2 * 4 * TOKENS * 256 * 2
+    assert saved.kept_bytes <= 0.26 * (saved.kept_bytes + saved.rebuilt_bytes)
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(WIDTH, WIDTH), (TOKENS, WIDTH)),
+    "conv1d": (lambda: nn.Conv1d(8, 32, 3, padding=1), (4, 8, 64)),
+    "conv2d": (lambda: nn.Conv2d(8, 32, 3, padding=1), (4, 8, 16, 16)),
+    "conv2d, reflected": (lambda: nn.Conv2d(8, 32, 3, padding=1, padding_mode="reflect"), (4, 8, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("weight", ["weight", "frozen weight"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_products_with_a_frozen_bias_are_rebuilt(name, weight):
+    """The graph has no edge to a frozen bias; the layer's call has it, and a step keeps a copy."""
+    make, shape = LAYERS[name]
+    layer, x, saved = make(), torch.randn(shape, requires_grad=True), lean("conv")
+    layer.bias.requires_grad_(False)
+    layer.weight.requires_grad_(weight == "weight")
+
+    def run():
+        y = layer(x * 1)
+        return F.silu(y).square().sum() + y.exp().sum()
+
+    stock = [x, *trained(layer)]
+    assert_stock(run, stock, saved)
+    if weight == "frozen weight" or name == "linear":
+        kind = "AddmmBackward0" if name == "linear" else "ConvolutionBackward0"
+        assert held(saved, kind) == 0
+        assert any(r.node in (kind, "SqueezeBackward1", "ViewBackward0") and r.rebuilt for r in saved.records)
+
+
+def test_a_frozen_bias_may_be_edited_before_the_backward_pass():
+    """Stock saves no bias: the gradient is that of the forward pass."""
+    layer, x = nn.Linear(WIDTH, WIDTH).requires_grad_(False), torch.randn(TOKENS, WIDTH, requires_grad=True)
+
+    def gradient(context):
+        x.grad = None
+        layer.bias.data.fill_(0.5)
+        with context:
+            loss = F.silu(layer(x * 1)).sum()
+        layer.bias.data.fill_(7.0)
+        loss.backward()
+        return x.grad
+
+    assert torch.equal(gradient(lean("conv")), gradient(torch.enable_grad()))
+
+
+@pytest.mark.parametrize("number", [2.0, 3, 0.1, float("inf"), True], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("divided", [False, True])
+def test_a_multiple_by_a_number_is_rebuilt(number, dtype, divided):
+    """torch saves the number past all hooks."""
+    x, saved = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True), lean()
+
+    def run():
+        y = F.silu(x)
+        return torch.exp((y / number if divided else y * number).sigmoid()).sum()
+
+    assert_stock(run, [x], saved)
+    assert held(saved, "SigmoidBackward0") == 0
+
+
+def test_a_scalar_tensor_that_is_edited_is_no_number():
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    scale = torch.tensor(2.0, dtype=torch.float64)
+
+    def run():
+        scale.fill_(2.0)
+        y = F.silu(x) * scale
+        scale.data.fill_(3.0)
+        return torch.exp(y.sigmoid()).sum()
+
+    assert_stock(run, [x], lean())

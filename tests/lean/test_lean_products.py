@@ -1,0 +1,79 @@
+"""`"conv"` on transformers: the same in every dtype and at every width, and what a share of the step buys."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_lean_narrow import RMSNorm, assert_stock
+from torch import nn
+
+from leannorm import lean
+from leannorm.saving.policy import CONV
+
+TOKENS = 96
+
+
+class Block(nn.Module):
+    """As in a Llama, without rotary embeddings; MLP of 11/4 the width."""
+
+    def __init__(self, width):
+        super().__init__()
+        inner = 11 * width // 4
+        self.first, self.second = RMSNorm(width), RMSNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x):
+        y = self.first(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 64)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        y = self.second(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def kept(width, dtype, passes=1, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(width) for _ in range(3))).to(dtype)
+    x = torch.randn(2, TOKENS, width, dtype=dtype, requires_grad=True)
+    for _ in range(passes):
+        saved = lean(**settings)
+        assert_stock(lambda: model(x.sin()).float().square().mean(), [x, *model.parameters()], saved)
+    return saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes), saved
+
+
+@pytest.mark.parametrize("width", [128, 512])
+def test_conv_is_the_same_in_every_dtype(width):
+    wide, narrow = (kept(width, dtype, recompute="conv")[0] for dtype in (torch.float32, torch.bfloat16))
+    assert max(wide, narrow) < 0.22
+    assert abs(wide - narrow) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_conv_is_a_fifth_of_the_step(dtype):
+    """By the table of prices, as `overhead` reads it."""
+    priced = lean(overhead=10.0)
+    priced._settings = priced._settings._replace(policy=CONV)
+    width = 512
+    model, x = Block(width).to(dtype), torch.randn(2, TOKENS, width, dtype=dtype, requires_grad=True)
+    with priced:
+        model(x.sin()).float().square().mean()
+    assert 0.15 <= priced.plan.overhead <= 0.26
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_residual_connection_is_held_where_all_behind_it_would_be(dtype):
+    """Rebuilt by two products in a row, it would have every linear layer behind it held: a larger tensor."""
+    share, saved = kept(128, dtype, passes=2, budget=0.16)
+    assert share <= 0.162
+    assert not saved.reasons
+
+
+@pytest.mark.parametrize(("inputs", "rebuilt"), [(96, True), (104, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_convolutions_of_few_inputs_to_a_value(inputs, rebuilt, dtype):
+    """A limit of 384 inputs: 96 channels by 2 × 2."""
+    layer = nn.Conv2d(inputs, 64, 2).to(dtype)
+    x, saved = torch.randn(2, inputs, 9, 9, dtype=dtype, requires_grad=True), lean("conv")
+    assert_stock(lambda: F.silu(layer(x)).float().sum(), [x, *layer.parameters()], saved)
+    assert [r.rebuilt for r in saved.records if r.node == "ConvolutionBackward0"] == [rebuilt]
