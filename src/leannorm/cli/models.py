@@ -34,6 +34,18 @@ def model_named(spec: str) -> nn.Module:
     return model.train()
 
 
+def made_by(spec: str) -> object:
+    """What `package.module:callable` returns. Raises InputError for another name.
+
+    >>> made_by("collections:OrderedDict")
+    OrderedDict()
+    """
+    source, found, name = spec.partition(":")
+    if not (source and found and name):
+        raise InputError(f"name it as package.module:callable; got {spec!r}")
+    return _callable(source, name)()
+
+
 def _maker(source: str, name: str) -> Callable[[], object]:
     if source == "timm":
         timm = _library("timm")
