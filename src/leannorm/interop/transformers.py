@@ -6,6 +6,7 @@ from typing import Any
 
 from leannorm._errors import MissingDependencyError
 from leannorm.report.doctor.examine import doctor
+from leannorm.report.doctor.untouched import untouched
 from leannorm.saving import lean, make_lean, unmake_lean
 
 
@@ -18,7 +19,7 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     Raises: `MissingDependencyError` without `transformers`, `InputError` as `lean` does.
     Source: `transformers.TrainerCallback`, transformers 5.23.
     """
-    base = _trainer_callback("lean_callback", "leannorm.make_lean")
+    base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
     lean(recompute, **settings)  # raises where there are no such settings
 
     class LeanCallback(base):  # type: ignore[misc]
@@ -34,32 +35,30 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
 
 
 def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
-    """A `TrainerCallback` that runs `leannorm.doctor` once, before the first training step, and prints it.
+    """A `TrainerCallback` that runs `leannorm.doctor` once, before training begins, and prints what it found.
 
     `Trainer(..., callbacks=[doctor_callback()])`; the arguments are those of `doctor`, which is also given the
-    trainer's optimizer. `callback.report` is the report; rank 0 prints it where there are findings. Training is
-    as without it.
+    trainer's optimizer. `callback.report` is the report; rank 0 prints it where there are findings. Training
+    is as without it.
 
     Raises: `MissingDependencyError` without `transformers`.
     Source: `transformers.TrainerCallback`, transformers 5.23.
     """
-    base = _trainer_callback("doctor_callback", "leannorm.doctor")
+    base: Any = _trainer_callback("doctor_callback", "leannorm.doctor")
 
     class DoctorCallback(base):  # type: ignore[misc]
-        """Runs when the first step begins: the model is in training mode then, which it is not before."""
+        """Looks at the model in training mode, which the trainer sets later, before each step."""
 
         def __init__(self) -> None:
             self.report: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.report = None
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self.report is None:
-                optimizer = getattr(kwargs.get("optimizer"), "optimizer", kwargs.get("optimizer"))
-                self.report = doctor(kwargs["model"], batches, optimizer=optimizer, forward=forward)
-                if state.is_world_process_zero and not self.report:
-                    self.report.print()
+            model, optimizer = kwargs["model"], kwargs.get("optimizer")
+            with untouched(model, parameters=False):
+                model.train()
+                self.report = doctor(model, batches, optimizer=optimizer, forward=forward)
+            if state.is_world_process_zero and not self.report:
+                self.report.print()
 
     return DoctorCallback()
 

@@ -32,7 +32,7 @@ NAMED = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Norm:
     """A norm layer: its name in the model, its kind, and its parts under torch's names.
 

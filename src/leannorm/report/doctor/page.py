@@ -43,7 +43,7 @@ def _counted(count: int, one: str, many: str = "") -> str:
 
 
 def text(report: DoctorReport) -> Iterator[tuple[str, str]]:
-    """Lines with their styles: a paragraph for each check, its first layers, why it matters, what mends it."""
+    """Lines with their styles: for each check its first layers, why it matters, what mends it."""
     for title, findings in _grouped(report):
         first = findings[0]
         yield _STYLES[first.severity], f"{first.severity}: {title} ({first.check})"
