@@ -37,7 +37,7 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
 def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
     """A `TrainerCallback` that runs `leannorm.doctor` once, before training begins, and prints what it found.
 
-    `Trainer(..., callbacks=[doctor_callback()])`; the arguments are those of `doctor`, which is also given the
+    `Trainer(..., callbacks=[doctor_callback()])`; its arguments are those of `doctor`, which also gets the
     trainer's optimizer. `callback.report` is the report; rank 0 prints it where there are findings. Training
     is as without it.
 

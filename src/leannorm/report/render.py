@@ -165,9 +165,9 @@ def line_figure(
 
 
 def bar_figure(
-    bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: str, *, written: bool = True
+    bars: Mapping[str, Sequence[float | None]], groups: Sequence[str], y: str, *, written: bool = True
 ) -> Any:
-    """Named bars side by side, in groups; with `written`, group names below and values above the bars."""
+    """Named bars side by side, in groups, none for None; with `written`, names below and values above."""
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, values) in enumerate(bars.items()):

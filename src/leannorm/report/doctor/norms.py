@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,19 +182,15 @@ def initial(norm: Norm) -> bool:
 
 
 def learned(norm: Norm) -> bool:
-    """Has its gamma or beta been trained: does one of them have two different values?"""
-    parts = [values_of(t) for t in (norm.weight, norm.bias) if t is not None]
-    return any(part is not None and bool((part != part.flatten()[0]).any()) for part in parts)
+    """Has it been trained: has its beta, or gamma where there is none, two different values?
+
+    Not gamma beside beta: some models begin with gamma at random.
+    """
+    part = norm.weight if norm.bias is None else norm.bias
+    values = None if part is None else values_of(part)
+    return values is not None and bool((values != values.flatten()[0]).any())
 
 
-def path_to(parent: str, child: str) -> str:
-    """The name of a child in the model."""
-    return f"{parent}.{child}" if parent else child
-
-
-def siblings(norms: list[Norm]) -> Iterator[tuple[str, list[Norm]]]:
-    """The norms below each child of the model; those of the model itself together."""
-    groups: dict[str, list[Norm]] = {}
-    for norm in norms:
-        groups.setdefault(norm.name.split(".")[0] if "." in norm.name else "", []).append(norm)
-    yield from groups.items()
+def child_of(norm: Norm) -> str:
+    """The child of the model that it stands in; nothing for a norm of the model itself."""
+    return norm.name.split(".")[0] if "." in norm.name else ""

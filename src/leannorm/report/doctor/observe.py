@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module
+from torch.nn.modules.conv import _ConvNd
 
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.report.doctor.norms import Norm
@@ -29,6 +30,7 @@ class Seen:
 
     `values`: the fewest that one statistic had. `calls`: the most of one forward pass. `samples`: of all
     batches. `padded`: the share of positions in runs of equal ones; `uneven`: do the runs' lengths differ?
+    `source`: the convolution or linear layer whose output the norm reads.
     """
 
     values: int = 0
@@ -42,6 +44,7 @@ class Seen:
     rounding: float = 0.0
     padded: float = 0.0
     uneven: bool = False
+    source: Module | None = None
 
     @property
     def std(self) -> Tensor | None:
@@ -135,6 +138,14 @@ def unwrapped(model: Module) -> Module:
 def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], None]]:
     """Hooks on every norm, which fill `seen`; gives the function that begins a forward pass."""
     calls: dict[str, int] = {}
+    outputs: dict[int, tuple[Module, Tensor]] = {}  # with the tensor, so that no id is reused
+
+    def after(module: Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs[id(output)] = module, output
+
+    def begin() -> None:
+        calls.clear()
+        outputs.clear()
 
     def watch(norm: Norm) -> Any:
         def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -144,6 +155,7 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
             if isinstance(module, _ConvBatchNorm):
                 given = module.conv(given)
             one = seen[norm.name]
+            one.source = outputs.get(id(given), (None, None))[0]
             calls[norm.name] = calls.get(norm.name, 0) + 1
             one.calls = max(one.calls, calls[norm.name])
             _add(one, norm, given.detach())
@@ -156,7 +168,11 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
             joined = [parent for parent, _, _ in norm.parents if isinstance(parent, _ConvBatchNorm)]
             for module in list[Module](joined) or [norm.module]:
                 handles.append(module.register_forward_pre_hook(watch(norm), with_kwargs=True))
-        yield calls.clear
+            for parent, _, _ in norm.parents:
+                for child in parent.children():
+                    if isinstance(child, (_ConvNd, Linear)) and child.bias is not None:
+                        handles.append(child.register_forward_hook(after))
+        yield begin
     finally:
         for handle in handles:
             handle.remove()

@@ -84,21 +84,25 @@ def html(report: DoctorReport) -> str:
 
 
 def _bars(report: DoctorReport) -> Section:
-    names = [state.name for state in report.layers]
-    gaps = [state.gap for state in report.layers]
-    written = len(names) <= 12
-    if any(gap is not None for gap in gaps):
-        bars = {"gap": [gap or 0.0 for gap in gaps]}
+    """A bar for each layer; those with a finding in a colour of their own."""
+    if any(state.gap is not None for state in report.layers):
+        heading, unit = "Gap between training and evaluation", "standard deviations"
         lead = (
-            "How far the batches' statistics are from the running ones, in standard deviations, in the order "
-            "of the model. 0: the two modes agree."
+            "How far the batches' statistics are from the running ones, in the order of the model; at 0 the "
+            "two modes agree. No bar: there are no running statistics, or they are not finite."
         )
-        return Section(
-            "Gap between training and evaluation", lead, bar_figure(bars, names, "std", written=written)
-        )
-    bars = {"findings": [float(state.findings) for state in report.layers]}
-    lead = "In the order of the model; with batches, the bars are the gap between the modes."
-    return Section("Findings per layer", lead, bar_figure(bars, names, "findings", written=written))
+        values = [state.gap for state in report.layers]
+    else:
+        heading, unit = "Findings per layer", "findings"
+        lead = "In the order of the model. With batches the bars are the gap between the two modes."
+        values = [float(state.findings) for state in report.layers]
+    shown = list(zip(values, report.layers, strict=True))
+    bars = {
+        "nothing found": [None if state.findings else value for value, state in shown],
+        "with findings": [value if state.findings else None for value, state in shown],
+    }
+    figure = bar_figure(bars, [state.name for state in report.layers], unit, written=len(shown) <= 12)
+    return Section(heading, lead, figure.update_layout(barmode="overlay"))
 
 
 def _layer_table(report: DoctorReport) -> Table:

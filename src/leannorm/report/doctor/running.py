@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from leannorm.report.doctor.norms import siblings, values_of
+from leannorm.report.doctor.norms import child_of, values_of
 from leannorm.report.doctor.subject import Found, Subject, layer
 
 HALF = (torch.float16, torch.bfloat16)
@@ -48,8 +48,8 @@ def nonfinite_parameters(subject: Subject) -> Iterator[Found]:
 def never_updated_statistics(subject: Subject) -> Iterator[Found]:
     """Mean 0 and variance 1, as made, where others have moved or gamma has been trained.
 
-    A new model in training mode has them everywhere, and a new head on a trained model in all of the head:
-    both are as they should be. In evaluation mode a new model is one finding.
+    A new model in training mode has them everywhere, and a new head behind a trained model in all of the
+    head: both are as they should be. In evaluation mode a new model is one finding.
     """
     tracked = [norm for norm in subject.norms if norm.tracks]
     consequence = "evaluation mode normalizes by mean 0 and variance 1, which are nobody's statistics"
@@ -58,13 +58,16 @@ def never_updated_statistics(subject: Subject) -> Iterator[Found]:
         if subject.untouched and not subject.training:
             yield Found("(model)", len(tracked), consequence, remedy)
         return
-    for _, norms in siblings(tracked):
-        moved = any(norm.name not in subject.untouched for norm in norms)
-        for norm in norms:
-            if norm.name not in subject.untouched:
-                continue
-            if moved or norm.name in subject.learned or not subject.training:
-                yield Found(norm.name, 0, consequence, remedy)
+    moved = [place for place, norm in enumerate(tracked) if norm.name not in subject.untouched]
+    begun = {child_of(tracked[place]) for place in moved}
+    for place, norm in enumerate(tracked):
+        new = (
+            place > max(moved, default=-1)
+            and child_of(norm) not in begun
+            and norm.name not in subject.learned
+        )
+        if norm.name in subject.untouched and not (new and subject.training):
+            yield Found(norm.name, 0, consequence, remedy)
 
 
 def half_precision_statistics(subject: Subject) -> Iterator[Found]:

@@ -23,7 +23,8 @@ def eps(subject: Subject) -> Iterator[Found]:
         if norm.eps is not None:
             kinds.setdefault(norm.kind, []).append(norm)
     for norms in kinds.values():
-        usual, count = Counter(norm.eps or 0.0 for norm in norms).most_common(1)[0]
+        usual = Counter(norm.eps or 0.0 for norm in norms).most_common(1)[0][0]
+        near = sum(_ratio(norm.eps or 0.0, usual) <= NEIGHBOURS for norm in norms)
         for norm in norms:
             value = norm.eps or 0.0
             least = _least_eps(norm)
@@ -39,16 +40,20 @@ def eps(subject: Subject) -> Iterator[Found]:
                     -value,
                 )
                 continue
-            ratio = max(value, usual) / max(min(value, usual), 1e-45)
-            if count >= 2 and 2 * count > len(norms) and ratio > NEIGHBOURS:
+            ratio = _ratio(value, usual)
+            if near >= 2 and 2 * near > len(norms) and ratio > NEIGHBOURS:
                 yield Found(
                     norm.name,
                     value,
-                    f"{count} of {len(norms)} {norm.kind} norms have {usual:g}; weights that were trained "
+                    f"{near} of {len(norms)} {norm.kind} norms have {usual:g} or near it; weights trained "
                     "with one eps give other outputs with another where variances are small",
                     f"{layer(norm.name)}.eps = {usual:g}",
                     ratio,
                 )
+
+
+def _ratio(one: float, other: float) -> float:
+    return max(one, other) / max(min(one, other), 1e-45)
 
 
 def _least_eps(norm: Norm) -> float:

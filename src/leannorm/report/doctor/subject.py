@@ -14,6 +14,8 @@ from torch.nn import Module
 from leannorm.report.doctor.norms import Norm, initial, learned
 from leannorm.report.doctor.observe import Seen
 
+Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
+
 
 class Found(NamedTuple):
     """A layer in which a check found its fault; `check`, severity and unit stand in the table of checks.
@@ -37,6 +39,7 @@ class Subject:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     seen: dict[str, Seen] = field(default_factory=dict)
     difference: float | None = None
+    traces: dict[Module, list[Call] | None] = field(default_factory=dict)
 
     @property
     def training(self) -> bool:
@@ -54,7 +57,7 @@ class Subject:
 
     @cached_property
     def learned(self) -> frozenset[str]:
-        """The norms whose gamma or beta has been trained."""
+        """The norms whose parameters have been trained."""
         return frozenset(norm.name for norm in self.norms if learned(norm))
 
     @cached_property
@@ -75,7 +78,7 @@ class Subject:
 
 def layer(name: str) -> str:
     """A layer as an expression in a line of code."""
-    return "model" if name == "(model)" else f'model.get_submodule("{name}")'
+    return "model" if name in ("", "(model)") else f'model.get_submodule("{name}")'
 
 
 def number(value: Tensor) -> float:

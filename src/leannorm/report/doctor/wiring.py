@@ -1,7 +1,7 @@
 """Checks of how norms stand in a model, without data: what they read, who shares them, who synchronizes.
 
 The calls that a module makes are read from a trace of its `forward` alone: its children are leaves, nothing
-is computed. Where `forward` cannot be traced, nothing is said.
+is computed. Where `forward` cannot be traced, only batches tell.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leannorm.nn import SyncBatchNorm
 from leannorm.report.doctor.norms import Norm
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm.report.doctor.subject import Call, Found, Subject, layer
 from leannorm.report.doctor.untouched import untouched
 
 SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
-Call = tuple[Module, Module | None]  # a norm, and the module whose output it alone reads
 
 
 def removed_bias(subject: Subject) -> Iterator[Found]:
     """A bias of a convolution or linear layer whose output only a norm over each channel reads."""
     names = {module: name for name, module in subject.model.named_modules()}
     calls = dict.fromkeys(call for calls in _calls(subject) for call in calls)
+    for norm in subject.norms:  # where no trace tells, a pass does
+        seen = subject.seen.get(norm.name)
+        if seen is not None and all(_traced(subject, parent) is None for parent, _, _ in norm.parents):
+            calls[norm, seen.source] = None
     for norm, source in calls:
         bias = getattr(source, "bias", None)
         if not isinstance(source, (_ConvNd, Linear)) or not isinstance(bias, torch.Tensor):
@@ -54,17 +57,17 @@ def shared_norm(subject: Subject) -> Iterator[Found]:
             continue
         calls = 0
         for parent in dict.fromkeys(parent for parent, _, _ in norm.parents):
-            traced = _traced(parent)
+            traced = _traced(subject, parent)
             held = sum(other is parent for other, _, _ in norm.parents)
             calls += held if traced is None else sum(module is norm.module for module, _ in traced)
         if calls > 1:
+            _, path, child = norm.parents[1]
             yield Found(
                 norm.name,
                 len(places),
                 f"it is the same layer as {', '.join(p for p in places if p != norm.name)}: its running "
                 "statistics are a mixture that fits none of its inputs",
-                f'model.get_submodule("{places[1].rpartition(".")[0]}").{places[1].rpartition(".")[2]} = '
-                f"copy.deepcopy({layer(norm.name)})",
+                f'setattr({layer(path)}, "{child}", copy.deepcopy({layer(norm.name)}))',
             )
 
 
@@ -118,7 +121,11 @@ def _calls(subject: Subject) -> list[list[tuple[Norm, Module | None]]]:
                 parent = modules[path]
             holders[parent] = None
     return [
-        [(by_module[module], source) for module, source in _traced(holder) or () if module in by_module]
+        [
+            (by_module[module], source)
+            for module, source in _traced(subject, holder) or ()
+            if module in by_module
+        ]
         for holder in holders
     ]
 
@@ -132,7 +139,13 @@ class _OneLevel(torch.fx.Tracer):
         return True
 
 
-def _traced(parent: Module) -> list[Call] | None:
+def _traced(subject: Subject, parent: Module) -> list[Call] | None:
+    if parent not in subject.traces:
+        subject.traces[parent] = _trace(parent)
+    return subject.traces[parent]
+
+
+def _trace(parent: Module) -> list[Call] | None:
     """The calls of children in one `forward`, with what each alone reads; None where it cannot be traced."""
     if isinstance(parent, (ModuleList, ModuleDict)):
         return None
