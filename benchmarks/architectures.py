@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+
+from leannorm.cli.models import import_torchvision
 
 
 class Architecture(NamedTuple):
@@ -21,21 +22,6 @@ class Architecture(NamedTuple):
         import_torchvision()  # timm needs it too
         torch.manual_seed(0)
         return BUILDERS[library](name, **self.options)
-
-
-_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
-
-
-def import_torchvision() -> None:
-    """Import it, if installed. If it is built for another torch, declare two operators without kernels."""
-    if find_spec("torchvision") is None:
-        return
-    try:
-        import torchvision
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            _DECLARED.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        import torchvision  # noqa: F401
 
 
 def _timm(name: str, **options: object) -> torch.nn.Module:

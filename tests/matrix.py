@@ -4,10 +4,11 @@
     python tests/matrix.py 2.10.0 2.15.0
     python tests/matrix.py --bare           # `make wheel`: beside the pinned one, nothing else and no suite
 
-An environment has torch, what the tests need (constraints.txt) and the wheel: the newest one in dist/. They are installed with no compiler on the PATH, and `leannorm check` runs so.
-Then the suite runs in a copy of the tree, in which leannorm's source is not found: what is tested is the
-wheel. (Here the PATH is as it is, since torch.compile writes C++ for CPUs.) One environment takes some 6 GB
-of disk; it is removed before the next is made. The logs stay in build/matrix/.
+An environment has torch, what the tests need (constraints.txt) and the wheel: the newest one in dist/. They
+are installed with no compiler on the PATH, and `leannorm check` runs so. Then the suite runs in a copy of the
+tree, in which leannorm's source is not found: what is tested is the wheel. (Here the PATH is as it is, since
+torch.compile writes C++ for CPUs.) One environment takes some 6 GB of disk; it is removed before the next is
+made. The logs stay in build/matrix/.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def newest_wheel() -> Path:
 
 
 def serves_alone(wheel: Path, keep: bool) -> bool:
-    """Does the wheel bring its kernels to an environment that has torch and no compiler; is it small enough?"""
+    """Does the wheel bring its kernels where there is torch and no compiler, and is it small enough?"""
     size = wheel.stat().st_size
     print(f"{size / 2**20:.1f} MiB, at most {LARGEST >> 20}")
     with Environment("bare", keep) as environment:

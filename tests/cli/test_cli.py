@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+import leannorm
 from leannorm._errors import InputError
 from leannorm._files import write_text
 from leannorm.cli import main
@@ -43,6 +44,29 @@ BAD_USAGE = {
     ),
     "unknown device, bench": (["bench", "--device", "warp"], "cannot use device 'warp'"),
     "unknown dtype, bench": (["bench", "--dtype", "int8"], "--dtype is one of float32"),
+    "a sample without its batch": (
+        ["profile", "timm:resnet18", "--input", "3x64x64"],
+        "timm:resnet18 does not take --input 3x64x64: ",
+    ),
+    "another number of channels": (
+        ["check", "--model", "timm:resnet18", "--input", "2x5x64x64"],
+        "to have 3 channels, but got 5",
+    ),
+    "one value per channel": (
+        ["profile", "timm:resnet18", "--input", "1x3x32x32"],
+        "Expected more than 1 value per channel",
+    ),
+    "a class that wants arguments": (
+        ["profile", "torch.nn:Linear", "--input", "2x3"],
+        "'torch.nn:Linear' was called without arguments and raised TypeError: ",
+    ),
+    "no such program": (["fold", "nofile.pt2"], "there is no file 'nofile.pt2'"),
+    "not a model, fold": (["fold", "resnet18"], "there is no file 'resnet18'; a model is named timm:NAME"),
+    "an unknown method, before the model is made": (
+        ["profile", "no.such:model", "--input", "2x3", "--against", "foo"],
+        "against is one of checkpoint, compile; got 'foo'",
+    ),
+    "a hint names the command": (["profile", "--bogus"], "(see leannorm profile --help)"),
     "unknown device": (["demo", "--device", "warp"], "cannot use device 'warp'"),
 }
 
@@ -57,10 +81,22 @@ def test_bad_usage_is_one_line_on_stderr_and_status_2(arguments, message, capsys
     assert "Traceback" not in out + err
 
 
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"leannorm {leannorm.__version__}\n"
+
+
+def test_the_shell_can_complete():
+    words = {"_LEANNORM_COMPLETE": "complete_bash", "COMP_WORDS": "leannorm pro", "COMP_CWORD": "1"}
+    assert in_a_process(env=os.environ | words).stdout.split() == ["profile"]
+
+
 def test_a_page_without_its_libraries_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert main(["demo", "--report", str(tmp_path / "page.html")]) == 2
-    assert "needs plotly" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "needs plotly" in err
+    assert f"{sys.executable} -m pip install" in err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -75,7 +111,18 @@ def test_info_names_versions_and_backends(capsys, tmp_path):
 
 def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
     done = in_a_process(
-        *["demo", "--epochs", "1", "--batch-size", "700", "--json", "out.json", "--report", "out.html"],
+        *[
+            "demo",
+            "--no-networks",
+            "--epochs",
+            "1",
+            "--batch-size",
+            "700",
+            "--json",
+            "out.json",
+            "--report",
+            "out.html",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)},
     )
@@ -91,7 +138,7 @@ def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
     running = subprocess.Popen(
-        [*RUN, *f"demo --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split()],
+        [*RUN, *f"demo --no-networks --epochs 500 --batch-size 128 --json {tmp_path}/a.json".split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

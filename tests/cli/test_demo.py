@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from leannorm._errors import InputError, MissingDependencyError
-from leannorm.demo import digits, page, train
+from leannorm.demo import digits, headline, page, train
 from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
+from leannorm.demo.networks import Bottleneck, VisionTransformer, resnet50
 from leannorm.demo.train import Settings, Way, compare
 
 
@@ -99,9 +100,37 @@ def test_numbers_survive_json_and_the_page_is_self_contained(ran):
     assert html.startswith("<!doctype html>")
     body = html[html.index("<body>") :]
     assert "ConvBatchNorm2d" in body
-    assert body.count("Plotly.newPlot") == 2
+    assert body.count("data-figure=") == 2
     assert " src=" not in body
     assert "<link" not in html[: html.index("<script>")]
+
+
+def test_what_lean_saves_on_a_network_is_measured_and_shown_first(ran):
+    """A block of each of the demo's networks, on images that a test can afford."""
+    networks = [
+        headline.Network("residual", lambda: torch.nn.Sequential(Bottleneck(64, 64, 1)), (4, 64, 32, 32)),
+        headline.Network("transformer", lambda: VisionTransformer(64, 1, 2), (4, 3, 64, 64)),
+    ]
+    saved = list(headline.measured("cpu", 1, networks, "100MB"))
+    for one in saved:
+        stock, norm, conv = one.steps.settings
+        assert conv.kept < norm.kept < stock.kept
+        assert conv.gradient_difference == 0
+        assert one.leanest is conv
+        assert one.larger_batch > 1
+        assert "equal bit for bit" in one.in_words()
+    assert json.loads(json.dumps(saved[0].as_dict()))["settings"][0]["name"] == "stock"
+    html = page.html(ran[0], saved)
+    assert html.count("data-figure=") == 4
+    assert html.index("transformer, 4x3x64x64: memory over one step") < html.index(
+        "digit network: training loss"
+    )
+
+
+def test_the_resnet_is_the_known_one():
+    model = resnet50()
+    assert sum(p.numel() for p in model.parameters()) == 25_557_032
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 1000)
 
 
 @pytest.mark.usefixtures("one_batch")

@@ -96,6 +96,21 @@ def test_the_optimizers_state_is_counted():
     assert by_optimizer["sgd"] > by_optimizer["momentum"] > by_optimizer["adam"]
 
 
+@pytest.mark.parametrize(
+    ("make", "memory", "words"),
+    [
+        (partial(nn.Linear, 1000, 1000), "20MB", "optimizer take 12.0 MB of 20.0 MB, which lean() leaves"),
+        (partial(nn.Linear, 10, 10), "1MB", "they rebuild nothing that is there at the step's peak"),
+        (partial(nn.Linear, 1000, 1000), "1MB", "Not even 2 samples fit"),
+    ],
+)
+def test_a_batch_that_is_no_larger_is_explained(make, memory, words, capsys):
+    report = fit(make, (make.args[0],), memory)
+    assert len({one.batch for one in report.fits}) == 1
+    report.print()
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_does_not_fit_at_all_is_zero():
     assert fit(partial(nn.Linear, 1000, 1000), (1000,), 10**6, recompute=[]).fits[0].batch == 0
 

@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LeannormError as error:
         return _complain(str(error))
     except usage_error as error:
-        return _complain(f"{error.format_message()} (see leannorm --help)")
+        command = error.ctx.command_path if error.ctx else "leannorm"
+        return _complain(f"{error.format_message()} (see {command} --help)")
 
 
 def _complain(message: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from leannorm.cli.bench import bench
@@ -16,11 +18,28 @@ from leannorm.cli.info import info
 from leannorm.cli.profile import profile
 
 app = typer.Typer(
-    help="Normalization layers for PyTorch that train in about half the memory.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from leannorm import __version__
+
+        print(f"leannorm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def leannorm(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit.")
+    ] = False,
+) -> None:
+    """Normalization layers for PyTorch that train in about half the memory."""
+
+
 COMMANDS = (
     demo,
     check,

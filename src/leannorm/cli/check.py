@@ -72,8 +72,9 @@ def check(
 def _of_model(model: str, shape: str, steps: int) -> Iterator[Check]:
     import torch
 
-    from leannorm.cli.models import model_named, shape_of
+    from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.report.verify import verify_model
 
     torch.manual_seed(0)
-    yield from verify_model(model_named(model), torch.randn(shape_of(shape)), steps)
+    sizes, made = shape_of(shape), model_named(model)
+    yield from verify_model(made, tried(made, sizes, model), steps)

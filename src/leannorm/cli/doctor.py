@@ -22,7 +22,9 @@ def doctor(
         ),
     ] = "",
     json: JsonFile = None,
-    html: Annotated[Path | None, typer.Option(help="Write an HTML page here.", metavar="FILE")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", "--report", help="Write an HTML page here.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Look for what is wrong in a model's norm layers; exit status 1 where something is found.
 
@@ -35,7 +37,7 @@ def doctor(
     from leannorm._errors import InputError
     from leannorm._files import check_writable, write_text
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.cli.models import made_by, model_named, shape_of
+    from leannorm.cli.models import in_one_line, made_by, model_named, shape_of
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
     from leannorm.report.doctor.observe import call
@@ -52,7 +54,7 @@ def doctor(
             return call(network, batch)
         except Exception as error:
             what = f"an input of {input}" if input else f"a batch of {data}"
-            raise InputError(f"{model} does not run on {what}: {str(error).splitlines()[0]}") from error
+            raise InputError(f"{model} does not run on {what}: {in_one_line(error)}") from error
 
     console = Console(soft_wrap=True)
     with console.status(f"making {model}") as status:

@@ -26,21 +26,25 @@ def fold(
     import torch
     from rich.console import Console
 
-    from leannorm._errors import FoldError
+    from leannorm._errors import FoldError, InputError
     from leannorm._files import check_writable, write_json
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.cli.models import model_named, shape_of
+    from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.program import Program
     from leannorm.transforms import fold as folding
 
     check_writable(json, output)
     console = Console(soft_wrap=True)
+    is_file, shape = Path(model).is_file(), shape_of(input)
+    if not is_file and (model.endswith(".pt2") or ":" not in model):
+        raise InputError(f"there is no file {model!r}; a model is named timm:NAME or package.module:callable")
     try:
-        if Path(model).is_file():
-            report = folding(Program.load(model), verify=verify)
-        else:
-            shape = shape_of(input)
-            report = folding(model_named(model), (torch.randn(shape),), verify=verify)
+        with console.status(f"folding {model}"):
+            if is_file:
+                report = folding(Program.load(model), verify=verify)
+            else:
+                made = model_named(model)
+                report = folding(made, (tried(made, shape, model),), verify=verify)
     except FoldError as error:
         console.print(str(error), style="bold red", highlight=False)
         raise typer.Exit(CHECK_FELL_SHORT) from error

@@ -27,14 +27,18 @@ def fork(
     from rich.console import Console
 
     from leannorm._files import check_writable, write_json
-    from leannorm.cli.models import model_named, shape_of
+    from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.program import fork as forking
 
     check_writable(json, output, draw)
     shape = shape_of(input)
     dynamic = ({0: torch.export.Dim("batch", min=2)},) if any_batch and shape[0] > 1 else None
-    program = forking(model_named(model), (torch.randn(shape),), dynamic)
     console = Console(soft_wrap=True)
+    with console.status(f"making {model}") as status:
+        made = model_named(model)
+        images = tried(made, shape, model)
+        status.update(f"exporting {model}")
+        program = forking(made, (images,), dynamic)
     console.print(program.describe(), highlight=False, markup=False)
     if draw:
         program.draw(draw)

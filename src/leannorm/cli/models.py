@@ -6,8 +6,10 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from leannorm._errors import InputError, MissingDependencyError
 
@@ -19,8 +21,8 @@ def model_named(spec: str) -> nn.Module:
 
     A callable is imported from installed packages or the working directory, and called without arguments.
 
-    Raises InputError for an unknown name, MissingDependencyError if timm or torchvision is needed and cannot
-    be imported.
+    Raises InputError for an unknown name and for a callable that makes no module without arguments,
+    MissingDependencyError if timm or torchvision is needed and cannot be imported.
 
     >>> type(model_named("torch.nn:Identity")).__name__
     'Identity'
@@ -28,22 +30,34 @@ def model_named(spec: str) -> nn.Module:
     source, found, name = spec.partition(":")
     if not (source and found and name):
         raise InputError(f"{_RULE}; got {spec!r}")
-    model = _maker(source, name)()
+    model = _made(_maker(source, name), spec, "the model")
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} made a {type(model).__name__}, not a torch.nn.Module; {_RULE}")
     return model.train()
 
 
 def made_by(spec: str) -> object:
-    """What `package.module:callable` returns. Raises InputError for another name.
+    """What `package.module:callable` returns, called without arguments.
+
+    Raises InputError for another name, and where the callable raises.
 
     >>> made_by("collections:OrderedDict")
     OrderedDict()
     """
     source, found, name = spec.partition(":")
     if not (source and found and name):
-        raise InputError(f"name it as package.module:callable; got {spec!r}")
-    return _callable(source, name)()
+        raise InputError(f"name a function as package.module:callable; got {spec!r}")
+    return _made(_callable(source, name), spec, "the batches")
+
+
+def _made(maker: Callable[[], object], spec: str, what: str) -> object:
+    try:
+        return maker()
+    except Exception as error:
+        raise InputError(
+            f"{spec!r} was called without arguments and raised {in_one_line(error)}: "
+            f"name a function without arguments that makes {what}"
+        ) from error
 
 
 def _maker(source: str, name: str) -> Callable[[], object]:
@@ -62,8 +76,48 @@ def _maker(source: str, name: str) -> Callable[[], object]:
     return _callable(source, name)
 
 
+def tried(model: nn.Module, sizes: tuple[int, ...], spec: str, device: str = "cpu") -> Tensor:
+    """A random input of these sizes, which the model has taken once.
+
+    Raises InputError with the model's own words if it does not take one.
+    """
+    images = torch.randn(sizes, device=device)
+    try:
+        with torch.no_grad():
+            model(images)
+    except Exception as error:
+        shape = "x".join(map(str, sizes))
+        raise InputError(f"{spec} does not take --input {shape}: {in_one_line(error)}") from error
+    return images
+
+
+def in_one_line(error: Exception) -> str:
+    words = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
+
+
+_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def import_torchvision() -> None:
+    """Import torchvision, which timm imports too, if it is installed.
+
+    One that is built for another torch finds no library of its operators: two are declared, without kernels.
+    Models that call them, for detection, raise an error of torch's when they do.
+    """
+    if find_spec("torchvision") is None:
+        return
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            _DECLARED.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
+        importlib.import_module("torchvision")
+
+
 def _library(name: str):  # type: ignore[no-untyped-def]  # a module without known types
     try:
+        import_torchvision()
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:  # torchvision built for another torch fails on its operators
         package = name.split(".", 1)[0]

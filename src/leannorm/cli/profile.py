@@ -24,21 +24,24 @@ def profile(
     from rich.console import Console
 
     from leannorm._files import check_writable, write_text
-    from leannorm.cli.models import model_named, shape_of
+    from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.report.memory import check_device
     from leannorm.report.profile import profile as measure
     from leannorm.report.render import require_page
+    from leannorm.report.settings import check_methods
 
     check_writable(json, report)
     check_device(device)
     if report:
         require_page()
-    console = Console()
     others = [name.strip() for name in against.split(",") if name.strip()]
+    check_methods(others)
+    sizes = shape_of(input)
+    console = Console()
     with console.status(f"making {model}") as status:
         torch.manual_seed(0)
         network = model_named(model).to(device)
-        images = torch.randn(shape_of(input), device=device)
+        images = tried(network, sizes, model, device)
         measured = measure(
             network, images, budgets=budget, against=others, steps=steps, progress=status.update
         )

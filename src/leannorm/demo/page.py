@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from leannorm.demo.headline import Saved
 from leannorm.demo.train import Comparison, Side
+from leannorm.report.profile_page import setting_table, timeline_section
 from leannorm.report.render import (
     Fact,
     Section,
     Table,
     bar_figure,
+    bytes_in_words,
     line_figure,
-    megabytes,
     milliseconds,
     page,
 )
@@ -23,8 +27,8 @@ def cost_table(result: Comparison) -> Table:
 
     def column(side: Side) -> list[str]:
         return [
-            f"{megabytes(side.held)}  {side.held / stock.held:.2f}",
-            f"{megabytes(side.peak)}  {side.peak / stock.peak:.2f}",
+            f"{bytes_in_words(side.held)}  {side.held / stock.held:.2f}",
+            f"{bytes_in_words(side.peak)}  {side.peak / stock.peak:.2f}",
             f"{milliseconds(side.step_seconds)}  {side.time_ratio:.2f}",
             "–" if side is stock else f"{side.gradient_difference:.1e}",
             "–" if side is stock else f"{side.relative_difference:.1e}",
@@ -58,20 +62,22 @@ def epoch_table(result: Comparison) -> Table:
     return Table(columns, rows)
 
 
-def html(result: Comparison) -> str:
-    """Loss curves, memory bars and both tables in one self-contained file."""
+NEXT = "leannorm profile timm:resnet50 --input 8x3x224x224 --report mine.html"
+
+
+def html(result: Comparison, saved: Sequence[Saved] = ()) -> str:
+    """What the larger networks save; then the digit network's loss curves, memory and tables: one file."""
     stock, lean = result.sides[0], result.sides[1]
     epochs = range(1, result.settings.epochs + 1)
-    facts = [
-        Fact(f"{1 - lean.held / stock.held:.0%} less", f"held after forward, {lean.name}"),
-        Fact(f"{1 - lean.peak / stock.peak:.0%} less", f"peak of a training step, {lean.name}"),
-        Fact(f"{lean.time_ratio:.2f} ×", "stock's step time, on the same batches"),
-        Fact(f"{lean.relative_difference:.0e}", "largest relative difference of a gradient (float32)"),
-        Fact(f"{lean.accuracy[-1]:.1%}", f"test accuracy; stock {stock.accuracy[-1]:.1%}"),
+    facts = [fact for one in saved for fact in _facts(one)]
+    facts += [
+        Fact(f"{1 - lean.held / stock.held:.0%} less", f"held after forward, digit network, {lean.name}"),
+        Fact(f"{lean.accuracy[-1]:.1%}", f"its accuracy on test images; stock {stock.accuracy[-1]:.1%}"),
     ]
-    sections = [
+    sections = [section for one in saved for section in _sections(one)]
+    sections += [
         Section(
-            "Training loss",
+            "The digit network: training loss",
             "Mean over each epoch. Same initial weights, batches and dropout.",
             line_figure({s.name: (list(epochs), s.loss) for s in result.sides}, "epoch", "loss"),
             wide=False,
@@ -101,4 +107,37 @@ def html(result: Comparison) -> str:
         "torch": torch.__version__,
         "memory": result.freed_memory,
     }
-    return page("leannorm demo: handwritten digits", result.verdict, facts, sections, foot)
+    lines = [*(one.in_words() + "." for one in saved), result.verdict, f"For a model of yours: {NEXT}"]
+    return page("leannorm demo", "\n".join(lines), facts, sections, foot)
+
+
+def _facts(one: Saved) -> list[Fact]:
+    stock, lean = one.steps.settings[0], one.leanest
+    return [
+        Fact(f"{lean.kept / stock.kept:.2f} ×", f'bytes held, {one.network} under lean("{lean.name}")'),
+        Fact(f"{one.larger_batch:.1f} ×", f"largest batch in {one.batches.memory / 1e9:g} GB"),
+        Fact(f"{lean.time_ratio:.2f} ×", "step time (median of the turns' ratios)"),
+    ]
+
+
+def _sections(one: Saved) -> list[Section]:
+    images = ", ".join(one.steps.inputs)
+    return [
+        timeline_section(one.steps, f"{one.network}, {images}: memory over one step"),
+        Section(
+            f"{one.network}: what a step costs",
+            "Bytes and time of one step, each with its ratio to stock; the batch is of 224×224 images.",
+            table=saved_table(one),
+        ),
+    ]
+
+
+def saved_table(one: Saved) -> Table:
+    """The settings of one network: bytes, time, gradients, and the largest batch."""
+    table = setting_table(one.steps)
+    batches = {fit.name: str(fit.batch) for fit in one.batches.fits}
+    return Table(
+        [*table.columns, f"batch in {one.batches.memory / 1e9:g} GB"],
+        [[*row, batches.get(row[0], "–")] for row in table.rows],
+        table.title,
+    )

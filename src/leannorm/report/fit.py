@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leannorm._errors import InputError
 from leannorm.report.fake import fake_model, fake_step
-from leannorm.report.render import Table, megabytes
+from leannorm.report.render import Table, bytes_in_words
 from leannorm.report.settings import Setting, settings_for
 
 OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
@@ -35,6 +35,8 @@ class Fit(NamedTuple):
 class FitReport:
     """What `fit` found in `memory` bytes; `fits[0]` is stock.
 
+    `parameter_bytes`: what parameters, the optimizer's state and buffers take of it, whatever the batch.
+
     >>> import torch, leannorm
     >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
     >>> report.memory, report.sample, [one.name for one in report.fits]
@@ -45,6 +47,7 @@ class FitReport:
     optimizer: str
     sample: tuple[int, ...]
     fits: list[Fit]
+    parameter_bytes: int
 
     def to_json(self) -> str:
         """Every number, as indented JSON."""
@@ -60,13 +63,30 @@ class FitReport:
                 one.name,
                 str(one.batch) if one.batch else "none",
                 f"{one.batch / stock:.2f}" if stock else "–",
-                megabytes(one.nbytes),
+                bytes_in_words(one.nbytes),
             ]
             for one in self.fits
         ]
         sizes = "x".join(map(str, self.sample))
-        title = f"samples of {sizes}, {self.optimizer}, {megabytes(self.memory)}"
-        Console().print(Table(["", "largest batch", "of stock", "bytes needed"], rows, title).rich())
+        title = f"samples of {sizes}, {self.optimizer}, {bytes_in_words(self.memory)}"
+        console = Console()
+        console.print(Table(["", "largest batch", "of stock", "bytes needed"], rows, title).rich())
+        for line in self._why_no_larger():
+            console.print(line, highlight=False)
+
+    def _why_no_larger(self) -> Iterator[str]:
+        stock, *others = self.fits
+        equal = [one.name for one in others if one.batch == stock.batch]
+        if not equal:
+            return
+        there = f"{bytes_in_words(self.parameter_bytes)} of {bytes_in_words(self.memory)}"
+        names = " and ".join(equal)
+        if not stock.batch:
+            yield f"Not even {_SMALLEST} samples fit: parameters and optimizer take {there}."
+        elif 2 * self.parameter_bytes > self.memory:
+            yield f"{names} as stock: parameters and optimizer take {there}, which lean() leaves."
+        else:
+            yield f"{names} as stock: they rebuild nothing that is there at the step's peak."
 
 
 def bytes_of(text: str) -> int:
@@ -127,7 +147,7 @@ def fit(
                 f"({str(error).strip().splitlines()[0]}): check the input's sizes, or measure it with profile"
             ) from error
         results.append(Fit(setting.name, batch, nbytes))
-    return FitReport(available, optimizer, tuple(sample), results)
+    return FitReport(available, optimizer, tuple(sample), results, there)
 
 
 def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from leannorm.report.layers import LayerBytes
@@ -11,13 +12,17 @@ from leannorm.report.render import (
     Section,
     Table,
     bar_figure,
+    bytes_in_words,
     line_figure,
-    megabytes,
     milliseconds,
     page,
 )
 
 _MAX_POINTS = 3000
+_SETTINGS = (
+    "Ratios are to stock, in the same run. Times are medians; a ratio of times is the median of the turns' "
+    "own ratios, which other work on the machine moves less than the times themselves."
+)
 
 
 def setting_table(report: MemoryReport) -> Table:
@@ -27,8 +32,8 @@ def setting_table(report: MemoryReport) -> Table:
     def row(s: Measured) -> list[str]:
         return [
             s.name,
-            f"{megabytes(s.kept)}  {s.kept / stock.kept:.2f}",
-            f"{megabytes(s.peak)}  {s.peak / stock.peak:.2f}",
+            f"{bytes_in_words(s.kept)}  {s.kept / stock.kept:.2f}",
+            f"{bytes_in_words(s.peak)}  {s.peak / stock.peak:.2f}",
             f"{milliseconds(s.seconds)}  {s.time_ratio:.2f}",
             "equal" if s.gradient_difference == 0 else f"off by {s.gradient_difference:.0e}",
         ]
@@ -49,9 +54,9 @@ def layer_table(report: MemoryReport) -> Table:
         texts = []
         for i, (_, layers) in enumerate(counted):
             layer = layers.get(name)
-            texts.append(megabytes(layer.kept if layer else 0))
+            texts.append(bytes_in_words(layer.kept if layer else 0))
             if i:
-                texts.append(megabytes(layer.rebuilt if layer else 0))
+                texts.append(bytes_in_words(layer.rebuilt if layer else 0))
         return texts
 
     columns = ["layer", "kind"]
@@ -69,7 +74,7 @@ def kind_table(report: MemoryReport) -> Table:
             sums[layer.kind][i] += layer.kept
     rows = sorted(sums.items(), key=lambda row: -row[1][0])
     columns = ["kept by", *(setting for setting, _ in counted)]
-    return Table(columns, [[kind, *map(megabytes, kept)] for kind, kept in rows])
+    return Table(columns, [[kind, *map(bytes_in_words, kept)] for kind, kept in rows])
 
 
 def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes]]], dict[str, str]]:
@@ -84,9 +89,9 @@ def operation_table(report: MemoryReport) -> Table:
     rows = [
         [
             s.name,
-            op.node.removesuffix("Backward0"),
+            _in_words(op.node),
             str(op.tensors),
-            megabytes(op.nbytes),
+            bytes_in_words(op.nbytes),
             milliseconds(op.seconds),
         ]
         for s in report.settings
@@ -95,33 +100,45 @@ def operation_table(report: MemoryReport) -> Table:
     return Table(["setting", "made by", "tensors", "bytes", "time to rebuild"], rows, numbers_from=2)
 
 
+_WORDS = {"t": "transpose", "clone": "copy", "mm": "matrix product", "addmm": "linear layer"}
+
+
+def _in_words(node: str) -> str:
+    """The operation that a node of autograd's is named after.
+
+    >>> _in_words("NativeBatchNormBackward0"), _in_words("CloneBackward0"), _in_words("AddmmBackward0")
+    ('batch norm', 'copy', 'linear layer')
+    """
+    name = re.sub(r"Backward\d*$", "", node)
+    parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*|\d+\w*|[a-z]+", name)]
+    words = " ".join(part for part in parts if part not in ("native", "cudnn", "mkldnn", "aten"))
+    return _WORDS.get(words, words or "no gradient: indices, masks")
+
+
 def html(report: MemoryReport) -> str:
     """One self-contained page; checkboxes at the top show and hide a setting in every picture."""
     stock = report.settings[0]
     best = min(report.settings, key=lambda s: s.peak)
     quickest = min(report.settings[1:] or [stock], key=lambda s: s.time_ratio)
     facts = [
-        Fact(megabytes(stock.peak), f"peak of a stock step; {megabytes(stock.kept)} kept after forward"),
+        Fact(
+            bytes_in_words(stock.peak),
+            f"peak of a stock step; {bytes_in_words(stock.kept)} kept after forward",
+        ),
         Fact(
             f"{best.peak / stock.peak:.2f} ×",
             f"lowest peak, by {best.name}, at {best.time_ratio:.2f} × the time",
         ),
         Fact(
             f"{quickest.time_ratio:.2f} ×",
-            f"least time, by {quickest.name}, at {quickest.peak / stock.peak:.2f} × the peak",
+            f"least time (median of the turns' ratios), by {quickest.name}, "
+            f"at {quickest.peak / stock.peak:.2f} × the peak",
         ),
-        Fact(megabytes(report.parameter_bytes), "parameters (not in the other numbers)"),
+        Fact(bytes_in_words(report.parameter_bytes), "parameters (not in the other numbers)"),
     ]
-    sections = [Section("Settings", "Ratios are to stock, in the same run.", table=setting_table(report))]
-    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
-    if timelines:
-        sections.append(
-            Section(
-                "Memory over one step",
-                "Bytes above the step's start. The forward pass ends at 1.",
-                line_figure(timelines, "forward pass: 0 to 1, backward pass: 1 to 2", "MB", steps=True),
-            )
-        )
+    sections = [Section("Settings", _SETTINGS, table=setting_table(report))]
+    if any(s.timeline for s in report.settings):
+        sections.append(timeline_section(report, "Memory over one step"))
     counted, names = _counted(report)
     bars = {setting: _per_layer(layers, names) for setting, layers in counted}
     sections += [
@@ -145,6 +162,13 @@ def html(report: MemoryReport) -> str:
     title = f"{report.model}: memory of a training step"
     lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to keep less for the backward pass."
     return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
+
+
+def timeline_section(report: MemoryReport, heading: str) -> Section:
+    """The bytes over one step, a line for each setting."""
+    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
+    figure = line_figure(timelines, "forward: 0–1, backward: 1–2", "MB", steps=True)
+    return Section(heading, "Bytes above the step's start. The forward pass ends at 1.", figure)
 
 
 def _per_layer(layers: Mapping[str, LayerBytes], names: Iterable[str]) -> list[float]:

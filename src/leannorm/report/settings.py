@@ -43,11 +43,17 @@ def settings_for(
     for budget in budgets:
         check("norm", budget)
         made.append(Setting(f"budget {budget:g}", model, partial(_lean, budget=budget)))
+    check_methods(against)
+    for other in against:
+        made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
+    return made
+
+
+def check_methods(against: Sequence[str]) -> None:
+    """Raises InputError for a method that lean() cannot be compared with."""
     for other in against:
         if other not in AGAINST:
             raise InputError(f"against is one of {', '.join(AGAINST)}; got {other!r}")
-        made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
-    return made
 
 
 def _lean(**settings: Any) -> lean:

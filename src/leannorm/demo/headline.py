@@ -1,0 +1,95 @@
+"""What `lean()` saves on networks as people train them: bytes, time, and the batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from leannorm.demo.networks import VisionTransformer, resnet50
+from leannorm.report.fit import FitReport, fit
+from leannorm.report.profile import Measured, MemoryReport, profile
+
+MEMORY = "16GB"  # in which the largest batch is looked for, in images of 224×224
+
+
+class Network(NamedTuple):
+    """A network, and the images that it is measured on."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    images: tuple[int, int, int, int]
+
+
+NETWORKS = (
+    Network("ResNet-50", resnet50, (8, 3, 128, 128)),
+    Network("vision transformer", VisionTransformer, (4, 3, 224, 224)),
+)
+
+
+class Saved(NamedTuple):
+    """One network's step, stock and under each setting of `lean()`, and the largest batches in `MEMORY`."""
+
+    network: str
+    steps: MemoryReport
+    batches: FitReport
+
+    @property
+    def leanest(self) -> Measured:
+        """The setting that holds least."""
+        return min(self.steps.settings, key=lambda setting: setting.kept)
+
+    @property
+    def larger_batch(self) -> float:
+        """The largest batch under the leanest setting, of stock's."""
+        sizes = {one.name: one.batch for one in self.batches.fits}
+        return sizes[self.leanest.name] / sizes["stock"]
+
+    def in_words(self) -> str:
+        """One line: bytes, time, batch, and the setting.
+
+        >>> from leannorm.demo.headline import Network, measured
+        >>> small = Network("small", lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2, 3, 9, 9))
+        >>> next(measured("cpu", 1, [small], "1MB")).in_words().split(":")[0]
+        'small'
+        """
+        stock, lean = self.steps.settings[0], self.leanest
+        equal, off = "equal bit for bit", f"off by {lean.gradient_difference:.0e}"
+        return (
+            f'{self.network}: lean("{lean.name}") holds {lean.kept / stock.kept:.2f} of stock\'s bytes, '
+            f"peaks at {lean.peak / stock.peak:.2f} and takes {lean.time_ratio:.2f} of the time; "
+            f"{self.batches.memory / 1e9:g} GB hold a batch {self.larger_batch:.1f} times as large; "
+            f"gradients are {off if lean.gradient_difference else equal}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers, without the timelines."""
+        return {
+            "network": self.network,
+            "settings": [
+                {name: getattr(one, name) for name in ("name", "kept", "peak", "seconds", "time_ratio")}
+                for one in self.steps.settings
+            ],
+            "memory": self.batches.memory,
+            "batches": [one._asdict() for one in self.batches.fits],
+        }
+
+
+def measured(
+    device: str,
+    steps: int = 3,
+    networks: Sequence[Network] = NETWORKS,
+    memory: str = MEMORY,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Iterator[Saved]:
+    """Each network's few steps on random images, then the largest batches on fake tensors."""
+    for name, make, images in networks:
+        torch.manual_seed(0)
+        progress(f"{name}: stock and under lean()")
+        report = profile(make().to(device), torch.randn(images, device=device), steps=steps)
+        report.model = name
+        progress(f"{name}: the largest batch in {memory}")
+        sample = (3, 224, 224) if networks is NETWORKS else images[1:]
+        yield Saved(name, report, fit(make, sample, memory))
