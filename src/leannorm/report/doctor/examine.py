@@ -40,7 +40,7 @@ def doctor(
 
     Args:
         batches: a tensor or a mapping is one batch; of an iterable, such as a DataLoader, the first eight are
-            taken. They should be those of training. A tuple gives as many elements as `forward` demands.
+            taken. They should be those of training. Of a tuple the first entry is the model's input.
         optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
         forward: called as `forward(model, batch)`, where a batch is passed otherwise.
 
@@ -79,6 +79,7 @@ def examine(
             raise InputError(
                 "batches must have at least one batch, got none; leave them out to check without data"
             )
+        subject.batches = len(given)
         if subject.norms:
             subject.seen, subject.difference = observe(model, subject.norms, given, forward)
     findings = [

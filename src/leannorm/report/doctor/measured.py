@@ -11,7 +11,7 @@ from leannorm.report.doctor.settings import SHARE
 from leannorm.report.doctor.subject import Found, Subject, layer
 
 HANDFUL = 8
-LEAST_GAP, SAMPLING = 0.5, 3.0
+LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 8.0
 LEAST_PADDING = 0.05
 LEAST_DIFFERENCE = 0.5
 
@@ -122,14 +122,16 @@ def padding_in_statistics(subject: Subject) -> Iterator[Found]:
 
 
 def modes_differ(subject: Subject) -> Iterator[Found]:
-    """Outputs of the two modes that differ by half of their size or more, because of a gap in some layer.
+    """Outputs of the two modes that differ by more than half of their size, on one batch, without dropout.
 
-    One batch, without dropout. Without such a gap it is the batch's noise, which deep networks amplify.
+    Deep networks amplify the noise of a batch, so without a gap in some layer it must be far above that.
     """
     known = subject.difference
-    if known is None or not isfinite(known) or not any(train_eval_gap(subject)):
+    if known is None or not isfinite(known) or subject.untouched:
         return
-    if known > LEAST_DIFFERENCE:
+    gap = any(train_eval_gap(subject))
+    samples = max((seen.samples for seen in subject.seen.values()), default=0) / max(subject.batches, 1)
+    if known > max(LEAST_DIFFERENCE, 0.0 if gap else AMPLIFIED * (1.5 / max(samples, 1)) ** 0.5):
         yield Found(
             "(model)",
             known,

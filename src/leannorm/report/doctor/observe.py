@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
 from math import prod
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
 
+from leannorm._errors import InputError
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.report.doctor.norms import Norm
 from leannorm.report.doctor.untouched import random_state, untouched
@@ -89,7 +89,7 @@ def observe(
     core = unwrapped(model)
     seen = {norm.name: Seen() for norm in norms}
     place = _place_of(core)
-    with torch.no_grad():
+    with torch.no_grad(), _eager(core):
         with untouched(core), _watched(norms, seen) as begin:
             if not core.training:
                 core.train()
@@ -110,16 +110,17 @@ def observe(
 
 
 def call(model: Module, batch: Any) -> Any:
-    """A mapping is passed by name; of a tuple as many elements as `forward` demands, so no labels."""
+    """A tensor, the first entry of a tuple, or a mapping by its names: as `recalibrate` passes them."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    if not isinstance(batch, (tuple, list)):
+    if isinstance(batch, (tuple, list)) and batch:
+        return model(batch[0])
+    if isinstance(batch, Tensor):
         return model(batch)
-    given = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in given):
-        return model(*batch)
-    demanded = sum(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in given)
-    return model(*batch[: max(demanded, 1)])
+    raise InputError(
+        f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}; pass "
+        "forward=lambda model, batch: model(...)"
+    )
 
 
 def unwrapped(model: Module) -> Module:
@@ -132,6 +133,12 @@ def unwrapped(model: Module) -> Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def _eager(model: Module) -> AbstractContextManager[Any]:
+    """Hooks do not run in compiled parts: these run as they were written."""
+    compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager

@@ -39,6 +39,7 @@ class Subject:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     seen: dict[str, Seen] = field(default_factory=dict)
     difference: float | None = None
+    batches: int = 0
     traces: dict[Module, list[Call] | None] = field(default_factory=dict)
 
     @property
