@@ -17,7 +17,7 @@ import leannorm
 from benchmarks.architectures import import_torchvision
 
 EPOCHS, BATCH, SIZE = 5, 64, 24
-WIDTH, HEIGHT, BAR, LEFT = 780, 200, 12, 50
+WIDTH, HEIGHT, LEFT = 780, 200, 50
 COLOURS = {"as trained": "#dc2626", "recalibrated": "#2563eb"}
 
 
@@ -64,17 +64,19 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def chart(gaps: dict[str, list[float]], words: str) -> str:
-    """A bar for each layer, the runs behind one another; heights by the logarithm of the gap."""
+    """A bar for each layer, the second run before the first."""
     highest = max(max(values) for values in gaps.values())
     parts = [f'<text x="{LEFT}" y="18">{escape(words)}</text>']
     for i, (name, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{LEFT + 130 * i}" y="30" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(f'<text x="{LEFT + 130 * i + 18}" y="41">{name}</text>')
     bottom = 60 + HEIGHT
-    for tick in range(0, int(highest) + 1, max(1, int(highest) // 4)):
+    apart = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if highest / step <= 5)
+    for i in range(int(highest / apart) + 1):
+        tick = i * apart
         y = bottom - tick / highest * HEIGHT
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 10}" stroke="#9ca3af" stroke-opacity="0.4"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for name, values in gaps.items():
         step = (WIDTH - 10 - LEFT) / len(values)
         for i, value in enumerate(values):

@@ -55,13 +55,14 @@ def test_the_gap_is_that_of_all_batches_together():
 
 
 def test_a_gap_that_the_sample_explains_is_none():
-    """Of four samples the mean is off by half a standard deviation, whatever the statistics."""
+    """Eight samples are 0.4 standard deviations from the distribution that they are of."""
     norm = nn.BatchNorm1d(64)
-    norm.train()(torch.randn(4096, 64))
-    norm.running_mean, norm.running_var = torch.zeros(64), torch.ones(64)
-    report = doctor(nn.Sequential(norm), torch.randn(8, 64))
-    assert report.findings == []
-    assert report.layers[0].gap > 0.3
+    norm.num_batches_tracked += 1
+    norm.running_mean += 0.6
+    few, many = (doctor(nn.Sequential(norm), torch.randn(count, 64)) for count in (8, 512))
+    assert told(few) == []
+    assert few.layers[0].gap > 0.5
+    assert told(many, "train_eval_gap") == [("train_eval_gap", "0")]
 
 
 def test_dead_channels():

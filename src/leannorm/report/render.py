@@ -191,6 +191,7 @@ def bar_figure(
             textposition="outside",
             cliponaxis=False,
         )
+    figure.update_xaxes(type="category")  # names of layers, which may look like numbers
     figure.update_layout(barmode="group", bargap=0.35 if written else 0.1, bargroupgap=0.08 if written else 0)
     if not written:
         figure.update_xaxes(tickangle=-90, tickfont={"size": 9}, dtick=-(-len(groups) // _MOST_NAMES))

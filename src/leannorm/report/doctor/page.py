@@ -84,7 +84,7 @@ def html(report: DoctorReport) -> str:
 
 
 def _bars(report: DoctorReport) -> Section:
-    """A bar for each layer; those with a finding in a colour of their own."""
+    """A bar for each layer; those with an error or a warning in a colour of their own."""
     if any(state.gap is not None for state in report.layers):
         heading, unit = "Gap between training and evaluation", "standard deviations"
         lead = (
@@ -96,10 +96,11 @@ def _bars(report: DoctorReport) -> Section:
         heading, unit = "Findings per layer", "findings"
         lead = "In the order of the model. With batches the bars are the gap between the two modes."
         values = [float(state.findings) for state in report.layers]
+    faulty = {finding.layer for finding in report.findings if finding.severity != "note"}
     shown = list(zip(values, report.layers, strict=True))
     bars = {
-        "nothing found": [None if state.findings else value for value, state in shown],
-        "with findings": [value if state.findings else None for value, state in shown],
+        "no error or warning": [None if state.name in faulty else value for value, state in shown],
+        "error or warning": [value if state.name in faulty else None for value, state in shown],
     }
     figure = bar_figure(bars, [state.name for state in report.layers], unit, written=len(shown) <= 12)
     return Section(heading, lead, figure.update_layout(barmode="overlay"))

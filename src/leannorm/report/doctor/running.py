@@ -96,8 +96,8 @@ def momentum(subject: Subject) -> Iterator[Found]:
             yield Found(
                 norm.name,
                 value,
-                f"running statistics are {value:.0%} those of the last batch, and evaluation mode is as "
-                "noisy as one batch; other frameworks' momentum weighs the old value, torch's the new one",
+                f"running statistics are {100 * value:.3g} % those of the last batch, and evaluation mode is "
+                "as noisy as one batch; other frameworks' momentum weighs the old value, torch's the new one",
                 f"{layer(norm.name)}.momentum = {round(1 - value, 6) or 0.1:g}",
             )
         elif value == 0:
