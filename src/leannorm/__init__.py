@@ -23,6 +23,8 @@ from leannorm.ops.select import backends as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.bench import BenchReport as BenchReport
 from leannorm.report.bench import bench as bench
+from leannorm.report.doctor.examine import doctor as doctor
+from leannorm.report.doctor.findings import DoctorReport as DoctorReport
 from leannorm.report.fit import FitReport as FitReport
 from leannorm.report.fit import fit as fit
 from leannorm.report.profile import MemoryReport as MemoryReport
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailableError",
     "BenchReport",
+    "DoctorReport",
     "DtypeError",
     "FitReport",
     "FoldError",
@@ -59,6 +62,7 @@ __all__ = [
     "bench",
     "convert",
     "distributed",
+    "doctor",
     "fit",
     "fold",
     "freeze",

@@ -10,6 +10,7 @@ from leannorm.cli.bench import bench
 from leannorm.cli.check import check
 from leannorm.cli.convert_checkpoint import convert_checkpoint
 from leannorm.cli.demo import demo
+from leannorm.cli.doctor import doctor
 from leannorm.cli.fit import fit
 from leannorm.cli.fold import fold
 from leannorm.cli.fork import fork
@@ -44,6 +45,7 @@ COMMANDS = (
     check,
     profile,
     fit,
+    doctor,
     bench,
     convert_checkpoint,
     fold,

@@ -30,17 +30,34 @@ def model_named(spec: str) -> nn.Module:
     source, found, name = spec.partition(":")
     if not (source and found and name):
         raise InputError(f"{_RULE}; got {spec!r}")
-    maker = _maker(source, name)
-    try:
-        model = maker()
-    except Exception as error:
-        raise InputError(
-            f"{spec!r} was called without arguments and raised {_in_one_line(error)}: "
-            "name a function without arguments that makes the model"
-        ) from error
+    model = _made(_maker(source, name), spec, "the model")
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} made a {type(model).__name__}, not a torch.nn.Module; {_RULE}")
     return model.train()
+
+
+def made_by(spec: str) -> object:
+    """What `package.module:callable` returns, called without arguments.
+
+    Raises InputError for another name, and where the callable raises.
+
+    >>> made_by("collections:OrderedDict")
+    OrderedDict()
+    """
+    source, found, name = spec.partition(":")
+    if not (source and found and name):
+        raise InputError(f"name a function as package.module:callable; got {spec!r}")
+    return _made(_callable(source, name), spec, "the batches")
+
+
+def _made(maker: Callable[[], object], spec: str, what: str) -> object:
+    try:
+        return maker()
+    except Exception as error:
+        raise InputError(
+            f"{spec!r} was called without arguments and raised {in_one_line(error)}: "
+            f"name a function without arguments that makes {what}"
+        ) from error
 
 
 def _maker(source: str, name: str) -> Callable[[], object]:
@@ -70,11 +87,11 @@ def tried(model: nn.Module, sizes: tuple[int, ...], spec: str, device: str = "cp
             model(images)
     except Exception as error:
         shape = "x".join(map(str, sizes))
-        raise InputError(f"{spec} does not take --input {shape}: {_in_one_line(error)}") from error
+        raise InputError(f"{spec} does not take --input {shape}: {in_one_line(error)}") from error
     return images
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     words = str(error).strip().splitlines()
     return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
 

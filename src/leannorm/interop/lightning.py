@@ -1,4 +1,4 @@
-"""Lightning: training steps in less memory, and `sync_batchnorm=True` on any device."""
+"""Lightning: training steps in less memory, `sync_batchnorm=True` on any device, and a look at the norms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from leannorm._errors import MissingDependencyError
+from leannorm.report.doctor.examine import doctor
 from leannorm.saving import lean
 from leannorm.transforms import convert
 
@@ -72,6 +73,39 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
             return _lean_callback, (recompute, settings)
 
     return LeanCallback()
+
+
+def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
+    """A Lightning callback that runs `leannorm.doctor` once, before the first training step, and prints it.
+
+    `Trainer(callbacks=[doctor_callback()])`; the arguments are those of `doctor`, which is also given the
+    trainer's optimizers. `callback.report` is the report; rank 0 prints it where there are findings. Training
+    is as without it.
+
+    Raises: `MissingDependencyError` where neither `lightning` nor `pytorch_lightning` is installed.
+    Source: `lightning.pytorch.callbacks.Callback`, Lightning 2.6.
+    """
+
+    class DoctorCallback(_of_lightning("callbacks", "Callback")):  # type: ignore[misc]
+        """Runs when `fit` is about to take its first step: modes, optimizers and ranks are set up."""
+
+        def __init__(self) -> None:
+            self.report: Any = None
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            model = pl_module if trainer.model is None or batches is not None else trainer.model
+            self.report = doctor(model, batches, optimizer=trainer.optimizers, forward=forward)
+            if trainer.is_global_zero and not self.report:
+                self.report.print()
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return _doctor_callback, (batches, forward)
+
+    return DoctorCallback()
+
+
+def _doctor_callback(batches: Any, forward: Any) -> Any:
+    return doctor_callback(batches, forward=forward)
 
 
 def _lean_callback(recompute: Any, settings: dict[str, Any]) -> Any:

@@ -1,10 +1,12 @@
-"""Hugging Face transformers: training in less memory with an unmodified `Trainer`."""
+"""Hugging Face transformers: an unmodified `Trainer` trains in less memory, and looks at the norms."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from leannorm._errors import MissingDependencyError
+from leannorm.report.doctor.examine import doctor
+from leannorm.report.doctor.untouched import untouched
 from leannorm.saving import lean, make_lean, unmake_lean
 
 
@@ -17,15 +19,10 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     Raises: `MissingDependencyError` without `transformers`, `InputError` as `lean` does.
     Source: `transformers.TrainerCallback`, transformers 5.23.
     """
-    try:
-        from transformers import TrainerCallback
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"lean_callback needs transformers ({error}); pip install transformers, or use leannorm.make_lean"
-        ) from error
+    base: Any = _trainer_callback("lean_callback", "leannorm.make_lean")
     lean(recompute, **settings)  # raises where there are no such settings
 
-    class LeanCallback(TrainerCallback):
+    class LeanCallback(base):  # type: ignore[misc]
         """Makes the model lean when training begins, and takes that back when it ends."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -35,3 +32,42 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
             unmake_lean(kwargs["model"])
 
     return LeanCallback()
+
+
+def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
+    """A `TrainerCallback` that runs `leannorm.doctor` once, before training begins, and prints what it found.
+
+    `Trainer(..., callbacks=[doctor_callback()])`; its arguments are those of `doctor`, which also gets the
+    trainer's optimizer. `callback.report` is the report; rank 0 prints it where there are findings. Training
+    is as without it.
+
+    Raises: `MissingDependencyError` without `transformers`.
+    Source: `transformers.TrainerCallback`, transformers 5.23.
+    """
+    base: Any = _trainer_callback("doctor_callback", "leannorm.doctor")
+
+    class DoctorCallback(base):  # type: ignore[misc]
+        """Looks at the model in training mode, which the trainer sets later, before each step."""
+
+        def __init__(self) -> None:
+            self.report: Any = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model, optimizer = kwargs["model"], kwargs.get("optimizer")
+            with untouched(model, parameters=False):
+                model.train()
+                self.report = doctor(model, batches, optimizer=optimizer, forward=forward)
+            if state.is_world_process_zero and not self.report:
+                self.report.print()
+
+    return DoctorCallback()
+
+
+def _trainer_callback(needs: str, instead: str) -> Any:
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{needs} needs transformers ({error}); pip install transformers, or use {instead}"
+        ) from error
+    return TrainerCallback

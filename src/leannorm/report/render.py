@@ -176,9 +176,9 @@ _MOST_NAMES = 90  # of groups below one picture, so that they can be read
 
 
 def bar_figure(
-    bars: Mapping[str, Sequence[float]], groups: Sequence[str], y: str, *, written: bool = True
+    bars: Mapping[str, Sequence[float | None]], groups: Sequence[str], y: str, *, written: bool = True
 ) -> Any:
-    """Named bars side by side, in groups with their names below; with `written`, values above the bars."""
+    """Named bars side by side, none for None, names below; with `written`, values above the bars."""
     go = _graph_objects()
     figure = go.Figure()
     for i, (name, values) in enumerate(bars.items()):
@@ -191,6 +191,7 @@ def bar_figure(
             textposition="outside",
             cliponaxis=False,
         )
+    figure.update_xaxes(type="category")  # names of layers, which may look like numbers
     figure.update_layout(barmode="group", bargap=0.35 if written else 0.1, bargroupgap=0.08 if written else 0)
     if not written:
         figure.update_xaxes(tickangle=-90, tickfont={"size": 9}, dtick=-(-len(groups) // _MOST_NAMES))

@@ -1,0 +1,140 @@
+"""Checks of what batches showed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+
+from leannorm.report.doctor.norms import Norm, values_of
+from leannorm.report.doctor.observe import Seen
+from leannorm.report.doctor.settings import SHARE
+from leannorm.report.doctor.subject import Found, Subject, layer
+
+HANDFUL = 8
+LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 8.0
+LEAST_PADDING = 0.05
+LEAST_DIFFERENCE = 0.5
+
+
+def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
+    """The gap of a layer, its part of the means, and the ratio of the standard deviations; root mean squares.
+
+        gap = sqrt(mean over channels of ((m - M) / S)^2 + log(s / S)^2)
+
+    m and s are mean and standard deviation of the batches, M and S the running ones; eps is in s and in S.
+    """
+    running = [values_of(t) for t in (norm.mean, norm.var) if t is not None]
+    if norm.kind not in ("batch", "frozen") or len(running) < 2 or seen.mean is None or seen.std is None:
+        return None
+    mean, var = running
+    if mean is None or var is None or mean.shape != seen.mean.shape:
+        return None
+    eps = norm.eps or 0.0
+    std = (var.double().cpu() + eps).sqrt().clamp_min(1e-30)
+    ratio = ((seen.std.square() + eps).sqrt().clamp_min(1e-30) / std).log()
+    apart = (seen.mean - mean.double().cpu()) / std
+    return (
+        float((apart.square() + ratio.square()).mean().sqrt()),
+        float(apart.square().mean().sqrt()),
+        float(ratio.mean().exp()),
+    )
+
+
+def few_values(subject: Subject) -> Iterator[Found]:
+    """Statistics of fewer than a handful of values."""
+    for norm in subject.norms:
+        seen = subject.seen.get(norm.name)
+        if seen is None or not seen.values:
+            continue
+        uses_batch = norm.kind != "batch" or norm.module.training or not subject.training or not norm.tracks
+        if norm.kind == "frozen" or not uses_batch:
+            continue
+        if seen.values < (2 if norm.kind in ("layer", "rms") else HANDFUL):
+            error = (2 / max(seen.values - 1, 1)) ** 0.5
+            yield Found(
+                norm.name,
+                seen.values,
+                f"a variance of {seen.values} values is off by {error:.0%} or so, and so is every output"
+                if seen.values > 1
+                else "one value is its own mean: the output does not depend on the input",
+                _REMEDY.get(norm.kind, "normalize over more features"),
+                -float(seen.values),
+            )
+
+
+_REMEDY = {
+    "batch": 'larger batches, leannorm.convert(model, to="sync") over ranks, or leannorm.nn.GroupNorm, which '
+    "needs no batch",
+    "instance": "leannorm.nn.GroupNorm, whose groups have more values",
+    "group": "fewer groups",
+}
+
+
+def train_eval_gap(subject: Subject) -> Iterator[Found]:
+    """Batches whose statistics are far from the running ones: further than so many samples explain."""
+    for norm in subject.norms:
+        seen = subject.seen.get(norm.name)
+        measured = None if seen is None else gap_of(norm, seen)
+        if measured is None or seen is None or norm.name in subject.untouched or not isfinite(measured[0]):
+            continue
+        gap, apart, ratio = measured
+        expected = SAMPLING * (1.5 / max(seen.samples, 1)) ** 0.5
+        if gap > max(LEAST_GAP, expected):
+            yield Found(
+                norm.name,
+                gap,
+                f"means differ by {apart:.2g} standard deviations, standard deviations by a factor of "
+                f"{ratio:.2g}: evaluation mode computes something else than was trained",
+                "leannorm.recalibrate(model, batches), on the data that it will see",
+            )
+
+
+def dead_channels(subject: Subject) -> Iterator[Found]:
+    """Channels whose input is one number everywhere."""
+    for norm in subject.norms:
+        seen = subject.seen.get(norm.name)
+        if seen is None or seen.mean is None:
+            continue
+        channels, dead = seen.mean.numel(), seen.dead
+        if dead >= max(SHARE * channels, 1):
+            yield Found(
+                norm.name,
+                f"{dead} of {channels}",
+                "their normalized value is 0 or rounding, and their output beta: what is before them no "
+                "longer learns",
+                f"look at what {norm.name} reads: a ReLU whose inputs are all below 0, weights at 0",
+                dead / channels,
+            )
+
+
+def padding_in_statistics(subject: Subject) -> Iterator[Found]:
+    """Positions that repeat one another to the end, in runs whose lengths differ from sample to sample."""
+    for norm in subject.norms:
+        seen = subject.seen.get(norm.name)
+        if seen is not None and seen.uneven and seen.padded >= LEAST_PADDING and norm.kind != "frozen":
+            yield Found(
+                norm.name,
+                seen.padded,
+                f"{seen.padded:.0%} of its positions look like padding: mean and variance are those of the "
+                "padding too, and depend on which samples share a batch",
+                f"{layer(norm.name)} as one of leannorm.nn, called with mask= or lengths=",
+            )
+
+
+def modes_differ(subject: Subject) -> Iterator[Found]:
+    """Outputs of the two modes that differ by more than half of their size, on one batch, without dropout.
+
+    Deep networks amplify the noise of a batch, so without a gap in some layer it must be far above that.
+    """
+    known = subject.difference
+    if known is None or not isfinite(known) or subject.untouched:
+        return
+    gap = any(train_eval_gap(subject))
+    samples = max((seen.samples for seen in subject.seen.values()), default=0) / max(subject.batches, 1)
+    if known > max(LEAST_DIFFERENCE, 0.0 if gap else AMPLIFIED * (1.5 / max(samples, 1)) ** 0.5):
+        yield Found(
+            "(model)",
+            known,
+            "what evaluation measures is not what was trained",
+            "leannorm.recalibrate(model, batches); the layers with the largest gap come first",
+        )

@@ -1,0 +1,303 @@
+"""What batches show of each norm: the statistics of its inputs, and the outputs of the two modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Linear, Module
+from torch.nn.modules.conv import _ConvNd
+
+from leannorm._errors import InputError
+from leannorm.nn.conv import _ConvBatchNorm
+from leannorm.report.doctor.norms import Norm
+from leannorm.report.doctor.untouched import random_state, untouched
+
+Forward = Callable[[Module, Any], Any]
+MOST_BATCHES = 8
+
+
+@dataclass
+class Seen:
+    """One norm over all batches: per channel the moments, the least and the largest value.
+
+    `values`: the fewest that one statistic had. `calls`: the most of one forward pass. `samples`: of all
+    batches. `padded`: the share of positions in runs of equal ones; `uneven`: do the runs' lengths differ?
+    `source`: the convolution or linear layer whose output the norm reads.
+    """
+
+    values: int = 0
+    calls: int = 0
+    samples: int = 0
+    count: int = 0
+    mean: Tensor | None = None
+    m2: Tensor | None = None
+    least: Tensor | None = None
+    largest: Tensor | None = None
+    rounding: float = 0.0
+    padded: float = 0.0
+    uneven: bool = False
+    source: Module | None = None
+
+    @property
+    def std(self) -> Tensor | None:
+        """Per channel, unbiased as running statistics are."""
+        return None if self.m2 is None else (self.m2 / max(self.count - 1, 1)).sqrt()
+
+    @property
+    def dead(self) -> int:
+        """The channels that had one and the same value everywhere, up to rounding."""
+        if self.least is None or self.largest is None or self.count < 2:
+            return 0
+        size = torch.maximum(self.least.abs(), self.largest.abs())
+        return int((self.largest - self.least <= 4 * self.rounding * size).sum())
+
+
+def first_batches(batches: Any, model: Module) -> list[Any]:
+    """One batch (a tensor, a mapping), or the first of several; generators of a loader stay as they are."""
+    if isinstance(batches, (Tensor, Mapping)):
+        return [batches]
+    holders = (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
+    generators = [
+        g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)
+    ]
+    states = [g.get_state() for g in generators]
+    try:
+        with random_state(model):
+            return list(islice(batches, MOST_BATCHES))
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def observe(
+    model: Module, norms: list[Norm], batches: list[Any], forward: Forward | None
+) -> tuple[dict[str, Seen], float | None]:
+    """What each norm saw in training mode, and the relative difference of the modes' outputs.
+
+    In evaluation mode dropout is off. For the difference the first batch is run in that mode, with running
+    statistics and then with the batch's own in the layers that use these in training.
+    """
+    run = forward or call
+    core = unwrapped(model)
+    seen = {norm.name: Seen() for norm in norms}
+    place = _place_of(core)
+    with torch.no_grad(), _eager(core):
+        with untouched(core), _watched(norms, seen) as begin:
+            if not core.training:
+                core.train()
+            by_batch = [n.module for n in norms if n.tracks and n.kind == "batch" and n.module.training]
+            for batch in batches:
+                begin()
+                run(core, _moved(batch, place))
+        outputs = []
+        for trained in ([], by_batch):
+            with untouched(core):
+                for module in core.modules():
+                    module.training = False
+                for module in core.modules():
+                    if module in trained or (isinstance(module, _ConvBatchNorm) and module.bn in trained):
+                        module.training = True
+                outputs.append([t.double() for t in _tensors(run(core, _moved(batches[0], place)))])
+    return {name: one for name, one in seen.items() if one.calls}, _difference(*outputs)
+
+
+def call(model: Module, batch: Any) -> Any:
+    """A tensor, the first entry of a tuple, or a mapping by its names: as `recalibrate` passes them."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)) and batch:
+        return model(batch[0])
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise InputError(
+        f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}; pass "
+        "forward=lambda model, batch: model(...)"
+    )
+
+
+def unwrapped(model: Module) -> Module:
+    """The model itself, without the wrappers that send or compile."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def _eager(model: Module) -> AbstractContextManager[Any]:
+    """Hooks do not run in compiled parts: these run as they were written."""
+    compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+@contextmanager
+def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], None]]:
+    """Hooks on every norm, which fill `seen`; gives the function that begins a forward pass."""
+    calls: dict[str, int] = {}
+    outputs: dict[int, tuple[Module, Tensor]] = {}  # with the tensor, so that no id is reused
+
+    def after(module: Module, args: tuple[Any, ...], output: Any) -> None:
+        outputs[id(output)] = module, output
+
+    def begin() -> None:
+        calls.clear()
+        outputs.clear()
+
+    def watch(norm: Norm) -> Any:
+        def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else next(iter(kwargs.values()), None)
+            if not isinstance(given, Tensor) or not given.is_floating_point():
+                return
+            if isinstance(module, _ConvBatchNorm):
+                given = module.conv(given)
+            one = seen[norm.name]
+            one.source = outputs.get(id(given), (None, None))[0]
+            calls[norm.name] = calls.get(norm.name, 0) + 1
+            one.calls = max(one.calls, calls[norm.name])
+            _add(one, norm, given.detach())
+
+        return before
+
+    handles = []
+    try:
+        for norm in norms:
+            joined = [parent for parent, _, _ in norm.parents if isinstance(parent, _ConvBatchNorm)]
+            for module in list[Module](joined) or [norm.module]:
+                handles.append(module.register_forward_pre_hook(watch(norm), with_kwargs=True))
+            for parent, _, _ in norm.parents:
+                for child in parent.children():
+                    if isinstance(child, (_ConvNd, Linear)) and child.bias is not None:
+                        handles.append(child.register_forward_hook(after))
+        yield begin
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add(one: Seen, norm: Norm, given: Tensor) -> None:
+    """Merges the moments of an input into those seen before (Chan's formula)."""
+    values = _values(norm, given)
+    if values is not None:
+        one.values = min(one.values or values, values)
+    if norm.kind not in ("batch", "frozen", "instance", "group") or given.dim() < 2 or given.numel() == 0:
+        return
+    if getattr(norm.module, "data_layout", "NCHW") == "NHWC":
+        given = given.movedim(-1, 1)
+    one.samples += given.shape[0]
+    _find_padding(one, given)
+    if norm.channels != given.shape[1]:
+        return
+    others = [axis for axis in range(given.dim()) if axis != 1]
+    wide = given if given.dtype == torch.float64 else given.float()
+    var, mean = torch.var_mean(wide, others, correction=0)
+    count, mean, var = given.numel() // given.shape[1], mean.double().cpu(), var.double().cpu()
+    least, largest = given.amin(others).double().cpu(), given.amax(others).double().cpu()
+    one.rounding = torch.finfo(given.dtype).eps
+    if one.mean is None or one.m2 is None or one.least is None or one.largest is None:
+        one.mean, one.m2, one.count, one.least, one.largest = mean, var * count, count, least, largest
+        return
+    total, apart = one.count + count, mean - one.mean
+    one.m2 = one.m2 + var * count + apart.square() * (one.count * count / total)
+    one.mean = one.mean + apart * (count / total)
+    one.count = total
+    one.least, one.largest = torch.minimum(one.least, least), torch.maximum(one.largest, largest)
+
+
+def _values(norm: Norm, given: Tensor) -> int | None:
+    """How many values are behind one statistic of this call."""
+    if norm.kind in ("layer", "rms"):
+        shape = getattr(norm.module, "normalized_shape", None)
+        return prod(shape) if isinstance(shape, (tuple, list, torch.Size)) else None
+    channels = norm.channels
+    if norm.kind == "group":
+        return (
+            int(given.numel() // given.shape[0] // getattr(norm.module, "num_groups", 1)) if len(given) else 0
+        )
+    if not channels or given.dim() < 2 or not len(given):
+        return None
+    each = given[0].numel() // channels
+    if norm.kind == "instance":
+        return each
+    samples = len(given)
+    ghost = getattr(norm.module, "group_size", None)
+    if isinstance(ghost, int):
+        samples = min(samples, ghost)
+    return each * samples * _ranks(norm.module)
+
+
+def _ranks(module: Module) -> int:
+    if not hasattr(module, "process_group") or not (dist.is_available() and dist.is_initialized()):
+        return 1
+    return dist.get_world_size(module.process_group)  # type: ignore[arg-type]
+
+
+def _find_padding(one: Seen, given: Tensor) -> None:
+    """Looks for runs of equal positions whose lengths differ between samples, along the last two axes."""
+    if given.dim() < 3 or given.shape[0] < 2:
+        return
+    for axis in range(max(2, given.dim() - 2), given.dim()):
+        length = given.shape[axis]
+        if length < 4:
+            continue
+        same = given.narrow(axis, 1, length - 1) == given.narrow(axis, 0, length - 1)
+        same = same.movedim(axis, 1).flatten(2).all(2)
+        longest = torch.zeros(len(same), dtype=torch.int64, device=same.device)
+        run = longest.clone()
+        for column in same.unbind(1):
+            run = (run + 1) * column
+            longest = torch.maximum(longest, run)
+        share = float(longest.sum()) / (len(same) * length)
+        if share > one.padded and int(longest.max() - longest.min()) * 3 >= length:
+            one.padded, one.uneven = share, True
+
+
+def _place_of(model: Module) -> torch.device | None:
+    return next((p.device for p in model.parameters()), None)
+
+
+def _moved(batch: Any, place: torch.device | None) -> Any:
+    """The batch on the model's device."""
+    if isinstance(batch, Tensor):
+        return batch.to(place) if place is not None else batch
+    if type(batch) in (tuple, list):
+        return type(batch)(_moved(part, place) for part in batch)
+    if isinstance(batch, Mapping):
+        return {name: _moved(part, place) for name, part in batch.items()}
+    return batch
+
+
+def _tensors(output: Any) -> Iterable[Tensor]:
+    """The floating-point tensors of an output, whatever holds them."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif isinstance(output, (tuple, list)):
+        parts = list(output)
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [getattr(output, f.name) for f in fields(output)]
+    else:
+        parts = []
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _difference(evaluated: list[Tensor], trained: list[Tensor]) -> float | None:
+    """The norm of the difference over that of the outputs; None where they cannot be compared."""
+    if len(evaluated) != len(trained) or any(
+        a.shape != b.shape for a, b in zip(evaluated, trained, strict=True)
+    ):
+        return None
+    apart = sum(float((a - b).square().sum()) for a, b in zip(evaluated, trained, strict=True))
+    size = sum(float(b.square().sum()) for b in trained)
+    return (apart / size) ** 0.5 if size else None

@@ -1,0 +1,144 @@
+"""Checks of eps, of gamma and beta, and of what trains them, without data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+
+from leannorm.report.doctor.norms import Norm, values_of
+from leannorm.report.doctor.subject import Found, Subject, layer
+
+# an eps is another's neighbour within this factor: 1e-5 and 1e-6 stand side by side in published models
+NEIGHBOURS = 10.5
+# the share of channels from which on dead ones are told
+SHARE = 0.1
+
+
+def eps(subject: Subject) -> Iterator[Found]:
+    """An eps too small for its dtype, or far from that of most norms of the same kind."""
+    kinds: dict[str, list[Norm]] = {}
+    for norm in subject.norms:
+        if norm.eps is not None:
+            kinds.setdefault(norm.kind, []).append(norm)
+    for norms in kinds.values():
+        usual = Counter(norm.eps or 0.0 for norm in norms).most_common(1)[0][0]
+        near = sum(_ratio(norm.eps or 0.0, usual) <= NEIGHBOURS for norm in norms)
+        for norm in norms:
+            value = norm.eps or 0.0
+            least = _least_eps(norm)
+            if value < least:
+                yield Found(
+                    norm.name,
+                    value,
+                    f"a constant channel is divided by about {value**0.5:.0e}, and its gradient overflows or "
+                    "is all rounding"
+                    if value > 0
+                    else "a constant channel is divided by 0",
+                    f"{layer(norm.name)}.eps = {max(usual, 1e-5 if least < 1e-10 else 1e-3):g}",
+                    -value,
+                )
+                continue
+            ratio = _ratio(value, usual)
+            if near >= 2 and 2 * near > len(norms) and ratio > NEIGHBOURS:
+                yield Found(
+                    norm.name,
+                    value,
+                    f"{near} of {len(norms)} {norm.kind} norms have {usual:g} or near it; weights trained "
+                    "with one eps give other outputs with another where variances are small",
+                    f"{layer(norm.name)}.eps = {usual:g}",
+                    ratio,
+                )
+
+
+def _ratio(one: float, other: float) -> float:
+    return max(one, other) / max(min(one, other), 1e-45)
+
+
+def _least_eps(norm: Norm) -> float:
+    """The least eps that a dtype bears: in float16 1/sqrt(eps) must not overflow, else rounding squared."""
+    dtype: torch.dtype = next((t.dtype for t in (norm.weight, norm.var) if t is not None), torch.float32)
+    if dtype == torch.float16:
+        overflows: float = torch.finfo(dtype).max
+        return 1 / overflows**2
+    accurate = torch.float64 if dtype == torch.float64 else torch.float32
+    rounding: float = torch.finfo(accurate).eps
+    return rounding**2
+
+
+def half_frozen(subject: Subject) -> Iterator[Found]:
+    """Statistics move and gamma and beta do not, or the other way round. Asked of models in training mode."""
+    if not subject.training:
+        return
+    for norm in subject.norms:
+        parameters = [p for _, p in norm.affine]
+        if not norm.tracks or not parameters:
+            continue
+        trained = any(p.requires_grad for p in parameters)
+        name = layer(norm.name)
+        if norm.module.training and not trained:
+            yield Found(
+                norm.name,
+                "statistics move, gamma and beta do not",
+                "requires_grad=False does not stop running statistics: the layer drifts from its weights",
+                "leannorm.freeze(model), which holds whatever train() says",
+                1.0,
+            )
+        elif trained and not norm.module.training and "train" not in vars(norm.module):
+            yield Found(
+                norm.name,
+                "gamma and beta move, statistics do not",
+                "gradients of gamma and beta adapt to statistics that stay as they were",
+                f"leannorm.freeze(model), or {name}.train() where the statistics are meant to move",
+                0.5,
+            )
+        elif _left_out(subject, norm, parameters):
+            yield Found(
+                norm.name,
+                "statistics move, gamma and beta are in no optimizer",
+                "the layer drifts away from its weights, which stay",
+                "add its parameters to the optimizer, or leannorm.freeze(model)",
+                1.0,
+            )
+
+
+def _left_out(subject: Subject, norm: Norm, parameters: list[torch.Tensor]) -> bool:
+    """Do its neighbours' parameters stand in an optimizer, and its own in none?"""
+    known = subject.decayed
+    if not known or not norm.module.training or any(id(p) in known for p in parameters):
+        return False
+    return any(id(p) in known for parent, _, _ in norm.parents for p in parent.parameters())
+
+
+def weight_decay(subject: Subject) -> Iterator[Found]:
+    """Gamma or beta in a group of an optimizer that decays."""
+    for norm in subject.norms:
+        decays = [d for _, p in norm.affine if p.requires_grad and (d := subject.decayed.get(id(p), 0.0))]
+        if decays:
+            yield Found(
+                norm.name,
+                max(decays),
+                "gamma and beta are pulled to 0: channels die, and larger weights in the next layer make up "
+                "for the rest; recipes leave norms out",
+                'give the norms a group of their own: {"params": norms, "weight_decay": 0.0}',
+            )
+
+
+def gamma_zero(subject: Subject) -> Iterator[Found]:
+    """Channels that gamma has switched off in a trained model; a new model may begin with gamma at 0."""
+    for norm in subject.norms:
+        gamma = None if norm.gamma is None else values_of(norm.gamma)
+        if gamma is None:
+            continue
+        zeros = int((gamma == 0).sum())
+        begins = zeros == gamma.numel() and (subject.fresh or norm.name in subject.untouched)
+        if zeros < max(SHARE * gamma.numel(), 1) or begins:
+            continue
+        yield Found(
+            norm.name,
+            f"{zeros} of {gamma.numel()}",
+            "the output of these channels is beta, whatever the input",
+            f"torch.nn.init.ones_({layer(norm.name)}.weight), or prune the channels",
+            zeros / gamma.numel(),
+        )

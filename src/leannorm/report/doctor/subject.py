@@ -1,0 +1,87 @@
+"""What a check looks at, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from leannorm.report.doctor.norms import Norm, initial, learned
+from leannorm.report.doctor.observe import Seen
+
+Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
+
+
+class Found(NamedTuple):
+    """A layer in which a check found its fault; `check`, severity and unit stand in the table of checks.
+
+    `size` ranks it among the others of its check: the value, where it has none of its own.
+    """
+
+    layer: str
+    value: float | str
+    consequence: str
+    remedy: str
+    size: float | None = None
+
+
+@dataclass
+class Subject:
+    """A model, its norms, its optimizers, and what the batches showed of each norm."""
+
+    model: Module
+    norms: list[Norm]
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    seen: dict[str, Seen] = field(default_factory=dict)
+    difference: float | None = None
+    batches: int = 0
+    traces: dict[Module, list[Call] | None] = field(default_factory=dict)
+
+    @property
+    def training(self) -> bool:
+        """Is the model in training mode? In evaluation mode the modes of its training are not known."""
+        return self.model.training
+
+    def moves(self, norm: Norm) -> bool:
+        """Do the running statistics of a norm move in training?"""
+        return norm.tracks and (norm.module.training or not self.training)
+
+    @cached_property
+    def untouched(self) -> frozenset[str]:
+        """The norms whose running statistics are those that they were made with."""
+        return frozenset(norm.name for norm in self.norms if norm.tracks and initial(norm))
+
+    @cached_property
+    def learned(self) -> frozenset[str]:
+        """The norms whose parameters have been trained."""
+        return frozenset(norm.name for norm in self.norms if learned(norm))
+
+    @cached_property
+    def fresh(self) -> bool:
+        """Is the model as it was made: no running statistic moved, no gamma or beta trained?"""
+        return not self.learned and all(n.name in self.untouched for n in self.norms if n.tracks)
+
+    @cached_property
+    def decayed(self) -> dict[int, float]:
+        """The weight decay of every parameter in an optimizer, by its id."""
+        return {
+            id(parameter): float(group.get("weight_decay", 0.0) or 0.0)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+
+
+def layer(name: str) -> str:
+    """A layer as an expression in a line of code."""
+    return "model" if name in ("", "(model)") else f'model.get_submodule("{name}")'
+
+
+def number(value: Tensor) -> float:
+    """The one number of a tensor, as Python's."""
+    return float(value)

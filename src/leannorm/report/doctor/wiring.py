@@ -1,0 +1,172 @@
+"""Checks of how norms stand in a model, without data: what they read, who shares them, who synchronizes.
+
+The calls that a module makes are read from a trace of its `forward` alone: its children are leaves, nothing
+is computed. Where `forward` cannot be traced, only batches tell.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch.nn import Linear, Module, ModuleDict, ModuleList
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parallel import DistributedDataParallel
+
+from leannorm.nn import SyncBatchNorm
+from leannorm.report.doctor.norms import Norm
+from leannorm.report.doctor.subject import Call, Found, Subject, layer
+from leannorm.report.doctor.untouched import untouched
+
+SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
+
+
+def removed_bias(subject: Subject) -> Iterator[Found]:
+    """A bias of a convolution or linear layer whose output only a norm over each channel reads."""
+    names = {module: name for name, module in subject.model.named_modules()}
+    calls = dict.fromkeys(call for calls in _calls(subject) for call in calls)
+    for norm in subject.norms:  # where no trace tells, a pass does
+        seen = subject.seen.get(norm.name)
+        if seen is not None and all(_traced(subject, parent) is None for parent, _, _ in norm.parents):
+            calls[norm, seen.source] = None
+    for norm, source in calls:
+        bias = getattr(source, "bias", None)
+        if not isinstance(source, (_ConvNd, Linear)) or not isinstance(bias, torch.Tensor):
+            continue
+        channels = getattr(source, "out_channels", getattr(source, "out_features", 0))
+        by_batch = norm.kind != "batch" or norm.module.training or not subject.training or not norm.tracks
+        if norm.channels == channels and by_batch and norm.kind != "frozen":
+            name = names[source]
+            yield Found(
+                name,
+                channels,
+                f"the norm {norm.name} subtracts it with the mean: it has no effect and no gradient, and "
+                "costs memory and a pass",
+                f"{layer(name)}.bias = None, before the optimizer is made",
+            )
+
+
+def shared_norm(subject: Subject) -> Iterator[Found]:
+    """One batch norm that stands in several places and is called in more than one of them."""
+    for norm in subject.norms:
+        places = [f"{path}.{child}" if path else child for _, path, child in norm.parents]
+        if len(places) < 2 or not norm.tracks:
+            continue
+        calls = 0
+        for parent in dict.fromkeys(parent for parent, _, _ in norm.parents):
+            traced = _traced(subject, parent)
+            held = sum(other is parent for other, _, _ in norm.parents)
+            calls += held if traced is None else sum(module is norm.module for module, _ in traced)
+        if calls > 1:
+            _, path, child = norm.parents[1]
+            yield Found(
+                norm.name,
+                len(places),
+                f"it is the same layer as {', '.join(p for p in places if p != norm.name)}: its running "
+                "statistics are a mixture that fits none of its inputs",
+                f'setattr({layer(path)}, "{child}", copy.deepcopy({layer(norm.name)}))',
+            )
+
+
+def repeated_call(subject: Subject) -> Iterator[Found]:
+    """A batch norm that one step calls more than once, in a loop or for several inputs."""
+    traced: Counter[str] = Counter()
+    for calls in _calls(subject):
+        traced |= Counter(norm.name for norm, _ in calls)
+    for norm in subject.norms:
+        seen = subject.seen.get(norm.name)
+        times = seen.calls if seen else traced[norm.name]
+        if times > 1 and len(norm.parents) == 1 and subject.moves(norm) and norm.module.training:
+            yield Found(
+                norm.name,
+                times,
+                f"its statistics move {times} times a step, and are a mixture of all its inputs, of which "
+                "the last weighs most",
+                "one norm for each call, or leannorm.no_stats_update() around all calls but one",
+            )
+
+
+def unsynchronized_buffers(subject: Subject) -> Iterator[Found]:
+    """DistributedDataParallel with `broadcast_buffers=False` around batch norms of each rank's own."""
+    for name, module in subject.model.named_modules():
+        if not isinstance(module, DistributedDataParallel) or module.broadcast_buffers:
+            continue
+        ranks = module.process_group.size()
+        inside = set(module.modules())
+        alone = [n for n in subject.norms if n.module in inside and subject.moves(n) and n.kind == "batch"]
+        alone = [norm for norm in alone if not isinstance(norm.module, SYNCHRONIZED)]
+        if alone and ranks > 1:
+            yield Found(
+                name or "(model)",
+                len(alone),
+                f"each of the {ranks} ranks has running statistics of its own: evaluation differs from rank "
+                "to rank, and a checkpoint holds those of one",
+                'leannorm.convert(model, to="sync") before DistributedDataParallel is made, or '
+                "broadcast_buffers=True",
+            )
+
+
+def _calls(subject: Subject) -> list[list[tuple[Norm, Module | None]]]:
+    """For every module that holds a norm over channels: its calls of such norms, with what each reads."""
+    by_module = {norm.module: norm for norm in subject.norms if norm.channels is not None}
+    modules = dict(subject.model.named_modules())
+    holders: dict[Module, None] = {}
+    for norm in by_module.values():
+        for parent, path, _ in norm.parents:
+            while isinstance(parent, (ModuleList, ModuleDict)) and path:
+                path = path.rpartition(".")[0]
+                parent = modules[path]
+            holders[parent] = None
+    return [
+        [
+            (by_module[module], source)
+            for module, source in _traced(subject, holder) or ()
+            if module in by_module
+        ]
+        for holder in holders
+    ]
+
+
+class _OneLevel(torch.fx.Tracer):
+    """Traces one `forward`; every child is a leaf, so that none of them and none of their hooks run."""
+
+    proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _traced(subject: Subject, parent: Module) -> list[Call] | None:
+    if parent not in subject.traces:
+        subject.traces[parent] = _trace(parent)
+    return subject.traces[parent]
+
+
+def _trace(parent: Module) -> list[Call] | None:
+    """The calls of children in one `forward`, with what each alone reads; None where it cannot be traced."""
+    if isinstance(parent, (ModuleList, ModuleDict)):
+        return None
+    try:
+        signature = inspect.signature(type(parent).forward)
+        defaults = {
+            name: parameter.default
+            for name, parameter in signature.parameters.items()
+            if parameter.default is not inspect.Parameter.empty
+        }
+        with warnings.catch_warnings(), untouched(parent, parameters=False), torch.no_grad():
+            warnings.simplefilter("ignore")
+            nodes = _OneLevel().trace(parent, concrete_args=defaults).nodes
+            calls = [node for node in nodes if node.op == "call_module"]
+            return [(parent.get_submodule(str(node.target)), _source(parent, node)) for node in calls]
+    except Exception:  # whatever a stranger's forward makes of a proxy
+        return None
+
+
+def _source(parent: Module, node: torch.fx.Node) -> Module | None:
+    read = node.args[0] if node.args else None
+    if not isinstance(read, torch.fx.Node) or read.op != "call_module" or len(read.users) != 1:
+        return None
+    return parent.get_submodule(str(read.target))

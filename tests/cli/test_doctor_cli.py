@@ -1,0 +1,107 @@
+"""`leannorm doctor`: findings on the terminal, in a file, on a page, and in the exit status."""
+
+import json
+import sys
+
+import pytest
+
+from leannorm.cli import main
+
+HERE = "doctor_network"
+NETWORK = f"{HERE}:healthy"
+
+
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    """A module of networks and data in the working directory."""
+    (tmp_path / f"{HERE}.py").write_text(
+        """
+import torch
+from torch import nn
+
+def healthy():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+def forgetful():
+    model = healthy()
+    model[1].momentum = 0.99
+    return model
+
+def apart():
+    model = healthy()
+    model[1].running_mean += 5
+    return model
+
+def batches():
+    return [torch.randn(8, 3, 8, 8) for _ in range(2)]
+
+def flat():
+    return torch.randn(8, 3)
+"""
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_a_healthy_model(network, capsys):
+    assert main(["doctor", NETWORK, "--input", "4x3x8x8"]) == 0
+    assert "1 norm layer and 1 batch of doctor_network:healthy: nothing found" in capsys.readouterr().out
+
+
+def test_findings_are_status_1_and_numbers(network, capsys):
+    assert main(["doctor", f"{HERE}:forgetful", "--json", "out.json", "--html", "out.html"]) == 1
+    out = capsys.readouterr().out
+    assert 'model.get_submodule("1").momentum = 0.01' in out
+    data = json.loads((network / "out.json").read_text())
+    assert [(one["check"], one["layer"], one["value"]) for one in data["findings"]] == [
+        ("momentum", "1", 0.99)
+    ]
+    assert data["model"] == "doctor_network:forgetful"
+    page = (network / "out.html").read_text()
+    assert "Momentum forgets at once" in page
+    assert "Findings per layer" in page
+
+
+def test_random_input_says_nothing_of_the_data(network, capsys):
+    assert main(["doctor", f"{HERE}:apart", "--input", "8x3x8x8"]) == 0
+    assert main(["doctor", f"{HERE}:apart", "--data", f"{HERE}:batches"]) == 1
+    assert "train_eval_gap" in capsys.readouterr().out
+
+
+BAD_USAGE = {
+    "no such model": (["doctor", "timm:bogus_net"], "timm has no model"),
+    "sizes": (["doctor", NETWORK, "--input", "8,3"], "like 8x3x224x224"),
+    "both": (["doctor", NETWORK, "--input", "8x3x8x8", "--data", "a:b"], "not both"),
+    "data": (["doctor", NETWORK, "--data", "nowhere"], "package.module:callable"),
+    "no folder": (["doctor", NETWORK, "--html", "nowhere/at/all.html"], "there is no folder"),
+    "an input that does not fit": (
+        ["doctor", NETWORK, "--input", "8x4x8x8"],
+        "does not run on an input of 8x4x8x8",
+    ),
+    "data that does not fit": (["doctor", NETWORK, "--data", f"{HERE}:flat"], f"a batch of {HERE}:flat"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_USAGE.values(), ids=BAD_USAGE)
+def test_bad_usage_is_one_line_and_status_2(network, arguments, message, capsys):
+    if "timm" in arguments[1]:
+        from benchmarks.architectures import import_torchvision
+
+        import_torchvision()
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+    assert sorted(p.name for p in network.iterdir() if p.suffix != "") == [f"{HERE}.py"]
+
+
+def test_without_plotly_it_is_refused_before_the_work(network, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    assert main(["doctor", NETWORK, "--html", "out.html"]) == 2
+    assert "needs plotly" in capsys.readouterr().err
+
+
+def test_a_model_of_other_norms_and_of_none(capsys):
+    assert main(["doctor", "torch.nn:Identity"]) == 0
+    assert "has no norm layer that is known" in capsys.readouterr().out

@@ -1,0 +1,150 @@
+"""The checks of batches, one by one: what is a fault, and what looks like one and is none."""
+
+import copy
+
+import pytest
+import torch
+from doctor_networks import network, told, trained
+from torch import nn
+
+import leannorm
+from leannorm import doctor
+
+
+def test_few_values():
+    layers = nn.Sequential(
+        nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.GroupNorm(4, 8), nn.LayerNorm(8)
+    )
+    report = doctor(layers, torch.randn(4, 4))
+    assert [(one.check, one.layer, one.value) for one in report.findings] == [
+        ("few_values", "2", 2),
+        ("few_values", "1", 4),
+    ]
+    assert told(doctor(layers, [torch.randn(8, 4), torch.randn(3, 4)]), "few_values")[1:] == [
+        ("few_values", "1")
+    ]
+    assert told(doctor(layers, torch.randn(8, 4))) == [("few_values", "2")]
+    layers[1].eval().requires_grad_(False)
+    assert told(doctor(layers, torch.randn(4, 4))) == [("few_values", "2")]
+
+
+def test_gaps_are_ranked_and_the_outputs_compared():
+    model = trained()
+    given = [torch.randn(16, 3, 12, 12) for _ in range(2)]
+    clean = doctor(model, given)
+    assert clean.findings == []
+    assert clean.difference < 0.3
+    model[0][1].running_mean -= model[0][1].running_var.sqrt()
+    model[2][1].running_var *= 25
+    report = doctor(model, given)
+    assert told(report) == [("train_eval_gap", "2.1"), ("train_eval_gap", "0.1"), ("modes_differ", "(model)")]
+    assert [one.value for one in report.findings[:2]] == pytest.approx([1.61, 1.0], abs=0.05)
+    assert report.layers[2].spread == pytest.approx(0.2, rel=0.05)
+    assert report.layers[0].mean_gap == pytest.approx(1, rel=0.05)
+    assert report.difference > 0.5
+
+
+def test_the_gap_is_that_of_all_batches_together():
+    norm = nn.BatchNorm1d(3)
+    x = torch.randn(40, 3, dtype=torch.float64) * 5 + 100
+    norm.running_mean, norm.running_var = x.mean(0).float(), x.var(0).float()
+    norm.num_batches_tracked += 1
+    report = doctor(nn.Sequential(norm), list(x.float().split([8, 20, 12])))
+    assert report.findings == []
+    assert report.layers[0].gap < 1e-6
+
+
+def test_a_gap_that_the_sample_explains_is_none():
+    """Eight samples are 0.4 standard deviations from the distribution that they are of."""
+    norm = nn.BatchNorm1d(64)
+    norm.num_batches_tracked += 1
+    norm.running_mean += 0.6
+    few, many = (doctor(nn.Sequential(norm), torch.randn(count, 64)) for count in (8, 512))
+    assert told(few) == []
+    assert few.layers[0].gap > 0.5
+    assert told(many, "train_eval_gap") == [("train_eval_gap", "0")]
+
+
+def test_dead_channels():
+    model = trained()
+    model[1][0].weight.data[:4] = 0
+    assert [
+        (one.layer, one.value)
+        for one in doctor(model, torch.randn(16, 3, 12, 12)).findings
+        if one.check == "dead_channels"
+    ] == [("1.1", "4 of 8")]
+    constant = nn.Sequential(nn.BatchNorm1d(2))
+    x = torch.stack((torch.full((16,), 0.1), torch.randn(16)), 1)
+    assert told(doctor(constant, x)) == [("dead_channels", "0")]
+    assert told(doctor(constant, [x, x + 1])) == []
+
+
+def lengths(n, of):
+    return torch.linspace(of, 4, n).long()
+
+
+def test_padding():
+    speech = nn.Sequential(nn.Conv1d(5, 8, 3, padding=1, bias=False), nn.BatchNorm1d(8), nn.GroupNorm(2, 8))
+    x = torch.randn(8, 5, 40) + 2
+    assert told(doctor(speech, x)) == []
+    padded = x * (torch.arange(40) < lengths(8, 40)[:, None])[:, None]
+    report = doctor(speech, padded)
+    assert told(report) == [("padding_in_statistics", "1"), ("padding_in_statistics", "2")]
+    assert report.findings[0].value == pytest.approx(0.43, abs=0.03)
+    images = torch.randn(8, 3, 40, 32)
+    for image, rows in zip(images, lengths(8, 40), strict=True):
+        image[:, rows:] = 0
+    assert told(doctor(network(), images), "padding_in_statistics")[:1] == [("padding_in_statistics", "0.1")]
+
+
+def test_a_margin_is_no_padding():
+    """Pictures of digits have one of about the same width each."""
+    images = torch.zeros(8, 3, 28, 28)
+    for i, image in enumerate(images):
+        image[:, 4 + i % 3 : 24, 4 + i // 2 : 24 - i // 2] = torch.rand(3, 20 - i % 3, 20 - 2 * (i // 2))
+    assert told(doctor(network(), images)) == []
+
+
+def test_batches_of_every_form():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(4, momentum=0.9)
+
+        def forward(self, x, mask=None):
+            assert mask is None or mask.dtype == torch.bool
+            return {"logits": (self.bn(x), mask)}
+
+    x, labels, mask = torch.randn(8, 4), torch.arange(8), torch.ones(8, dtype=torch.bool)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=4)
+    for given, count in ((x, 1), ([x, x], 2), ({"x": x, "mask": mask}, 1), ([(x, labels)], 1), (loader, 2)):
+        report = doctor(Model(), given)
+        assert (report.batches, told(report, "momentum")) == (count, [("momentum", "bn")])
+        assert report.difference is not None
+    assert doctor(Model(), (x for _ in range(99))).batches == 8
+    assert doctor(Model(), [{"data": x}], forward=lambda model, one: model(one["data"])).batches == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype):
+    model = trained().to(dtype)
+    report = doctor(model, torch.randn(16, 3, 12, 12).to(dtype))
+    wide = dtype == torch.float64
+    assert told(report) == ([] if wide else [("half_precision_statistics", f"{i}.1") for i in range(3)])
+
+
+def test_joined_and_channels_last_layers_and_an_empty_batch():
+    joined = nn.Sequential(leannorm.nn.ConvBatchNorm2d(3, 8, 3))
+    report = doctor(joined, torch.randn(8, 3, 8, 8).to(memory_format=torch.channels_last))
+    assert (report.layers[0].name, report.layers[0].values, report.findings) == ("0.bn", 288, [])
+    assert doctor(nn.BatchNorm1d(4), torch.randn(0, 4)).findings == []
+    last = nn.Sequential(leannorm.nn.BatchNormOp(4, data_layout="NHWC"))
+    assert doctor(last, torch.randn(8, 3, 3, 4)).layers[0].values == 72
+
+
+def test_a_copy_of_ours_in_place_of_torchs():
+    model = trained()
+    model[1][1].running_mean += 3
+    given = torch.randn(16, 3, 12, 12)
+    ours = doctor(leannorm.convert(copy.deepcopy(model)), given)
+    assert told(ours) == told(doctor(model, given)) != []
