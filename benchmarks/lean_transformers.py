@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from benchmarks.architectures import import_torchvision
+from benchmarks.gpu.blocks import Attention, Residual
 from leannorm.report.memory import measure_step
 from leannorm.saving import lean
 
@@ -56,40 +57,14 @@ class UNet(nn.Module):
         self.first, self.last = nn.Conv2d(4, width, 3, padding=1), nn.Conv2d(width, 4, 3, padding=1)
         self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
         self.up = nn.Conv2d(2 * width, width, 1)
-        fine, coarse = (_Residual(width), _Residual(width)), (_Residual(2 * width), _Residual(2 * width))
-        self.parts = nn.ModuleList([fine[0], coarse[0], _Attention(2 * width), coarse[1], fine[1]])
+        fine, coarse = (Residual(width), Residual(width)), (Residual(2 * width), Residual(2 * width))
+        self.parts = nn.ModuleList([fine[0], coarse[0], Attention(2 * width), coarse[1], fine[1]])
 
     def forward(self, x: Tensor) -> Tensor:
         a, b, attention, c, d = self.parts
         fine = a(self.first(x))
         coarse = c(attention(b(self.down(fine))))
         return self.last(d(fine + nn.functional.interpolate(self.up(coarse), scale_factor=2.0)))
-
-
-class _Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
-            nn.GroupNorm(32, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.body(x)
-
-
-class _Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(32, width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n, c, h, w = x.shape
-        qkv = self.qkv(self.norm(x).flatten(2).transpose(1, 2)).view(n, h * w, 3, c // 64, 64)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + self.out(y.transpose(1, 2).reshape(n, h * w, c)).transpose(1, 2).view(n, c, h, w)
 
 
 def _unet() -> tuple[nn.Module, Any, list[nn.Module]]:

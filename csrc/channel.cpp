@@ -11,9 +11,14 @@ namespace {
 const ChannelKernels& kernels() { return LEANNORM_PICK(channel_kernels); }
 
 std::vector<int64_t> statistics_sizes(const Shape& s, int64_t groups) {
-  return groups == 0 ? std::vector<int64_t>{s.c} : std::vector<int64_t>{s.n, groups};
+  if (groups == 0) return {s.c};
+  return groups > 0 ? std::vector<int64_t>{s.n, groups} : std::vector<int64_t>{s.n / -groups, s.c};
 }
-int64_t groups_of(const Tensor& statistics) { return statistics.dim() == 1 ? 0 : statistics.size(1); }
+int64_t groups_of(const Tensor& statistics, const Tensor& x) {
+  if (statistics.dim() == 1) return 0;
+  const int64_t sets = statistics.size(0);
+  return sets == x.size(0) || sets == 0 ? statistics.size(1) : -(x.size(0) / sets);
+}
 Tensor new_doubles(const Tensor& x, const std::vector<int64_t>& sizes) {
   return new_tensor(x, sizes, ScalarType::Double);
 }
@@ -41,7 +46,7 @@ struct Tensors {
 };
 
 int64_t count_of(const Shape& s, int64_t groups) {
-  return groups == 0 ? s.n * s.inner : s.c / groups * s.inner;
+  return groups > 0 ? s.c / groups * s.inner : (groups == 0 ? s.n : -groups) * s.inner;
 }
 
 // Mean, M2 and rstd of a set, from the moments of its chunks.
@@ -110,7 +115,8 @@ struct Call {
     tensors.past = result.numel() * tensors.bytes >= least && tensors.result != tensors.x;
     if (dz.numel() > 0) tensors.dz = mutable_data(dz);
   }
-  int64_t statistics() const { return groups == 0 ? s.c : s.n * groups; }
+  int64_t statistics() const { return groups > 0 ? s.n * groups : blocks() * s.c; }
+  int64_t blocks() const { return groups == 0 ? 1 : groups > 0 ? s.n : s.n / -groups; }  // that have gradient sums
   SetCoefficients coefficients() const { return {type, cut, s.c, weight, bias}; }
 
   void normalize(const SetCoefficients& c, int64_t set, int64_t i) const {
@@ -207,7 +213,7 @@ std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
 
 Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd, const Optional& weight,
                          const Optional& bias, const Optional& residual, StringHandle act) {
-  Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
+  Call call(x, groups_of(mean, x), weight, bias, residual, activation_index(act));
   const Tensor y = new_like(x);
   call.results(y, no_tensor(x));
   const Given given(call, mean, rstd);
@@ -265,11 +271,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward_tracked_(
 std::tuple<Tensor, Tensor> channel_grad_sums(const Tensor& dy, const Tensor& x, const Tensor& mean, const Tensor& rstd,
                                              const Optional& weight, const Optional& bias, const Optional& residual,
                                              const Optional& out, StringHandle act) {
-  Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
+  Call call(x, groups_of(mean, x), weight, bias, residual, activation_index(act));
   call.cut.alone = true;
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
-  const auto sizes = call.groups == 0 ? std::vector<int64_t>{call.s.c} : std::vector<int64_t>{call.s.n, call.s.c};
+  const auto sizes = call.groups == 0 ? std::vector<int64_t>{call.s.c} : std::vector<int64_t>{call.blocks(), call.s.c};
   const Tensor sum_dz = new_doubles(x, sizes), sum_dz_xhat = new_doubles(x, sizes);
   in_first_pass(call.cut, [&] { return GradSums(call, given, doubles(sum_dz), doubles(sum_dz_xhat)); });
   return {sum_dz, sum_dz_xhat};
@@ -279,7 +285,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
                                               const Optional& weight, const Optional& bias, const Optional& residual,
                                               const Optional& out, const Optional& p, const Optional& q,
                                               StringHandle act, bool want_dz) {
-  Call call(x, groups_of(mean), weight, bias, residual, activation_index(act));
+  Call call(x, groups_of(mean, x), weight, bias, residual, activation_index(act));
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
@@ -326,7 +332,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   const Given given(call, mean, rstd);
   const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, dz);
-  const int64_t channels = call.s.c, sums = (groups == 0 ? 1 : std::max<int64_t>(1, call.s.n)) * channels;
+  const int64_t channels = call.s.c, sums = std::max<int64_t>(1, call.blocks()) * channels;
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   struct Backward : GradSums {

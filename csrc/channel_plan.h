@@ -14,9 +14,11 @@ struct Shape {
   int64_t n, c, inner;
   int columns;  // 1: channels lie next to each other in memory (channels_last, or nothing behind them)
 
+  // groups: 0 for statistics of the whole batch, G of each sample's G groups of channels, -B of every B samples.
   Shape(const Tensor& x, int64_t groups) : n(x.size(0)), c(x.size(1)), inner(1), columns(0) {
-    STD_TORCH_CHECK(groups == 0 || (groups > 0 && c % groups == 0), "leannorm: ", c,
-                    " channels cannot be divided into ", groups, " groups");
+    STD_TORCH_CHECK(groups <= 0 || c % groups == 0, "leannorm: ", c, " channels cannot be divided into ", groups,
+                    " groups");
+    STD_TORCH_CHECK(groups >= 0 || n % -groups == 0, "leannorm: ", n, " samples cannot be divided by ", -groups);
     for (int64_t d = 2; d < x.dim(); ++d) inner *= x.size(d);
     if (numel() == 0) return;
     const bool contiguous = x.is_contiguous();
@@ -78,9 +80,15 @@ struct Cut {
   // Columns: `rows` rows of `width` columns, and the rest of a last row.
   int64_t rows = 0, width = 0, rows_per_chunk = 1, whole_chunks = 0, tail = 0;
 
+  // Of several blocks of samples: the sets of each, and where the next begins.
+  int64_t block_sets = 1, block_stride = 0;
+
+  int64_t start_of(int64_t set) const {
+    return block_stride == 0 ? set * set_stride : set / block_sets * block_stride + set % block_sets * set_stride;
+  }
   Chunk chunk(int64_t set, int64_t i) const { return columns ? column_chunk(set, i) : plane_chunk(set, i); }
   Chunk plane_chunk(int64_t set, int64_t i) const {
-    const int64_t start = set * set_stride;
+    const int64_t start = start_of(set);
     if (segments > 1) {
       const int64_t plane = i / segments, at = i % segments * kChunk;
       return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead(), next()}, plane * step};
@@ -90,7 +98,7 @@ struct Cut {
     return {start + first * stride, {count, stride, length, ahead(), next(), step == 0 ? cycle : count}, first * step};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
-    const int64_t start = set * set_stride, first = i * rows_per_chunk;
+    const int64_t start = start_of(set), first = i * rows_per_chunk;
     if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, 0};
     return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, width, ahead()}, 0};
   }
@@ -152,6 +160,15 @@ struct Cut {
 
 // The cut into channels: what normalizing and the gradient sums walk over.
 inline Cut channel_cut(const Shape& s, int64_t groups) {
+  if (groups < 0) {  // every block of samples as a batch
+    Shape block = s;
+    block.n = -groups;
+    Cut cut = channel_cut(block, 0);
+    cut.block_sets = cut.sets;
+    cut.block_stride = block.numel();
+    cut.sets *= s.n / block.n;
+    return cut;
+  }
   if (s.columns)
     return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, 0) : Cut::of_columns(s.n, s.inner, s.c, groups);
   if (groups == 0) {
@@ -167,7 +184,7 @@ inline Cut channel_cut(const Shape& s, int64_t groups) {
 }
 // The cut into statistics: the moments of a contiguous group are those of one long plane.
 inline Cut moments_cut(const Shape& s, int64_t groups) {
-  if (s.columns || groups == 0) return channel_cut(s, groups);
+  if (s.columns || groups <= 0) return channel_cut(s, groups);
   const int64_t length = s.c / groups * s.inner;
   return Cut::of_planes(s.n * groups, 1, length, length, length, 0);
 }

@@ -1,6 +1,7 @@
 // What happens to per-channel statistics between two kernels: moved into the running ones, read from those
 // again, made into sums that ranks add up, and taken from such sums. What ops/running.py and ops/sums.py say, as one call each.
 #include <cmath>
+#include <type_traits>
 
 #include "statistics.h"
 
@@ -30,24 +31,41 @@ template <class T> T moved(T from, T to, T weight) {
   return std::abs(weight) < T(0.5) ? std::fma(weight, to - from, from) : std::fma(weight - 1, to - from, to);
 }
 
-template <class Value> void move(const Tensor& running, double weight, Value value) {
-  const ElementType type = element_type(running);
-  void* const p = running.mutable_data_ptr();
-  const int64_t stride = running.stride(0);
-  for (int64_t i = 0; i < running.numel(); ++i) {
-    const int64_t at = i * stride;
-    if (type == kDouble) {
-      double& v = static_cast<double*>(p)[at];
-      v = moved(v, value(i), weight);
-      continue;
-    }
-    const float v = moved(float(value_at(type, p, at)), float(value(i)), float(weight));
-    switch (type) {
-      case kFloat: static_cast<float*>(p)[at] = v; break;
-      case kBFloat16: static_cast<c10::BFloat16*>(p)[at] = v; break;
-      default: static_cast<c10::Half*>(p)[at] = v;
-    }
+template <class Use> void with_type(ElementType type, Use use) {
+  switch (type) {
+    case kFloat: return use(float());
+    case kDouble: return use(double());
+    case kBFloat16: return use(c10::BFloat16());
+    default: return use(c10::Half());
   }
+}
+
+// Where a running statistic moves to, rounded as it is stored; false if a value of the batch is not finite, or
+// the statistic would no longer be.
+template <class Value> bool advance(const Tensor& running, double weight, Value value, double* next) {
+  bool finite = true;
+  with_type(element_type(running), [&](auto like) {
+    using Stored = decltype(like);
+    using Computed = std::conditional_t<std::is_same_v<Stored, double>, double, float>;
+    const auto* const p = static_cast<const Stored*>(running.const_data_ptr());
+    const int64_t stride = running.stride(0), n = running.numel();
+    for (int64_t i = 0; i < n; ++i) {
+      const double to = value(i);
+      const Computed from = p[i * stride];
+      const Computed end = Computed(Stored(moved(from, Computed(to), Computed(weight))));
+      next[i] = end;
+      finite &= bool(std::isfinite(to) & (std::isfinite(end) | !std::isfinite(from)));
+    }
+  });
+  return finite;
+}
+void store(const Tensor& running, const double* next) {
+  with_type(element_type(running), [&](auto like) {
+    using Stored = decltype(like);
+    auto* const p = static_cast<Stored*>(running.mutable_data_ptr());
+    const int64_t stride = running.stride(0), n = running.numel();
+    for (int64_t i = 0; i < n; ++i) p[i * stride] = Stored(next[i]);
+  });
 }
 
 }  // namespace
@@ -66,13 +84,19 @@ void move_running_(const Tensor& running_mean, const Tensor& running_var, const 
     batches = static_cast<int64_t*>(num_batches->mutable_data_ptr());
   }
   const double values = total_count.has_value() ? *doubles(*total_count) : double(count);
+  bool finite = true;
   if (values > 0) {
     const double weight = momentum.has_value() ? *momentum : batches == nullptr ? 0.0 : 1.0 / double(*batches + 1);
     const double degrees = std::max(values - 1, 1.0);
-    move(running_mean, weight, [&](int64_t i) { return means[i]; });
-    move(running_var, weight, [&](int64_t i) { return m2s[i] / degrees; });
+    std::vector<double> next(2 * n);
+    finite = advance(running_mean, weight, [&](int64_t i) { return means[i]; }, next.data()) &&
+             advance(running_var, weight, [&](int64_t i) { return m2s[i] / degrees; }, next.data() + n);
+    if (finite) {
+      store(running_mean, next.data());
+      store(running_var, next.data() + n);
+    }
   }
-  if (batches != nullptr) ++*batches;
+  if (batches != nullptr) *batches += finite;
 }
 
 namespace {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from test_lean import Stock, assert_same
 from torch import nn
 
+import leannorm
 from leannorm import convert
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
@@ -192,3 +193,95 @@ def test_a_header_is_awaited_on_its_own_device():
     header = Arriving(message)
     assert not header.is_there()
     assert header.values() == [3.0] * 7
+
+
+def both_ways(layer, x, dy):
+    """An output and its gradients, forward and backward."""
+    layer.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = layer(leaf)
+    y.backward(dy)
+    return [y.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", ["batch", "group", "layer", "rms"])
+def test_repeated_calls_are_the_first_ones(name):
+    """Launches are kept by alignment, device and stream: what they give is what Triton's own call gives."""
+    from leannorm.ops.backends.triton import tape
+
+    make = {
+        "batch": lambda: leannorm.nn.BatchNorm2d(16),
+        "group": lambda: leannorm.nn.GroupNorm(4, 16),
+        "layer": lambda: leannorm.nn.LayerNorm(8),
+        "rms": lambda: leannorm.nn.RMSNorm(8),
+    }[name]
+    layer = make().cuda()
+    for offset in (0, 1, 0, 1):  # values behind a multiple of 16 bytes
+        x, dy = (torch.randn(5 * 16 * 8 * 8 + offset, device="cuda")[offset:].view(5, 16, 8, 8) for _ in "xy")
+        tape.forget()
+        first = both_ways(layer, x, dy)
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                again = both_ways(layer, x, dy)
+            torch.cuda.current_stream().wait_stream(stream)
+            for a, b in zip(first, again, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_a_kept_launch_is_captured_and_follows_its_tensors():
+    layer = leannorm.nn.LayerNorm(64).cuda()
+    x = torch.randn(32, 64, device="cuda")
+    with torch.no_grad():
+        for _ in range(2):
+            layer(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(x)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, layer(x))
+
+
+def test_a_tensor_of_the_host_among_those_of_the_device_is_refused():
+    layer = leannorm.nn.BatchNorm2d(4).cuda()
+    x = torch.randn(2, 4, 3, 3, device="cuda")
+    for _ in range(2):
+        layer(x)
+    layer.num_batches_tracked = layer.num_batches_tracked.cpu()
+    with pytest.raises((ValueError, RuntimeError)):
+        layer(x)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    for index in (0, 1, 1, 0):
+        layer, x = leannorm.nn.LayerNorm(64).cuda(index), torch.randn(32, 64, device=index)
+        torch.testing.assert_close(layer(x), torch.nn.functional.layer_norm(x, (64,)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [lambda **k: leannorm.nn.GroupNorm(4, 16, **k), lambda **k: leannorm.nn.LayerNorm(8, **k)]
+)
+def test_gradients_of_parameters_are_stored_in_their_dtype(make, dtype):
+    layer = make(device="cuda", dtype=dtype)
+    x, dy = (torch.randn(5, 16, 8, 8, device="cuda", dtype=dtype) for _ in "xy")
+    got = both_ways(layer, x, dy)
+    want = both_ways(copy.deepcopy(layer).double(), x.double(), dy.double())
+    for a, b in zip(got, want, strict=True):
+        scale = b.abs().max().item() + 1
+        assert a.dtype == dtype
+        assert (a.double() - b).abs().max().item() <= 4 * torch.finfo(dtype).eps * scale
+
+
+def test_rows_of_720_million_values():
+    """Four rows of a tile lie further apart than 2^31 values."""
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs 40 GB of memory")
+    x = torch.randn(4, 720_000_000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(720_000_000, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leannorm.functional.rms_norm(x, weight.shape, weight).backward(x.detach())
+    with torch.no_grad():
+        want = sum(x[i, -1000:].float() ** 2 * x[i].float().square().mean().rsqrt() for i in range(4))
+    torch.testing.assert_close(weight.grad[-1000:].float(), want, rtol=2e-2, atol=1e-2)

@@ -1,14 +1,17 @@
 """The norms and whole training steps on a GPU: checks results, then times, within a time limit.
 
     python -m benchmarks.gpu [--only SECTION] [--minutes 8.5] [--out FOLDER] [--device cuda] [--smoke]
+    python -m benchmarks.gpu --report [RESULTS.json] [--out FOLDER]
 
 Needs torch, Triton, numpy and a copy of this tree, without an installation. Every result is first compared
 with float64's (allowed: twice torch's error plus one rounding; memory is filled with NaN before). Wrong
 results are reported, not timed, and the exit status is 1. Times are medians between device events, on inputs
 that are not in the cache; shares are relative to the bandwidth of a copy in the same run. The results file
 (benchmarks/results/gpu-NAME.json) is rewritten after every number. Measurements for which the time is not
-enough are left out, with a note. Sections: channels, rows, small, resnet50, vit, and compiled (torch.compile
-of all). `--smoke` runs the same code on the CPU, at tiny sizes, with the kernels interpreted.
+enough are left out, with a note. Sections: channels, rows, small, resnet50, vit, blocks (of a Llama, a ViT
+and a UNet, parameters in bfloat16), and compiled (torch.compile of all). `--smoke` runs the same code on the
+CPU, at tiny sizes, with the kernels interpreted. `--report` writes the tables and two plots of a run from its
+file, of the newest in the folder if none is named, and measures nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
-from benchmarks.gpu import shapes, steps
+from benchmarks.gpu import page, shapes, steps
+from benchmarks.gpu.blocks import BLOCKS
 from benchmarks.gpu.report import OutOfTimeError, Report
 from leannorm.report.memory import check_device
 from leannorm.report.timing import device_seconds
 
-SECTIONS = ("channels", "rows", "small", "resnet50", "vit", "compiled")
+NEWEST = Path("newest")
+SECTIONS = ("channels", "rows", "small", "resnet50", "vit", "blocks", "compiled")
 
 
 def copy_bandwidth(report: Report, smoke: bool) -> float:
@@ -65,6 +70,12 @@ def run(report: Report, only: str, smoke: bool) -> None:
             names = steps.SMOKE if smoke else steps.SETTINGS
             eager = tuple(name for name in names if name != "compile")
             report.attempt(section, partial(steps.run_network, section, report, eager, smoke))
+        if section == "blocks":
+            settings = steps.SMOKE_BLOCKS if smoke else steps.OF_BLOCKS
+            for name in BLOCKS:
+                if report.has(30, name):
+                    blocks = partial(steps.run_blocks, name, report, settings, smoke)
+                    report.attempt(name, blocks)
     if "compiled" in wanted:  # last, as it takes longest
         compiled(report, smoke)
     report.data["copy_tb_s_after"] = copy_bandwidth(report, smoke)
@@ -118,6 +129,16 @@ def summary(report: Report) -> None:
     print(f"{len(data['wrong'])} wrong, {len(data['notes'])} notes, {data['seconds']:.0f} s; {report.path}")
 
 
+def results_in(folder: Path, named: Path) -> Path:
+    """The results to report: those named, or the newest of this folder."""
+    if named != NEWEST:
+        return named
+    there = sorted(folder.glob("gpu-*.json"), key=lambda path: path.stat().st_mtime)
+    if not there:
+        raise SystemExit(f"there are no results gpu-*.json in {folder}: run python -m benchmarks.gpu before")
+    return there[-1]
+
+
 def _mean(ratios: Any) -> float:
     logarithms = [log(ratio) for ratio in ratios]
     return exp(sum(logarithms) / len(logarithms))
@@ -132,7 +153,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--report", type=Path, nargs="?", const=NEWEST, metavar="RESULTS.json")
     options = parser.parse_args()
+    if options.report is not None:
+        for path in page.write(results_in(options.out, options.report), options.out):
+            print(path)
+        return 0
     device = "cpu" if options.smoke else options.device
     check_device(device)
     if options.smoke:

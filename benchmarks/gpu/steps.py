@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.gpu.blocks import BLOCKS, with_liger
 from benchmarks.gpu.networks import builder
 from benchmarks.gpu.report import Report
 from leannorm import convert, lean
@@ -24,6 +25,8 @@ from leannorm.report.settings import settings_for
 from leannorm.report.timing import device_seconds
 
 SETTINGS = ("stock", "convert", "norm", "conv", "convert + norm", "convert + conv", "checkpoint", "compile")
+OF_BLOCKS = ("stock", "convert", "norm", "conv", "convert + norm", "liger", "checkpoint", "compile")
+SMOKE_BLOCKS = ("stock", "norm", "convert + norm", "checkpoint")
 REACH = {("resnet50", "convert + norm"): (0.92, 0.75)}  # time and peak, of stock's
 SMOKE = ("stock", "convert", "norm", "convert + conv")
 WARM_UP, STEPS = 3, 10
@@ -39,6 +42,8 @@ class Side:
 
     def __init__(self, setting: str, model: nn.Module, smoke: bool) -> None:
         self.model = convert(model) if "convert" in setting else model
+        if setting == "liger":
+            self.model = with_liger(model) or model
         self.run: Callable[[Tensor], Any] = self.model
         if setting == "checkpoint":
             self.run = settings_for(self.model, (), (), ("checkpoint",))[1].run
@@ -60,6 +65,14 @@ class Side:
         self.optimizer.zero_grad(set_to_none=True)
         self.forward(batch).backward()
         self.optimizer.step()
+
+
+class SixteenBits(Side):
+    """A step of blocks whose parameters have 16 bits, without autocast."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        with self.around():
+            return self.run(batch.images).float().square().mean()
 
 
 def batch_of(count: int, size: int, classes: int, device: torch.device) -> Batch:
@@ -104,6 +117,42 @@ def run_network(name: str, report: Report, settings: tuple[str, ...], smoke: boo
             report.attempt(f"{name}, {setting}", what)
 
 
+def run_blocks(name: str, report: Report, settings: tuple[str, ...], smoke: bool) -> None:
+    """Blocks with 16-bit parameters: gradients under `lean()` equal to the bit, then time and memory."""
+    torch.manual_seed(0)
+    model, shape = BLOCKS[name][smoke]()
+    model.to(report.device, torch.bfloat16).train()
+    x = torch.randn(shape, device=report.device, dtype=torch.bfloat16)
+    batch = Batch(x, x)
+    print(f"{name}, blocks in bfloat16, input {'x'.join(map(str, shape))}")
+    settings = tuple(s for s in settings if s != "liger" or with_liger(model) is not None)
+    with interpreted(report):
+        if "stock" in settings:
+            check_equal(name, model, batch, report)
+            settings = (*settings, "stock, again")
+        found = {row["setting"]: row for row in reversed(report.data["steps"]) if row["network"] == name}
+        for setting in settings:
+            if report.has(60 if setting == "compile" and not smoke else 5, f"{name}, {setting}"):
+                what = partial(
+                    time_setting, name, "plain", setting, model, batch, found, report, smoke, SixteenBits
+                )
+                report.attempt(f"{name}, {setting}", what)
+
+
+def check_equal(name: str, model: nn.Module, batch: Batch, report: Report) -> None:
+    """`lean()` changes no bit of a gradient that is the same in two stock steps."""
+    for plain in ("stock", "convert"):
+        first, second, lean_ones = (
+            gradients(SixteenBits(setting, copy.deepcopy(model), True), batch)
+            for setting in (plain, plain, "norm" if plain == "stock" else "convert + norm")
+        )
+        repeat = [k for k, v in first.items() if torch.equal(v, second[k])]
+        differ = [k for k in repeat if not torch.equal(first[k], lean_ones[k])]
+        print(f"  {plain}: {len(repeat)} of {len(first)} gradients repeat, {len(differ)} differ under lean()")
+        if differ:
+            report.wrong(f"{name}, lean() on {plain}: {len(differ)} gradients differ: {differ[:4]}")
+
+
 def time_setting(
     name: str,
     source: str,
@@ -113,9 +162,10 @@ def time_setting(
     found: dict[str, dict[str, Any]],
     report: Report,
     smoke: bool,
+    kind: type[Side] = Side,
 ) -> None:
     device = report.device
-    side = Side(setting.removesuffix(", again"), copy.deepcopy(model), smoke)
+    side = kind(setting.removesuffix(", again"), copy.deepcopy(model), smoke)
     warm_up, steps = (1, 1) if smoke else (WARM_UP, STEPS)
     for _ in range(warm_up):
         side.step(batch)

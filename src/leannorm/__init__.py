@@ -18,6 +18,7 @@ from leannorm._errors import MissingDependencyError as MissingDependencyError
 from leannorm._errors import SyncError as SyncError
 from leannorm._freed_memory import FreedMemory as FreedMemory
 from leannorm._freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.functional.running import no_stats_update as no_stats_update
 from leannorm.ops.select import backends as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.bench import BenchReport as BenchReport
@@ -30,8 +31,13 @@ from leannorm.saving import lean as lean
 from leannorm.saving import make_lean as make_lean
 from leannorm.saving import unmake_lean as unmake_lean
 from leannorm.transforms import FoldReport as FoldReport
+from leannorm.transforms import RecalibrationReport as RecalibrationReport
+from leannorm.transforms import accumulate_stats as accumulate_stats
 from leannorm.transforms import convert as convert
 from leannorm.transforms import fold as fold
+from leannorm.transforms import freeze as freeze
+from leannorm.transforms import recalibrate as recalibrate
+from leannorm.transforms import unfreeze as unfreeze
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,22 +52,28 @@ __all__ = [
     "LeannormError",
     "MemoryReport",
     "MissingDependencyError",
+    "RecalibrationReport",
     "SyncError",
+    "accumulate_stats",
     "backends",
     "bench",
     "convert",
     "distributed",
     "fit",
     "fold",
+    "freeze",
     "functional",
     "interop",
     "keep_freed_memory",
     "lean",
     "make_lean",
     "nn",
+    "no_stats_update",
     "profile",
     "program",
+    "recalibrate",
     "transforms",
+    "unfreeze",
     "unmake_lean",
     "use_backend",
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 from leannorm._errors import DtypeError, InputError
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import transformed
+from leannorm.ops.plan import values_per_channel
 
 _STRIDED = torch.strided
 
@@ -68,6 +69,28 @@ def same_device(name: str, tensor: Tensor | None, input: Tensor) -> None:
 def positive_eps(eps: float) -> None:
     if not eps > 0:
         raise InputError(f"eps must be positive, got {eps}; the default is 1e-5")
+
+
+def group_size(size: int | None) -> None:
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise InputError(
+            f"group_size must be a positive number of samples or None, got {size!r}; None is all"
+        )
+
+
+def more_than_one_value_in_a_group(input: Tensor, samples: int) -> None:
+    if values_per_channel((samples, *input.shape[1:])) == 1:
+        raise InputError(
+            f"Expected more than 1 value per channel when training, got a group of 1 in {tuple(input.shape)}"
+            "; use another group_size, or drop the last batch"
+        )
+
+
+def stats_dtype(dtype: torch.dtype | None) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(
+            f"stats_dtype must be a floating dtype or None, got {dtype}; torch.float32 is wide enough"
+        )
 
 
 def momentum(value: float | Tensor | None) -> None:

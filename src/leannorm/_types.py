@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -15,6 +16,22 @@ class Running(NamedTuple):
     var: Tensor | None
     num_batches: Tensor | None
     momentum: float | None
+
+
+class Pool:
+    """Statistics of several batches, merged on the device; a layer's copies and pickles have none.
+
+    `counts` are the numbers of batches and of values of a channel; all is float64.
+    """
+
+    def __init__(self, channels: int, device: torch.device) -> None:
+        self.counts, self.mean, self.m2 = (
+            torch.zeros(n, dtype=torch.float64, device=device) for n in (2, channels, channels)
+        )
+        self.used = False
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(None), ()
 
 
 class Epilogue(NamedTuple):

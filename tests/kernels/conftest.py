@@ -23,9 +23,10 @@ def kernels(request, monkeypatch):
     if reasons:
         pytest.skip(" ".join(reasons))
     if request.param == SEVERAL:
-        from leannorm.ops.backends.triton import tiling
+        from leannorm.ops.backends.triton import tape, tiling
 
         tiling.planned.cache_clear()
+        tape.forget()
         monkeypatch.setattr(tiling, "one_launch", lambda *_: False)  # and in small tiles, as large inputs
         monkeypatch.setattr(tiling, "_IN_FLIGHT", 16)
         monkeypatch.setattr(tiling, "_WARPS", 1)
@@ -33,6 +34,7 @@ def kernels(request, monkeypatch):
         yield BACKENDS[name]
     if request.param == SEVERAL:
         tiling.planned.cache_clear()
+        tape.forget()
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,16 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
+from benchmarks.gpu import page
+from benchmarks.gpu.blocks import BLOCKS
 from benchmarks.gpu.report import OutOfTimeError, Report
 from benchmarks.gpu.shapes import Case, errors, make_set, moved, ours, torchs
 from leannorm.cli import main
@@ -41,8 +46,66 @@ def test_smoke(tmp_path):
     for network in ("resnet50", "vit"):
         for setting in ("stock", "convert", "norm", "convert + conv", "compile"):
             assert (network, setting) in steps
+    for network in BLOCKS:
+        for setting in ("stock", "norm", "convert + norm", "checkpoint"):
+            assert (network, setting) in steps
     assert found["torch"] == torch.__version__
     assert not list(tmp_path.glob("*.part"))
+    reported(found, tmp_path)
+
+
+def reported(found, folder):
+    """The page of these results has all of them, and its plots are pictures."""
+    done = run("--report", folder=folder)
+    assert done.returncode == 0, done.stderr
+    page, *plots = (Path(line) for line in done.stdout.split())
+    words = page.read_text()
+    for row in found["rows"]:
+        cells = f"| {row['case']} | {'x'.join(map(str, row['shape']))} | {row['direction']} |"
+        line = next(line for line in words.splitlines() if line.startswith(cells))
+        assert f"| {row['microseconds']:.1f} |" in line
+    for row in found["steps"]:
+        assert f"| {row['network']} | {row['setting']} | {row['milliseconds']:.2f} |" in words
+    drawn = [ElementTree.parse(plot).getroot() for plot in plots]
+    assert [plot.name for plot in plots] == ["gpu-smoke-kernels.svg", "gpu-smoke-steps.svg"]
+    assert all(f"]({plot.name})" in words for plot in plots)
+    ours = [row for row in found["rows"] if row["side"] == "ours" and row["direction"] != "both"]
+    assert sum("share" in (t.text or "") for t in drawn[0].iter()) == len(ours)
+
+
+def test_a_report_says_what_was_wrong_and_what_is_missing(tmp_path):
+    done = run("--report", folder=tmp_path)
+    assert done.returncode != 0
+    assert "there are no results" in done.stderr
+    row = {
+        "case": "layer norm",
+        "shape": [4, 8],
+        "direction": "forward",
+        "side": "torch",
+        "microseconds": 3.0,
+    }
+    data = {"device": "Some <GPU>", "date": "2026-11-22", "torch": "2", "triton": "3", "command": "c"}
+    data |= {
+        "rows": [row],
+        "small": [],
+        "steps": [],
+        "notes": ["left out: vit"],
+        "wrong": ["layer norm: far"],
+    }
+    (tmp_path / "gpu-some.json").write_text(json.dumps(data))
+    assert run("--report", folder=tmp_path).returncode == 0
+    words = (tmp_path / "gpu-some.md").read_text()
+    assert "**1 results were wrong**" in words
+    assert "- layer norm: far" in words
+    assert "- left out: vit" in words
+    assert "| layer norm | 4x8 | forward | 3.0 |  |  |" in words
+
+
+def test_in_a_plot_a_bar_is_as_long_as_its_number():
+    bars = [page.Bar(0.5, "red", "a < b"), page.Bar(2.0, "red", "2.00")]
+    drawn = ElementTree.fromstring(page.plot("times", {}, [("case", bars)]))
+    widths = [float(r.get("width")) for r in drawn.iter("{http://www.w3.org/2000/svg}rect")]
+    assert widths[1] == 4 * widths[0]
 
 
 def test_a_section_alone_within_no_time_leaves_notes(tmp_path):
@@ -105,6 +168,39 @@ def test_an_error_in_one_case_is_written_down_and_the_rest_goes_on(tmp_path):
 
     with pytest.raises(OutOfTimeError):
         report.attempt("that", stops)
+
+
+def test_outputs_live_for_a_round_of_calls(monkeypatch):
+    """So that the allocator hands out a block that has left the cache."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 1.0
+
+    class Output:
+        pass
+
+    for name, stand_in in (("Event", Event), ("device", nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    for name in ("synchronize", "_sleep"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    made, alive = [], []
+
+    def call():
+        alive.append(sum(one() is not None for one in made))
+        output = Output()
+        made.append(weakref.ref(output))
+        return output
+
+    assert device_seconds([call] * 5, "cuda", 20) == [1e-3] * 20
+    assert alive == [0, 1, 2, 3, 4] + [5] * 15  # across groups of calls too
+    assert not any(one() for one in made)
 
 
 def test_timing_on_the_cpu():

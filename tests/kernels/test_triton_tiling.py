@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import CASES
+from torch._subclasses import FakeTensorMode
 
 from leannorm import functional, use_backend
 from leannorm._errors import BackendUnavailableError
+from leannorm.ops import schema
 from leannorm.ops.backends import TRITON, triton
 from leannorm.ops.select import backends, pick
 
@@ -102,6 +105,35 @@ def test_a_tile_far_behind_2_to_the_31(columns):
     assert found.tolist() == [start, t * 32 if columns else (samples - 1) * inner + 7 * 32]
 
 
+# in four rows of a tile, along a row, beside it
+FAR_ROWS = [(4, 720_000_000, 1), (7, 2**31 - 1, 1), (2, 2**32 + 24, 1), (3, 2**20, 4096), (2, 3, 2**30 + 1)]
+
+
+@needs_triton
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("kind", ["along", "shares"])
+@pytest.mark.parametrize(("outer", "kept", "inner"), FAR_ROWS)
+def test_rows_of_a_tile_that_reaches_behind_2_to_the_31(outer, kept, inner, kind):
+    import tile_probe
+
+    from leannorm.ops.backends.triton import row_tiles
+
+    tile = getattr(row_tiles, kind)(inner, 2)
+    at, block = tile.needed(outer, inner) - 1, -(-kept // tile.block) - 1
+    found = torch.zeros(tile.rows, tile.block, dtype=torch.int64)
+    constants = tile.constants(kept, inner)
+    tile_probe.row_probe[(1,)](found, at, outer * inner, kept, inner, block, TILE=constants)
+    blocks = -(-inner // tile.rows)
+    row = (at // blocks * inner + at % blocks * tile.rows if inner > 1 else at * tile.rows) + torch.arange(
+        tile.rows
+    )
+    k = block * tile.block + torch.arange(tile.block)
+    place = (row // inner * kept)[:, None] * inner + k * inner + (row % inner)[:, None]
+    there = (row < (at // blocks + 1) * inner if inner > 1 else row < outer)[:, None] & (k < kept)
+    assert place.max() > 2**31
+    assert torch.equal(found, place.where(there, -1))
+
+
 @needs_triton
 def test_only_by_name_does_an_interpreter_serve():
     x = torch.randn(4, 6, 3, 3)
@@ -131,6 +163,29 @@ print(*backends()['triton'])
     done = subprocess.run(command, env={**environment, "PATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
+
+
+@needs_triton
+@pytest.mark.parametrize("compute_capability", [(7, 5), (8, 0)])
+def test_old_devices_are_refused_while_compiling_too(compute_capability, monkeypatch):
+    major, minor = compute_capability
+    properties = SimpleNamespace(major=major, minor=minor)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(TRITON, "ops", schema.OPS)  # as where nothing is interpreted
+    called = set()
+
+    def seen(graph, example):
+        called.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compiler.reset()
+    with FakeTensorMode():  # tensors of a device that is not there
+        x = torch.empty(4, 8, device="cuda")
+        torch.compile(functional.layer_norm, backend=seen, fullgraph=True)(x, (8,))
+        refused = "the kernels need compute capability 8.0, the device has 7.5"
+        assert backends(x)["triton"] == ([refused] if major < 8 else [])
+    assert called
+    assert ("leannorm.row_forward.default" in called) == (major >= 8)
 
 
 @needs_triton

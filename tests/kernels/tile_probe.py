@@ -1,8 +1,9 @@
-"""A kernel that tells where a tile begins; an interpreted kernel needs a module of its own to be read."""
+"""Kernels that tell where tiles lie; an interpreted kernel needs a module of its own to be read."""
 
 import triton
 import triton.language as tl
 
+from leannorm.ops.backends.triton.row_addresses import block_of_row, rows_of, values
 from leannorm.ops.backends.triton.tiles import tile, values_before
 
 
@@ -13,3 +14,13 @@ def probe(found, t, C, inner, samples, COLUMNS: tl.constexpr, BC: tl.constexpr, 
     start, _, _ = tile(t, segment, BC, C, C, inner, samples, COLUMNS, 16, False, BC, BE)
     tl.store(found, start)
     tl.store(found + 1, values_before(t, inner, samples, COLUMNS, BE))
+
+
+@triton.jit(do_not_specialize=("at", "rows", "kept", "inner", "block"))
+def row_probe(found, at, rows, kept, inner, block, TILE: tl.constexpr):  # noqa: N803
+    """Where the values `k` of the rows of tile `at` lie that are in a row's `block`-th block."""
+    start, across, _, exists = rows_of(tl.program_id(0) + at, rows, kept, inner, TILE)
+    k = block_of_row(tl.program_id(0) + block, kept, TILE)
+    offsets, inside = values(k, exists, across, kept, inner, TILE)
+    cell = tl.arange(0, TILE.rows)[:, None] * TILE.block + tl.arange(0, TILE.block)[None, :]
+    tl.store(found + cell, tl.where(inside, start + offsets, -1))

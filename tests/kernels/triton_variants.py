@@ -138,10 +138,11 @@ ACTS = (
     "elu",
     "mish",
 )
-FAR = [  # past 2^31 elements: in a plane, in a tile, along a row, beside it, and in the number of rows
+FAR = [  # past 2^31 elements: in a plane, a tile, four rows, along a row, beside it, in the number of rows
     *(channel_call((2, 4, 65536, 32768), last=last) for last in (False, True)),
     channel_call((2, 4, 65536, 32768), act="identity", groups=2),
     channel_call((128, 1 << 26)),
+    row_call((4, 720_000_000)),
     row_call((4, 1 << 31)),
     row_call((2, 1 << 20, 4096), axis=1, sample=True),
     row_call((2, 64, 1 << 26), rms=True, axis=1),
@@ -222,7 +223,7 @@ def _specialized(
 
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
-    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, statistics
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, shares, statistics
 
     found: dict[str, Variant] = {}
     name = ""
@@ -231,7 +232,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
         """A kernel that notes how it is launched."""
 
         def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+            self.kernel, self.arg_names = kernel, kernel.arg_names
 
         def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
             def note(*arguments: Any, **named: Any) -> None:
@@ -250,7 +251,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     def record(kernel: Any, *arguments: Any, **constants: Any) -> None:
         plain(Recorded(kernel), *arguments, **constants)
 
-    for module in (channel, channel_gradients, rows, statistics):
+    for module in (channel, channel_gradients, rows, shares, statistics):
         module.launch = record
     for module in (channel, rows):
         module.processors = lambda device: PROCESSORS

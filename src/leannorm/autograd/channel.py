@@ -40,6 +40,15 @@ def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | No
     ]
 
 
+def for_both_gradients(
+    weight: Tensor | None, dtype: torch.dtype | None, bias_dtype: torch.dtype | None
+) -> Tensor | None:
+    """The weight, wide enough for the bias's gradient too: a device's kernels store both in its dtype."""
+    if weight is None or bias_dtype is None or dtype is bias_dtype:
+        return weight
+    return weight.to(torch.promote_types(weight.dtype, bias_dtype))
+
+
 class KeptByChannelNorm(NamedTuple):
     """What a per-channel norm saves, in the order in which the backward verbs take it."""
 
@@ -57,11 +66,12 @@ def keep_for_backward(
 ) -> None:
     """Save those of the `given` fields that the backward pass with `act` needs; `more` are saved as they are.
 
-    `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x.
+    `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x, or in
+    its place the output, which the next layer keeps too.
     """
     x, mean, rstd, weight, bias, residual, out = given
     dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
-    if residual is None or ACTIVATIONS[act].from_output is None:
+    if ACTIVATIONS[act].from_output is None or (residual is None and not constant):
         out = None
     else:
         residual, out = None, None if act == "identity" else out
@@ -105,7 +115,11 @@ class ChannelNorm(torch.autograd.Function):
                 mean=moments.mean, rstd=REFERENCE.rstd_of(moments, ctx.eps)
             )
         needed = ctx.needs_input_grad[:4]
-        dx, dweight, dbias, dz = backend.channel_backward(dy, *kept, ctx.act, ctx.groups, needed[3])
+        x, mean, rstd, weight, *others = kept
+        weight = for_both_gradients(weight, *ctx.dtypes[1:3])
+        dx, dweight, dbias, dz = backend.channel_backward(
+            dy, x, mean, rstd, weight, *others, ctx.act, ctx.groups, needed[3]
+        )
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None, None)
 
 

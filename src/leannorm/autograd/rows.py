@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Rows
-from leannorm.autograd.channel import applied_directly, twice_differentiable
+from leannorm.autograd.channel import applied_directly, for_both_gradients, twice_differentiable
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -37,15 +37,15 @@ class RowNorm(torch.autograd.Function):
         residual, weight, bias, rows = given
         backend = ctx.backend = pick(x, residual, weight, bias)
         y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *rows)
-        ctx.save_for_backward(*KeptByRowNorm(x if residual is None else total, mean, rstd, weight))
+        ctx.save_for_backward(x if residual is None else total, mean, rstd, weight)  # KeptByRowNorm
         ctx.rows = rows
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in (x, residual, weight, bias))
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         ctx.set_materialize_grads(False)
         return y if residual is None else (y, total)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight = KeptByRowNorm(*ctx.saved_tensors)
+        x, mean, rstd, weight = ctx.saved_tensors
         start, stop, _, rms = ctx.rows
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
@@ -55,6 +55,7 @@ class RowNorm(torch.autograd.Function):
             # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
             mean, rstd = REFERENCE.row_moments(x, *ctx.rows)
+        weight = for_both_gradients(weight, *ctx.dtypes[2:])
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine)
         return _grads(ctx, *grads)
 
@@ -65,7 +66,7 @@ def _grads(
     """One gradient for each argument of `forward`, in that argument's dtype, where it is wanted."""
     found = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, ctx.dtypes, strict=False)
     grads = [
-        (g if g.dtype == dtype else g.to(dtype)) if wanted and g is not None else None
+        (g if g.dtype is dtype else g.to(dtype)) if wanted and g is not None else None
         for g, wanted, dtype in found
     ]
     return (*grads, None)

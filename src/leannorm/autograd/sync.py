@@ -107,11 +107,14 @@ class SyncNorm(torch.autograd.Function):
         keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, count)
         ctx.eps, ctx.sharing = eps, sharing
         ctx.mark_non_differentiable(mean, m2, count)
+        ctx.set_materialize_grads(False)  # zeros for mean, M2 and count would be launches of their own
         return y, mean, m2, count
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *unused: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         kept = KeptBySyncNorm(*ctx.saved_tensors)
+        if dy is None:  # the other ranks wait for this one's sums all the same
+            dy = torch.zeros_like(kept.x)
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
         backend, twice = ctx.backend, twice_differentiable()
         if twice:

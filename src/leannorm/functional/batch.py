@@ -9,15 +9,17 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, Pool, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
+from leannorm.functional.ghost import ghost_norm, of_all_ranks
 from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
 from leannorm.functional.running import (
     fused_update,
     running_mean_and_rstd,
+    staying,
     update_running_statistics,
 )
 from leannorm.ops.activation import lists_activations
@@ -58,6 +60,8 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
+    if training and staying():
+        running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(batch_norm, locals())
     if leaving() and training:
@@ -102,6 +106,8 @@ def batch_norm_act(
     >>> bool((y >= 0).all())
     True
     """
+    if training and staying():
+        running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
         return hand_over(batch_norm_act, locals())
     if leaving() and training:
@@ -137,6 +143,9 @@ def tracked_batch_norm(
     act: str = "identity",
     residual: Tensor | None = None,
     sharing: Sharing | None = None,
+    *,
+    pool: Pool | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
     """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
@@ -144,8 +153,12 @@ def tracked_batch_norm(
     running statistics are to be updated. It counts this batch; `momentum=None` weighs the batch by 1 / that
     count, on the device. Without running statistics the batch's own are used, in evaluation too. A recompute
     of this forward pass by a backward pass (checkpointing) does not update them again. With `sharing`
-    the statistics are those of all ranks that share, where there are several.
+    the statistics are those of all ranks that share, where there are several. A `pool` takes the batch's
+    statistics in the place of the running ones. With `group_size` so many samples are normalized together;
+    the running statistics are those of all.
     """
+    if training and staying():
+        running_mean = running_var = num_batches_tracked = None
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors):
         return hand_over(tracked_batch_norm, locals())
@@ -168,7 +181,7 @@ def tracked_batch_norm(
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
     if use_batch:
-        return _by_batch(input, running, epilogue, eps, sharing)
+        return _by_batch(input, running, epilogue, eps, sharing, pool, group_size)
     return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
 
 
@@ -189,17 +202,28 @@ def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, 
 
 
 def _by_batch(
-    input: Tensor, running: Running, epilogue: Epilogue, eps: float, sharing: Sharing | None = None
+    input: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    eps: float,
+    sharing: Sharing | None = None,
+    pool: Pool | None = None,
+    group_size: int | None = None,
 ) -> Tensor:
     count: int | Tensor
+    if group_size is not None:
+        y, moments = ghost_norm(input, epilogue, eps, group_size)
+        moments = of_all_ranks(moments, sharing, input)
+        update_running_statistics(running, moments.mean, moments.m2, moments.count, pool)
+        return y
     if sharing is None:
         count = values_per_channel(input.shape)
         _checks.more_than_one_value(input, count)
-        fused = fused_update(running)
+        fused = fused_update(running) if pool is None else None
         y, mean, m2 = channel_norm(input, epilogue, eps, running=fused)
         if fused is not None:
             return y
     else:
         y, mean, m2, count = sync_norm(input, epilogue, eps, sharing)
-    update_running_statistics(running, mean, m2, count)
+    update_running_statistics(running, mean, m2, count, pool)
     return y

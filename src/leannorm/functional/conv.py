@@ -13,11 +13,11 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, Pool, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over
-from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
 from leannorm.ops.modes import leaving
 
 EPS_MODES = ("inside", "outside")
@@ -43,6 +43,7 @@ def conv_batch_norm(
     eps: float = 1e-5,
     eps_mode: str = "inside",
     num_batches_tracked: Tensor | None = None,
+    pool: Pool | None = None,
 ) -> Tensor:
     """Convolve (1-D to 3-D), then normalize each channel over the batch, keeping no convolution output.
 
@@ -53,7 +54,7 @@ def conv_batch_norm(
     Var is biased for "inside"; for "outside" it is unbiased in training. The backward pass runs the
     convolution a second time. Gradients equal those of the convolution and `batch_norm` run one after the
     other, bit for bit. `num_batches_tracked`, where given, counts this batch; `momentum=None` weighs it by 1
-    / that count.
+    / that count. `pool` is for `leannorm.accumulate_stats`.
 
     Shapes: input (N, C, *) with 1 to 3 positions, conv_weight (D, C / groups, *), vectors (D,); output (N, D,
     *).
@@ -68,6 +69,8 @@ def conv_batch_norm(
     >>> F.conv_batch_norm(x, w, None, None, None, padding=1, training=True).shape
     torch.Size([2, 5, 8, 8])
     """
+    if training and staying():
+        running_mean = running_var = num_batches_tracked = None
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     if has_torch_function_variadic(*tensors):
         return hand_over(conv_batch_norm, locals())
@@ -122,7 +125,7 @@ def conv_batch_norm(
         operands, affine = (input, conv_weight, conv_bias), Normalization(bn_weight, bn_bias, mean, rstd)
         y, mean, m2 = conv_norm(convolution, operands, affine, eps, outside)
     if m2 is not None:
-        update_running_statistics(running, mean, m2, count)
+        update_running_statistics(running, mean, m2, count, pool)
     return y
 
 

@@ -29,6 +29,7 @@ from leannorm.functional.group import (
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.functional.operator import batch_norm_op, checked_batch_norm_op
 from leannorm.functional.overridden import OPERATORS
+from leannorm.functional.running import refuse_to_leave
 from leannorm.functional.sync import sync_batch_norm
 
 _STATE = "Tensor(a!)? running_mean, Tensor(b!)? running_var"
@@ -79,7 +80,8 @@ def _sync(*given: Any) -> Tensor:
     return tracked_batch_norm(*(*of_norm, sharing))
 
 
-def _call_tracked(*given: Any) -> Any:
+def _call_tracked(*given: Any, pool: Any = None, group_size: int | None = None) -> Any:
+    refuse_to_leave(pool, group_size)
     *of_norm, sharing = given
     if sharing is None:
         return ops.tracked_batch_norm(*of_norm)
@@ -146,7 +148,8 @@ def _each(value: int | Sequence[int]) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-def _call_conv(*given: Any, num_batches_tracked: Any, **options: Any) -> Any:
+def _call_conv(*given: Any, num_batches_tracked: Any, pool: Any = None, **options: Any) -> Any:
+    refuse_to_leave(pool)
     *operands_and_state, weight, bias = given
     for name in ("stride", "dilation"):
         options[name] = _each(options[name])

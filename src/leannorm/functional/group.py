@@ -14,7 +14,7 @@ from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
-from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
 from leannorm.ops.modes import leaving
 from leannorm.ops.plan import channel_plan
 
@@ -99,6 +99,8 @@ def instance_norm(
     >>> F.instance_norm(torch.randn(2, 3, 8, 8)).mean((2, 3)).abs().max().item() < 1e-6
     True
     """
+    if use_input_stats and staying():
+        running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
     if leaving():
@@ -121,7 +123,7 @@ def instance_norm(
     if channels == 0:  # no channels, so no groups: the input is empty
         return input.clone()
     y, mean, m2 = channel_norm(input, epilogue, eps, channels)
-    if input.numel():
+    if running_mean is not None and input.numel():
         inner = channel_plan(input.shape, channels).inner
         update_running_statistics(running, mean.mean(0), m2.mean(0), inner)
     return y
@@ -143,6 +145,8 @@ def layer_instance_norm(
 
     `rank` is the number of axes of a batch; an input with one axis less is one sample.
     """
+    if use_input_stats and staying():
+        running_mean = running_var = None
     tensors = (input, running_mean, running_var, weight, bias)
     # a tensor subclass is handed torch's function by `instance_norm`, below
     if has_torch_function_variadic(*tensors) and not has_subclass(*tensors):

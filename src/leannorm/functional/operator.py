@@ -16,9 +16,9 @@ from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.functional import stock
 from leannorm.functional.declare import AffineNames, declare
 from leannorm.functional.overridden import hand_over
-from leannorm.functional.running import running_mean_and_rstd
+from leannorm.functional.running import running_mean_and_rstd, staying
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import leaving, transformed
+from leannorm.ops.modes import leaving, rebuilding, transformed
 from leannorm.ops.plan import values_per_channel
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
@@ -128,10 +128,12 @@ def checked_batch_norm_op(
         _checks.more_than_one_value(moved, values_per_channel(moved.shape))
     if isinstance(batch_id, int):
         momentum, batch_id = momentum if batch_id else 0.0, None
+    estimates = estimated_mean, estimated_var
+    if staying() and not is_infer:
+        estimates = estimated_mean.clone(), estimated_var.clone()
     y, batch_mean, batch_var = run(
         moved,
-        estimated_mean,
-        estimated_var,
+        *estimates,
         scale,
         bias,
         batch_id,
@@ -163,7 +165,7 @@ def _batch_norm_op(
         y, mean, m2 = channel_norm(x, epilogue, epsilon)
     count = values_per_channel(x.shape)
     mean, var = mean.detach(), m2.detach() / max(count, 1)
-    if count:
+    if count and not rebuilding():
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:

@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from leannorm._types import Running
+from leannorm._errors import InputError
+from leannorm._types import Moments, Pool, Running
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
+from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
+
+_staying = False
+
+
+@contextmanager
+def no_stats_update() -> Iterator[None]:
+    """Within the context, training uses the batch's statistics, and running statistics and counters stay.
+
+    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
+    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
+    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
+    it too. `torch.compile` compiles once more for it.
+
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> layer = leannorm.nn.BatchNorm1d(4)
+    >>> with leannorm.no_stats_update():
+    ...     y = layer(torch.randn(16, 4) + 3)
+    >>> layer.num_batches_tracked.item(), layer.running_mean.sum().item(), y.mean().abs().item() < 1e-6
+    (0, 0.0, True)
+    """
+    global _staying
+    before, _staying = _staying, True
+    try:
+        yield
+    finally:
+        _staying = before
+
+
+def staying() -> bool:
+    """Do running statistics stay as they are? Then training goes as for a layer that has none."""
+    return _staying
 
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
@@ -43,11 +81,31 @@ def fused_update(running: Running) -> Running | None:
     return running if num_batches is None or num_batches.dtype is torch.int64 else None
 
 
-def update_running_statistics(running: Running, mean: Tensor, m2: Tensor, count: int | Tensor) -> None:
-    """Move the running statistics that are not None towards a batch's, in place.
+def update_running_statistics(
+    running: Running, mean: Tensor, m2: Tensor, count: int | Tensor, pool: Pool | None = None
+) -> None:
+    """Move the running statistics that are not None towards a batch's, in place, or add the batch to a pool.
 
     Does nothing in a recompute: the first forward pass has moved them.
     """
     if rebuilding() or (running.mean is None and running.num_batches is None):
         return
-    _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)
+    if pool is None:
+        _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)
+    else:
+        merge_into(pool, Moments(mean, m2, count))
+        pool.used = True
+
+
+def refuse_to_leave(pool: Pool | None, group_size: int | None = None) -> None:
+    """No graph that leaves knows a pool, or groups of samples in training."""
+    if group_size is not None:
+        raise InputError(
+            f"a batch norm with group_size={group_size} cannot be exported or traced in training mode; "
+            "export it in evaluation mode"
+        )
+    if pool is not None:
+        raise InputError(
+            "within accumulate_stats() a model cannot be exported or traced: its graph would move statistics "
+            "at every call; leave the context first"
+        )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leannorm import _checks
+from leannorm._types import Pool
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
 from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.nn._statistics import HasStatistics
 
 
 def without_bias(bias: bool) -> dict[str, bool]:
@@ -17,10 +21,34 @@ def without_bias(bias: bool) -> dict[str, bool]:
     return {} if bias else {"bias": False}
 
 
-class BatchNormBase(Leaving, _BatchNorm):
+class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
     """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
+    group_size: int | None = None  # samples that are normalized together; None: all
+    _pool: Pool | None = None  # within `accumulate_stats`
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        stats_dtype: torch.dtype | None = None,
+        group_size: int | None = None,
+    ) -> None:
+        _checks.stats_dtype(stats_dtype)
+        _checks.group_size(group_size)
+        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*given, **without_bias(bias))
+        self.keep_statistics_in(stats_dtype)
+        if group_size is not None:
+            self.group_size = group_size
 
     def _sharing(self) -> Sharing | None:
         """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
@@ -28,6 +56,8 @@ class BatchNormBase(Leaving, _BatchNorm):
 
     def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
         # nothing here may depend on the input: it may be a proxy of torch.fx
+        if self.stats_dtype is not None:
+            self._cast_back()
         updates = self.training and self.track_running_stats
         reads = updates or not self.training
         return tracked_batch_norm(
@@ -44,7 +74,13 @@ class BatchNormBase(Leaving, _BatchNorm):
             act,
             residual,
             self._sharing() if self.training else None,
+            pool=self._pool,
+            group_size=self.group_size,
         )
+
+    def extra_repr(self) -> str:
+        said = super().extra_repr()
+        return said if self.group_size is None else f"{said}, group_size={self.group_size}"
 
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, ...), normalized for each channel.

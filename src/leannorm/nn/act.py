@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm.nn._base import BatchNormBase, without_bias
+from leannorm.nn._base import BatchNormBase
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from leannorm.ops.activation import lists_activations
 
@@ -27,11 +27,13 @@ class BatchNormActBase(BatchNormBase):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        stats_dtype: torch.dtype | None = None,
+        group_size: int | None = None,
         act: str = "relu",
     ) -> None:
         _checks.activation(act)
         given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, **without_bias(bias))
+        super().__init__(*given, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.activation = act
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:

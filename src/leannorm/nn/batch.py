@@ -19,11 +19,17 @@ class BatchNorm1d(BatchNormBase, torch.nn.BatchNorm1d):
     `torch.compile(fullgraph=True)`, with `momentum=None` too; `torch.func` transforms and double backward
     work.
 
+    A batch whose statistics are not all finite moves neither running statistics nor counter. `stats_dtype` is
+    a dtype that the running statistics keep whatever the layer is cast to. With `group_size` every so many
+    samples are normalized by their own statistics (ghost batch norm; the last group may be smaller); the
+    running ones are of the whole batch.
+
     Shapes: input (N, C) or (N, C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
     Kept: the input (4 bytes an element in float32) and 16 bytes a channel.
     Raises: as `functional.batch_norm`, and `InputError` for another number of axes.
-    Source: Ioffe and Szegedy, 2015, arXiv:1502.03167.
+    Source: Ioffe and Szegedy, 2015, arXiv:1502.03167; groups: Hoffer, Hubara and Soudry, 2017,
+    arXiv:1705.08741.
 
     >>> import torch
     >>> from leannorm import nn
@@ -39,7 +45,7 @@ class BatchNorm2d(BatchNormBase, torch.nn.BatchNorm2d):
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Statistics are those of `BatchNorm1d`.
+    Statistics, `stats_dtype` and `group_size` are those of `BatchNorm1d`.
 
     Shapes: input (N, C, H, W), contiguous, channels_last or any other layout; output as input.
     Dtypes: as `functional.batch_norm`.
@@ -59,7 +65,7 @@ class BatchNorm3d(BatchNormBase, torch.nn.BatchNorm3d):
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    Statistics are those of `BatchNorm1d`.
+    Statistics, `stats_dtype` and `group_size` are those of `BatchNorm1d`.
 
     Shapes: input (N, C, D, H, W), contiguous, channels_last_3d or any other layout; output as input.
     Dtypes: as `functional.batch_norm`.

@@ -14,7 +14,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.functional.conv import EPS_MODES, conv_batch_norm
+from leannorm.nn._base import BatchNormBase
 from leannorm.nn._leaving import Leaving, quantizing
+from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ def _check_norm(bn: torch.nn.Module, bn_type: type[_BatchNorm]) -> None:
             f"the norm must be a {bn_type.__name__} of torch.nn or leannorm.nn, got {type(bn).__name__}, "
             "which may compute something else; run that pair as two layers"
         )
+    if getattr(bn, "group_size", None) is not None:
+        raise InputError(f"the norm must be of the whole batch, got {bn}; run that pair as two layers")
 
 
 def _check_hooks(*modules: torch.nn.Module) -> None:
@@ -46,7 +50,7 @@ def _check_hooks(*modules: torch.nn.Module) -> None:
 
 class _ConvBatchNorm(Leaving, torch.nn.Module):
     conv_type: type[_ConvNd]
-    bn_type: type[_BatchNorm]
+    bn_type: type[BatchNormBase]
     conv: _ConvNd
     bn: _BatchNorm
     eps_mode: str
@@ -70,8 +74,10 @@ class _ConvBatchNorm(Leaving, torch.nn.Module):
         eps_mode: str = "inside",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        stats_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _checks.stats_dtype(stats_dtype)
         _checks.one_of("eps_mode", eps_mode, EPS_MODES)
         _checks.positive_eps(eps)
         _checks.momentum(momentum)
@@ -89,7 +95,9 @@ class _ConvBatchNorm(Leaving, torch.nn.Module):
             padding_mode,
             **place,
         )
-        self.bn = self.bn_type(out_channels, eps, momentum, affine, track_running_stats, **place)
+        self.bn = self.bn_type(
+            out_channels, eps, momentum, affine, track_running_stats, **place, stats_dtype=stats_dtype
+        )
         self.eps_mode = eps_mode
 
     @classmethod
@@ -128,6 +136,8 @@ class _ConvBatchNorm(Leaving, torch.nn.Module):
         _check_hooks(conv, bn)
         if quantizing(input) and self.eps_mode == "inside":
             return bn(conv(input))  # type: ignore[no-any-return]
+        if isinstance(bn, HasStatistics) and bn.stats_dtype is not None:
+            bn._cast_back()
         updates = bn.training and bn.track_running_stats
         reads = updates or not bn.training
         return conv_batch_norm(
@@ -148,6 +158,7 @@ class _ConvBatchNorm(Leaving, torch.nn.Module):
             eps=bn.eps,
             eps_mode=self.eps_mode,
             num_batches_tracked=bn.num_batches_tracked if updates else None,
+            pool=getattr(bn, "_pool", None),
         )
 
     def extra_repr(self) -> str:

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-import torch.nn
+import torch
 from torch import Tensor
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from leannorm import _checks
 from leannorm.functional.group import layer_instance_norm
+from leannorm.nn._base import without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.nn._statistics import HasStatistics
 
 
-class _InstanceNormBase(Leaving, _InstanceNorm):
+class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = False,
+        track_running_stats: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        stats_dtype: torch.dtype | None = None,
+    ) -> None:
+        _checks.stats_dtype(stats_dtype)
+        given = num_features, eps, momentum, affine, track_running_stats, device, dtype
+        super().__init__(*given, **without_bias(bias))
+        self.keep_statistics_in(stats_dtype)
+
     def forward(self, input: Tensor) -> Tensor:
         """`input` (N, C, ...) or (C, ...), normalized for each sample and channel.
 
@@ -19,6 +40,8 @@ class _InstanceNormBase(Leaving, _InstanceNorm):
         # nothing here may depend on the input: it may be a proxy of torch.fx
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
+        if self.stats_dtype is not None:
+            self._cast_back()
         return layer_instance_norm(
             input,
             self.running_mean,
@@ -40,8 +63,8 @@ class InstanceNorm1d(_InstanceNormBase, torch.nn.InstanceNorm1d):
 
     E and the biased Var are over all positions of one channel of one sample. With `track_running_stats=True`
     training moves `running_mean` and `running_var` (unbiased) towards the averages over the samples by
-    `momentum`, and evaluation uses them. Parameters and defaults (no weight, no bias, no running statistics)
-    are torch's.
+    `momentum`, and evaluation uses them; `stats_dtype` is a dtype that they keep whatever the layer is cast
+    to. Parameters and defaults (no weight, no bias, no running statistics) are torch's.
 
     Shapes: input (N, C, L) or (C, L), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.

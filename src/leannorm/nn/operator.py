@@ -7,10 +7,13 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
+from leannorm.functional.running import staying
 from leannorm.nn._leaving import Leaving
+from leannorm.nn._statistics import HasStatistics
+from leannorm.ops.modes import rebuilding
 
 
-class BatchNormOp(Leaving, torch.nn.Module):
+class BatchNormOp(HasStatistics, Leaving):
     """Batch norm as an operator with explicit state: owns scale, bias, both estimates and a counter.
 
         y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias
@@ -34,6 +37,7 @@ class BatchNormOp(Leaving, torch.nn.Module):
     (torch.Size([2, 8, 8, 4]), 1)
     """
 
+    statistics = ("estimated_mean", "estimated_var")
     estimated_mean: Tensor
     estimated_var: Tensor
     batch_id: Tensor
@@ -47,8 +51,11 @@ class BatchNormOp(Leaving, torch.nn.Module):
         data_layout: str = "NCHW",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        stats_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _checks.stats_dtype(stats_dtype)
         _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
         _checks.positive_eps(epsilon)
         self.num_features, self.use_global_est = num_features, use_global_est
@@ -58,9 +65,12 @@ class BatchNormOp(Leaving, torch.nn.Module):
         self.register_buffer("estimated_mean", torch.zeros(num_features, device=device, dtype=dtype))
         self.register_buffer("estimated_var", torch.ones(num_features, device=device, dtype=dtype))
         self.register_buffer("batch_id", torch.zeros((), device=device, dtype=torch.int64))
+        self.keep_statistics_in(stats_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` normalized as `functional.batch_norm_op` does; training moves the estimates and the counter."""
+        if self.stats_dtype is not None:
+            self._cast_back()
         result = batch_norm_op(
             x,
             self.estimated_mean,
@@ -74,12 +84,13 @@ class BatchNormOp(Leaving, torch.nn.Module):
             batch_id=self.batch_id,
             data_layout=self.data_layout,
         )
-        if self.training:
+        if self.training and not (staying() or rebuilding()):
             self.batch_id.add_(1)
         return result.y
 
     def extra_repr(self) -> str:
+        kept = "" if self.stats_dtype is None else f", stats_dtype={self.stats_dtype}"
         return (
             f"{self.num_features}, use_global_est={self.use_global_est}, epsilon={self.epsilon}, "
-            f"momentum={self.momentum}, data_layout={self.data_layout!r}"
+            f"momentum={self.momentum}, data_layout={self.data_layout!r}{kept}"
         )

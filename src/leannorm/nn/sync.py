@@ -15,7 +15,7 @@ from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.group import note_evaluation
 from leannorm.distributed.membership import SharesStatistics, sharing_group
-from leannorm.nn._base import BatchNormBase, without_bias
+from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
 # forward passes that checkpointing may recompute: micro-batches in flight, at 64 bytes a channel
@@ -91,6 +91,9 @@ class SyncBatchNorm(Synchronized):
     `leannorm.distributed.join(model)` lets ranks run out of batches. A pass repeated by
     `torch.utils.checkpoint` neither communicates nor updates.
 
+    `stats_dtype` is that of `BatchNorm1d`. With `group_size` every group is of one rank's samples, so that
+    only the running statistics, of all ranks' batches, need an `all_reduce`, one forward.
+
     Shapes: input (N, C, *), in any memory layout; output as input.
     Dtypes: as `functional.batch_norm`.
     Kept: the input (4 bytes an element in float32), 16 bytes a channel, and 8 bytes.
@@ -119,9 +122,11 @@ class SyncBatchNorm(Synchronized):
         dtype: torch.dtype | None = None,
         *,
         bias: bool = True,
+        stats_dtype: torch.dtype | None = None,
+        group_size: int | None = None,
         timeout: float | None = None,
         debug_consistency: bool = False,
     ) -> None:
         given = num_features, eps, momentum, affine, track_running_stats, device, dtype
-        super().__init__(*given, **without_bias(bias))
+        super().__init__(*given, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.share(process_group, timeout, debug_consistency)

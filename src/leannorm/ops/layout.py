@@ -16,6 +16,17 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return last
 
 
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """(N, C, *) as (N / size, C, size, *): what every `size` samples have of a channel."""
+    blocks: Tensor = x.unflatten(0, (x.shape[0] // size, size)).movedim(2, 1)
+    return blocks
+
+
+def out_of_blocks(y: Tensor, like: Tensor) -> Tensor:
+    """`in_blocks` undone, in the layout of the tensor that it was done to."""
+    return y.movedim(2, 1).flatten(0, 1).contiguous(memory_format=memory_format(like))
+
+
 def dense_rows(x: Tensor, start: int, stop: int) -> Plan | None:
     """(outer, kept, inner) of the rows over the axes start..stop-1, in the order of memory.
 

@@ -23,16 +23,21 @@ def channel_plan(shape: Sequence[int], groups: int = 0) -> Plan:
     """Fold (N, C, *) for per-channel statistics.
 
     `groups=0` keeps the channel (batch norm); `groups=G` keeps each (sample, group) of C/G channels
-    (group norm; instance norm is G = C).
+    (group norm; instance norm is G = C); `groups=-B` keeps each channel of every B samples (ghost batch
+    norm).
     """
     n, c, inner = shape[0], shape[1], prod(shape[2:])
     if groups == 0:
         return Plan(n, c, inner)
+    if groups < 0:
+        return Plan(-groups, n // -groups * c, inner)
     return Plan(1, n * groups, c // groups * inner)
 
 
 def statistics_shape(shape: Sequence[int], groups: int = 0) -> tuple[int, ...]:
-    """Shape of the per-channel statistics: (C,) for a whole batch, (N, groups) per sample."""
+    """Shape of the per-channel statistics: (C,), (N, groups) per sample, or (N / B, C) for -B."""
+    if groups < 0:
+        return (shape[0] // -groups, shape[1])
     return (shape[1],) if groups == 0 else (shape[0], groups)
 
 

@@ -17,8 +17,18 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def gradient_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Gradients of per-channel parameters: the statistics' dtype, float32 if the weight is not float64."""
-    return statistics_dtype(x) if weight is None or weight.dtype == torch.float64 else torch.float32
+    """Gradients of per-channel parameters: the weight's dtype, but on the CPU not less than float32.
+
+    On a device a cast is one more launch, so the kernels there store what autograd takes.
+    """
+    if weight is None or weight.dtype == torch.float64:
+        return statistics_dtype(x)
+    return torch.float32 if x.device.type == "cpu" else weight.dtype
+
+
+def row_gradient_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
+    """Gradients of per-row parameters: the weight's dtype, but on the CPU the arithmetic's."""
+    return compute_dtype(x) if weight is None or x.device.type == "cpu" else weight.dtype
 
 
 def sum_of_squares(deviation: Tensor, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,20 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from leannorm.ops.modes import transformed
+from leannorm._types import Moments, Pool
 from leannorm.ops.precision import statistics_dtype
 
 
-def _move(running: Tensor, value: Tensor, factor: float | Tensor) -> None:
-    """running += factor * (value - running), in place."""
-    value = _unwrapped(value, running)
+def _end(running: Tensor, value: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
+    """running + factor * (value - running), in its dtype, and whether the batch may move it (see below)."""
     dtype = torch.promote_types(running.dtype, torch.float32)  # in half precision small steps are lost
     weight = factor.to(dtype) if isinstance(factor, Tensor) else factor
-    with _outside_of_transforms(running, value):
-        if running.dtype == dtype and not transformed(running, value):  # lerp_ has no batching rule
-            running.lerp_(value.to(dtype), weight)
-        else:
-            running.copy_(torch.lerp(running.to(dtype), value.to(dtype), weight))
+    end = torch.lerp(running.to(dtype), value.to(dtype), weight).to(running.dtype)
+    kept = end.isfinite() | ~running.isfinite()
+    return end, (value.isfinite() & kept).all()
 
 
 def _unwrapped(value: Tensor, buffer: Tensor) -> Tensor:
@@ -40,6 +37,21 @@ def _outside_of_transforms(*tensors: Tensor) -> AbstractContextManager[object]:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors):
         return nullcontext()
     return torch._C._DisableFuncTorch()
+
+
+def merge_into(pool: Pool, moments: Moments) -> None:
+    """Merge a batch into the statistics of several, in place, as Chan, Golub and LeVeque (1983) do."""
+    mean, m2 = (_unwrapped(v.detach(), pool.mean) for v in (moments.mean, moments.m2))
+    more: int | Tensor = moments.count
+    more = _unwrapped(more.detach(), pool.mean) if isinstance(more, Tensor) else more
+    with _outside_of_transforms(pool.mean, mean):
+        count = pool.counts[1]
+        share = more / (count + more).clamp_min(1)
+        difference = mean - pool.mean
+        pool.m2.add_(m2 + difference * difference * (count * share))
+        pool.mean.add_(difference * share)
+        pool.counts[1].add_(more)
+        pool.counts[0].add_(1)
 
 
 class RunningVerbs:
@@ -65,7 +77,11 @@ class RunningVerbs:
         In place; what is None is skipped. `momentum=None` weighs the batch by 1 / the number of batches,
         computed on the device. An empty batch is counted and moves nothing. The number of batches may have
         any dtype, which then rounds the count, as in torch.
+
+        All move, or none: nothing changes where one of the batch's statistics is not finite, or where one of
+        the running ones, being finite, would no longer be (in float16 a variance soon is not).
         """
+        finite: bool | Tensor = True
         if (
             running_mean is not None
             and running_var is not None
@@ -77,8 +93,14 @@ class RunningVerbs:
             degrees = (count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1)
             if isinstance(count, Tensor):  # known on the device alone; 0 if the batch is empty on all ranks
                 factor = (count > 0).to(count.dtype) * factor
-            for running, value in ((running_mean, mean), (running_var, m2 / degrees)):
-                _move(running, value.detach() if value.requires_grad else value, factor)
+            mean, variance = (_unwrapped(v.detach(), running_mean) for v in (mean, m2 / degrees))
+            with _outside_of_transforms(running_mean, running_var, mean, variance):
+                mean, mean_moves = _end(running_mean, mean, factor)
+                variance, variance_moves = _end(running_var, variance, factor)
+                finite = mean_moves & variance_moves
+                running_mean.copy_(torch.where(finite, mean, running_mean))
+                running_var.copy_(torch.where(finite, variance, running_var))
         if num_batches is not None:
-            with _outside_of_transforms(num_batches):
-                num_batches.add_(1)
+            one = _unwrapped(finite, num_batches) if isinstance(finite, Tensor) else 1
+            with _outside_of_transforms(num_batches, *((one,) if isinstance(one, Tensor) else ())):
+                num_batches.add_(one)

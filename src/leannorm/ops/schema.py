@@ -1,12 +1,14 @@
 """The schema and the fake of every operator that has kernels; the backends register the kernels.
 
+`groups` is 0 for statistics of the batch, G of each sample's G groups of channels, -B of every B samples.
+
 The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
 given where the derivative is computed from it. `dz` (the residual's gradient) and `total` (input plus
 residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
-and `dbias` of channels are float32 where the weight is, or is narrower, and else float64; of a row they are
-empty where they are not wanted, and `dbias` of RMS norm always is.
+and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
+are not wanted, and `dbias` of RMS norm always is.
 Callers hand in tensors that are contiguous or channels_last, all of one layout.
 """
 
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.plan import row_statistics_shape, statistics_shape
-from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype
+from leannorm.ops.precision import compute_dtype, gradient_dtype, row_gradient_dtype, statistics_dtype
 
 LIBRARY = torch.library.Library("leannorm", "DEF")
 
@@ -98,7 +100,7 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 @_fake("channel_grad_sums")
 def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
+    shape = (x.shape[1],) if mean.dim() == 1 else (mean.shape[0], x.shape[1])
     return _statistics(x, shape), _statistics(x, shape)
 
 
@@ -143,10 +145,10 @@ def _(x: Tensor, residual: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, T
 
 @_fake("row_backward")
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, start, stop, rms, want_affine = rest
+    _, _, weight, start, stop, rms, want_affine = rest
 
     def affine(wanted: bool) -> Tensor:
-        return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=compute_dtype(x))
+        return x.new_empty(x.shape[start:stop] if wanted else 0, dtype=row_gradient_dtype(x, weight))
 
     return torch.empty_like(x), affine(want_affine), affine(want_affine and not rms)
 

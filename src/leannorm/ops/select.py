@@ -65,10 +65,14 @@ def first_of_all(*tensors: Tensor | None) -> Backend:
     if torch.compiler.is_compiling():
         return _first(tensors)
     # cached: the choice depends on nothing else of the tensors
-    kinds = tuple(None if t is None else (t.device, t.dtype, t.layout) for t in tensors)
-    found = _PICKED.get(kinds)
+    kinds: list[Hashable] = []
+    for t in tensors:
+        if t is not None:
+            kinds += (t.device, t.dtype, t.layout)
+    key = tuple(kinds)
+    found = _PICKED.get(key)
     if found is None:
-        found = _PICKED[kinds] = _first(tensors)
+        found = _PICKED[key] = _first(tensors)
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -20,6 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.nn._leaving import takes_back
+from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.fuse import find_fusions
 from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, is_norm, why_not
@@ -42,7 +44,12 @@ class Swapped(NamedTuple):
 
 
 def convert(
-    model: Module, to: str = "leannorm", process_group: Any = None, fuse: str | None = "certain"
+    model: Module,
+    to: str = "leannorm",
+    process_group: Any = None,
+    fuse: str | None = "certain",
+    *,
+    stats_dtype: torch.dtype | None = None,
 ) -> Module:
     """Swap a model's norm layers in place, without a change in what it computes; returns the model.
 
@@ -58,6 +65,9 @@ def convert(
             `torch.nn.Sequential`, timm's `BatchNormAct2d`, and blocks of known classes (the ResNets,
             DenseNet, Inception and GoogLeNet of torchvision, timm's ResNet); `"trace"`: every block whose
             text hands a norm's output straight to an activation; None: nowhere.
+        stats_dtype: the dtype of running statistics, now and after `model.half()` and the like, of leannorm's
+            layers; None leaves it as it is. Cast before DistributedDataParallel or an optimizer holds them.
+            `to="torch"` ends the keeping; the statistics stay in the dtype that they have.
 
     Every layer stays the same object: parameters, buffers, hooks, `training`, `requires_grad`, names and
     state_dict keys are untouched, a layer in two places stays one, optimizers go on. A fused norm stays a
@@ -84,9 +94,16 @@ def convert(
         _checks.one_of("fuse", fuse, ("certain", "trace"))
     if process_group is not None and to != "sync":
         raise InputError(f'process_group is for to="sync", got to={to!r}; leave it out')
+    if stats_dtype is not None and to == "torch":
+        raise InputError('stats_dtype is for layers of leannorm, got to="torch"; leave it out')
+    _checks.stats_dtype(stats_dtype)
     left: dict[str, list[str]] = defaultdict(list)
     with _all_or_nothing(model):
         _swap(model, to, process_group, fuse, left)
+    if stats_dtype is not None:
+        for module in model.modules():
+            if isinstance(module, HasStatistics):
+                module.keep_statistics_in(stats_dtype)
     if left:
         reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left.items())
         warnings.warn(f"convert left these layers as they are: {reasons}", stacklevel=2)
@@ -235,10 +252,12 @@ def _undo_swap(module: Module) -> bool:
             before = before.cls_to_become  # a lazy layer that has been materialized since
         for attribute in swapped.attributes:
             del vars(module)[attribute]
-    elif getattr(module, "dim", None) is None:
+    elif getattr(module, "dim", None) is None and getattr(module, "group_size", None) is None:
         before = before or TO_TORCH.get(type(module))
     if before is None:
         return False
+    if not issubclass(before, HasStatistics):
+        vars(module).pop("stats_dtype", None)
     object.__setattr__(module, "__class__", before)
     return True
 

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from leannorm import nn
+from leannorm.transforms.frozen_classes import FrozenBatchNorm2d
 from leannorm.transforms.norm_act import (
     BatchNorm2dThenAct,
     GroupNormThenAct,
@@ -61,6 +62,7 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
     "timm.layers.norm_act.RmsNormAct": Entry(RMSNormThenAct),
     "timm.layers.norm_act.RmsNormAct2d": Entry(RMSNormThenAct, CHANNELS),
     "torchvision.models.convnext.LayerNorm2d": Entry(nn.LayerNorm, CHANNELS),
+    "torchvision.ops.misc.FrozenBatchNorm2d": Entry(FrozenBatchNorm2d),
 }
 
 # blocks in which `fuse="certain"` fuses calls; their source is read from the installed package

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leannorm._types import Moments, Running
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.layout import memory_format
+from leannorm.ops.layout import in_blocks, memory_format, out_of_blocks
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
 from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype, sum_of_squares
@@ -50,6 +50,16 @@ def _per_channel(v: Tensor, x: Tensor) -> Tensor:
     """(C,) or (N, G) values, spread so that they broadcast against x (N, C, *)."""
     v = v.repeat_interleave(x.shape[1] // max(v.shape[1], 1), dim=1) if v.dim() == 2 else v[None]
     return v.reshape(*v.shape, *(1,) * (x.dim() - 2))
+
+
+def _block(x: Tensor, statistics: Tensor) -> int:
+    """How many samples share statistics, where it is neither one nor all: those of ghost batch norm."""
+    sets = statistics.shape[0] if statistics.dim() == 2 else 0
+    return 0 if sets in (0, x.shape[0]) else x.shape[0] // sets
+
+
+def _in_blocks(size: int, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else in_blocks(t, size) for t in tensors]
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -101,6 +111,8 @@ class ChannelVerbs(RunningVerbs):
         Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
         would be 0 in exact arithmetic, corrects the rounding of the first.
         """
+        if groups < 0:
+            return self.channel_moments(in_blocks(x, -groups), x.shape[1])
         plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
         count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
         parts = [slice(None)] if groups else _slices(x)
@@ -136,6 +148,10 @@ class ChannelVerbs(RunningVerbs):
         act: str = "identity",
     ) -> Tensor:
         """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
+        if block := _block(x, mean):
+            (r,) = _in_blocks(block, residual)
+            y = self.channel_normalize(in_blocks(x, block), mean, rstd, weight, bias, r, act)
+            return out_of_blocks(y, x)
 
         def normalize(part: slice) -> Tensor:
             xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
@@ -162,7 +178,11 @@ class ChannelVerbs(RunningVerbs):
         out: Tensor | None = None,
         act: str = "identity",
     ) -> tuple[Tensor, Tensor]:
-        """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else (N, C)."""
+        """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else of each set."""
+        if block := _block(x, mean):
+            r, o = _in_blocks(block, residual, out)
+            seen = in_blocks(dy, block), in_blocks(x, block), mean, rstd, weight, bias, r, o, act
+            return self.channel_grad_sums(*seen)
         dtype, per_sample = statistics_dtype(x), mean.dim() == 2
         sums = []
         for part in _slices(x, dy, mean, weight):
@@ -195,6 +215,24 @@ class ChannelVerbs(RunningVerbs):
         None where the statistics are constants (evaluation). `into`, for example x, may be overwritten
         with dx.
         """
+        if block := _block(x, mean):
+            r, o = _in_blocks(block, residual, out)
+            seen = (
+                in_blocks(dy, block),
+                in_blocks(x, block),
+                mean,
+                rstd,
+                weight,
+                bias,
+                r,
+                o,
+                p,
+                q,
+                act,
+                want_dz,
+            )
+            found = self.channel_input_grad(*seen)
+            return out_of_blocks(found[0], x), None if found[1] is None else out_of_blocks(found[1], x)
 
         def grad(part: slice) -> tuple[Tensor, Tensor]:
             xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
@@ -267,7 +305,8 @@ class ChannelVerbs(RunningVerbs):
         """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
         plan = channel_plan(x.shape, groups)
         sums = self.channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
-        p, q = self.channel_means(*sums, weight, groups, plan.outer * plan.inner)
+        of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are of each channel
+        p, q = self.channel_means(*sums, weight, of_channels, plan.outer * plan.inner)
         dx, dz = self.channel_input_grad(
             dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.plan import row_plan
-from leannorm.ops.precision import compute_dtype, statistics_dtype, sum_of_squares
+from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics_dtype, sum_of_squares
 
 
 def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
@@ -120,9 +120,10 @@ class RowVerbs:
         rms: bool = False,
         want_affine: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """dx, dweight, dbias (of the normalized shape, compute dtype; None if unwanted, RMS has no bias)."""
+        """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None if unwanted, RMS has no bias)."""
         dx = self.row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms)
         if not want_affine:
             return dx, None, None
         dweight, dbias = self.row_grad_sums(dy, x, mean, rstd, start, stop)
-        return dx, dweight, None if rms else dbias
+        dtype = row_gradient_dtype(x, weight)
+        return dx, dweight.to(dtype), None if rms else dbias.to(dtype)

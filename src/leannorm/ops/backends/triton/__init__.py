@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from shutil import which
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from leannorm.ops import schema
 from leannorm.ops.backends.compiled import Compiled
@@ -44,6 +46,15 @@ def _why_unavailable() -> str | None:
 _UNAVAILABLE = _why_unavailable()
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    found = torch.cuda.get_device_properties(device)
+    return found.major, found.minor
+
+
+# What torch.compiler.assume_constant_result sets; to call it would import the compiler with leannorm.
+_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _room(operator: str) -> str:
     if operator in schema.BETWEEN or operator in _FUNCTIONS:
         return "statistics"
@@ -66,18 +77,40 @@ class _Kernels:
         if INTERPRETED:
             import_module(f"{__name__}.interpreted").patch_interpreter()
         found: Callable[..., Any] = getattr(import_module(f"{__name__}.{_room(operator)}"), operator)
+        setattr(self, operator, found)
         return found
 
 
 _kernels = _Kernels()
 
 
+def imported_by_call(operator: str) -> Callable[..., Any]:
+    """An operator's implementation, which is imported at its first call."""
+    return lambda *arguments: getattr(_kernels, operator)(*arguments)
+
+
+def _calls(operator: str) -> Callable[..., Any]:
+    """An operator; without the dispatcher, which takes as long as the rest, where no one listens there.
+
+    Compilers, modes (fake tensors, selective checkpointing, counts of FLOPs), profilers and tensor subclasses
+    get a call of the operator.
+    """
+    through = getattr(schema.OPS, operator)
+
+    def call(*arguments: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack()
+            or profiler._is_profiler_enabled
+        ):
+            return through(*arguments)
+        return getattr(_kernels, operator).call(arguments, through)
+
+    return call
+
+
 def _register() -> None:
-    """Register the kernel of every operator for CUDA, to be imported at the first call."""
-
-    def imported_by_call(operator: str) -> Callable[..., Any]:
-        return lambda *arguments: getattr(_kernels, operator)(*arguments)
-
+    """Register the kernel of every operator for CUDA."""
     for operator in _OPERATORS:
         schema.LIBRARY.impl(operator, imported_by_call(operator), "CUDA")
 
@@ -90,9 +123,11 @@ class Triton(Compiled):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
+    has_blocks = False
 
     def __init__(self) -> None:
-        super().__init__(_kernels if INTERPRETED else schema.OPS)
+        calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})
+        super().__init__(_kernels if INTERPRETED else calls)
 
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
         """Interpreted kernels also serve CPU tensors, if the backend is `named`."""
@@ -106,10 +141,10 @@ class Triton(Compiled):
                 continue
             if t.device.type != "cuda" and not (named and INTERPRETED and t.device.type == "cpu"):
                 reasons.append(f"the kernels run on CUDA, a tensor is on {t.device}")
-            elif t.device.type == "cuda" and not torch.compiler.is_compiling():
-                found = torch.cuda.get_device_properties(t.device)
-                if found.major < _OLDEST:
-                    has = f"the device has {found.major}.{found.minor}"
+            elif t.device.type == "cuda":
+                major, minor = _capability(t.device)
+                if major < _OLDEST:
+                    has = f"the device has {major}.{minor}"
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
 

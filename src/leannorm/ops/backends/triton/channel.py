@@ -4,7 +4,7 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
 
     forward      one launch, 2 S (a program reads all values of its statistics twice, the second time from
                  the cache), or three, 3 S and some KB of partial statistics
-    backward     one launch, 3 S, or three, 5 S; group and instance norm two more, which add up C sums
+    backward     one launch, 3 S, or three, 5 S; of several samples one more, which adds up their C sums
     moments      two, 1 S; normalize: one, 2 S; gradient sums: two, 2 S; input gradient: one, 3 S
 
 A residual, its gradient dz, and an output from which the derivative is computed add an S each time they are
@@ -26,6 +26,7 @@ from leannorm.ops.backends.triton.channel_kernels import (
 from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
 from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.statistics import move_running_
+from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.backends.triton.tiling import (
     MOMENTS_REGISTERS,
     SET_REGISTERS,
@@ -68,7 +69,7 @@ def check(
 
 
 def new_statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float64, device=x.device)
+    return empty(shape, torch.float64, x.device)
 
 
 def zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -81,7 +82,7 @@ def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor,
     geometry, parts = plan.geometry, plan.moments
     merged = merging(geometry, parts)
     mean, m2 = (new_statistics(x, statistics_shape(x.shape, groups)) for _ in range(2))
-    rstd = None if eps is None else torch.empty_like(mean)
+    rstd = None if eps is None else empty_like(mean)
     shape = (geometry.segments, parts.parts, geometry.channels)
     part_mean, part_m2 = (new_statistics(x, shape) for _ in range(2))
     double = x.dtype == torch.float64
@@ -109,6 +110,7 @@ def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor,
     return mean, m2, rstd
 
 
+@taped
 def channel_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     check("identity", x)
     if x.numel() == 0:
@@ -118,6 +120,7 @@ def channel_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return mean, m2
 
 
+@taped
 def channel_normalize(
     x: Tensor,
     mean: Tensor,
@@ -128,7 +131,7 @@ def channel_normalize(
     act: str,
 ) -> Tensor:
     check(act, x, residual, weight=weight, bias=bias)
-    y = torch.empty_like(x)
+    y = empty_like(x)
     if x.numel() == 0:
         return y
     plan = plan_of(x, groups_of(mean))
@@ -157,6 +160,7 @@ def channel_normalize(
     return y
 
 
+@taped
 def channel_forward(
     x: Tensor,
     weight: Tensor | None,
@@ -176,7 +180,7 @@ def channel_forward(
         mean, m2, of_eps = _moments(x, groups, eps)
         assert of_eps is not None
         return channel_normalize(x, mean, of_eps, weight, bias, residual, act), mean, m2, of_eps
-    y = torch.empty_like(x)
+    y = empty_like(x)
     mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
     geometry = plan.geometry
     launch(
@@ -194,6 +198,7 @@ def channel_forward(
     return y, mean, m2, rstd
 
 
+@taped
 def channel_forward_tracked_(
     x: Tensor,
     weight: Tensor | None,

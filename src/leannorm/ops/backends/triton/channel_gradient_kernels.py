@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from leannorm.ops.backends.triton.channel_kernels import SIZES, summed
+from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.tiles import (
     block_of_channels,
     channels_of_set,
@@ -83,8 +84,8 @@ def merge_sums_kernel(
             product += tl.load(part_dz_xhat + row * C + c[None, :], mask=inside, other=0.0)
         s_dz = tl.sum(total, 0)
         s_dz_xhat = tl.sum(product, 0)
-        tl.store(sum_dz + segment * C + c, s_dz, mask=exists)
-        tl.store(sum_dz_xhat + segment * C + c, s_dz_xhat, mask=exists)
+        tl.store(sum_dz + segment * C + c, rounded_for(sum_dz, s_dz), mask=exists)
+        tl.store(sum_dz_xhat + segment * C + c, rounded_for(sum_dz_xhat, s_dz_xhat), mask=exists)
         if p is not None:
             w = per_channel(weight, c, exists, 1.0, True)
             weighted_dz += w * s_dz

@@ -15,8 +15,10 @@ from leannorm.ops.backends.triton.channel_gradient_kernels import (
 )
 from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel
 from leannorm.ops.backends.triton.launch import launch
+from leannorm.ops.backends.triton.shares import Shares
+from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, SUMS_REGISTERS, merging
-from leannorm.ops.precision import gradient_dtype
+from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
 
 def _needed(
@@ -41,9 +43,11 @@ def _sums(
     out: Tensor | None,
     act: str,
     dz: Tensor | None,
+    sum_dz: Tensor,
+    sum_dz_xhat: Tensor,
     want_means: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Sums of dz and dz * xhat of every channel of every segment, p and q; writes dz where it is given."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """p and q; writes the sums of dz and dz * xhat of every channel of every segment, and dz where given."""
     plan = plan_of(x, groups_of(mean))
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
@@ -51,9 +55,7 @@ def _sums(
     part_dz, part_dz_xhat = (
         new_statistics(x, (geometry.segments, parts.parts, geometry.channels)) for _ in range(2)
     )
-    shape = (geometry.channels,) if mean.dim() == 1 else (geometry.segments, geometry.channels)
-    sum_dz, sum_dz_xhat = (new_statistics(x, shape) for _ in range(2))
-    p, q = (torch.empty_like(mean) if want_means else None for _ in range(2))
+    p, q = (empty_like(mean) if want_means else None for _ in range(2))
     # dz does not depend on the weight without an activation, nor if the derivative comes from `out`
     scale = None if act == "identity" or out is not None else weight
     launch(
@@ -76,9 +78,10 @@ def _sums(
         GROUPED=geometry.grouped,
         **merged.constants,
     )
-    return sum_dz, sum_dz_xhat, p, q
+    return p, q
 
 
+@taped
 def channel_grad_sums(
     dy: Tensor,
     x: Tensor,
@@ -91,11 +94,12 @@ def channel_grad_sums(
     act: str,
 ) -> tuple[Tensor, Tensor]:
     check(act, x, dy, residual, out, weight=weight, bias=bias)
+    shape = tuple(x.shape[1:2] if mean.dim() == 1 else x.shape[:2])
     if x.numel() == 0:
-        shape = tuple(x.shape[1:2] if mean.dim() == 1 else x.shape[:2])
         return zeros(x, shape), zeros(x, shape)
-    sums = _sums(dy, x, mean, rstd, weight, bias, residual, out, act, None, False)
-    return sums[0], sums[1]
+    sums = new_statistics(x, shape), new_statistics(x, shape)
+    _sums(dy, x, mean, rstd, weight, bias, residual, out, act, None, *sums, False)
+    return sums
 
 
 def _input_grad(
@@ -127,6 +131,7 @@ def _input_grad(
     )
 
 
+@taped
 def channel_input_grad(
     dy: Tensor,
     x: Tensor,
@@ -142,11 +147,11 @@ def channel_input_grad(
     want_dz: bool,
 ) -> tuple[Tensor, Tensor]:
     check(act, x, dy, residual, out, weight=weight, bias=bias)
-    dx = torch.empty_like(x)
-    dz = torch.empty_like(x) if want_dz else None
+    dx = empty_like(x)
+    dz = empty_like(x) if want_dz else None
     if x.numel() != 0:
         _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
-    return dx, x.new_empty(0) if dz is None else dz
+    return dx, empty((0,), x.dtype, x.device) if dz is None else dz
 
 
 def _backward(
@@ -166,26 +171,28 @@ def _backward(
     """dweight, dbias and dz; writes dx."""
     check(act, x, dy, residual, out, weight=weight, bias=bias)
     channels = (x.shape[1],)
-    dz = torch.empty_like(x) if want_dz else None
-    returned_dz = x.new_empty(0) if dz is None else dz
+    dz = empty_like(x) if want_dz else None
+    returned_dz = empty((0,), x.dtype, x.device) if dz is None else dz
     dtype = gradient_dtype(x, weight)
     if x.numel() == 0:
-        return zeros(x, channels).to(dtype), zeros(x, channels).to(dtype), returned_dz
+        dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
+        return dweight, dbias, returned_dz
     plan = plan_of(x, groups)
     geometry = plan.geometry
+    dweight, dbias = (empty(channels, dtype, x.device) for _ in range(2))
+    shares = Shares(dweight, dbias, geometry.segments, geometry.channels, statistics_dtype(x))
+    assert shares.dweight is not None
+    assert shares.dbias is not None
+    sums = shares.dbias, shares.dweight
     if plan.sets is None:
         first_writes = want_dz and act in MASKS
-        sum_dz, sum_dz_xhat, p, q = _sums(
-            dy, x, mean, rstd, weight, bias, residual, out, act, dz if first_writes else None, True
+        p, q = _sums(
+            dy, x, mean, rstd, weight, bias, residual, out, act, dz if first_writes else None, *sums, True
         )
         if first_writes:
             dy, act, dz = returned_dz, "identity", None
         _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
     else:
-        sum_dz, sum_dz_xhat = (
-            new_statistics(x, channels if groups == 0 else (geometry.segments, geometry.channels))
-            for _ in range(2)
-        )
         bias, residual, out = _needed(act, bias, residual, out)
         more = residual is not None or out is not None
         pressed = more if geometry.grouped else plan.sets.vector == 1
@@ -193,7 +200,7 @@ def _backward(
             set_backward_kernel,
             plan.set_programs(),
             x.device,
-            *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat),
+            *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, *sums),
             *(*geometry.sizes, geometry.groups),
             ACT=act,
             GROUPED=geometry.grouped,
@@ -201,11 +208,11 @@ def _backward(
             **plan.sets.constants,
             DOUBLE=x.dtype == torch.float64,
         )
-    if groups != 0:
-        sum_dz, sum_dz_xhat = sum_dz.sum(0), sum_dz_xhat.sum(0)
-    return sum_dz_xhat.to(dtype), sum_dz.to(dtype), returned_dz
+    shares.add_up()
+    return dweight, dbias, returned_dz
 
 
+@taped
 def channel_backward(
     dy: Tensor,
     x: Tensor,
@@ -219,11 +226,12 @@ def channel_backward(
     groups: int,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x)
+    dx = empty_like(x)
     arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz)
     return dx, *_backward(dy, x, dx, *arguments)
 
 
+@taped
 def channel_backward_(
     dy: Tensor,
     x: Tensor,

@@ -16,6 +16,7 @@ from leannorm.ops.backends.triton.channel_kernels import (
     squares_again,
     summed,
 )
+from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.tiles import (
     channels_of_set,
     gradient_before_activation,
@@ -140,8 +141,8 @@ def set_backward_kernel(
         s_dz = summed(total)
         s_dz_xhat = summed(product)
         c = c0 + tl.arange(0, BC)
-        tl.store(sum_dz + segment * C + c, s_dz, mask=c < last)
-        tl.store(sum_dz_xhat + segment * C + c, s_dz_xhat, mask=c < last)
+        tl.store(sum_dz + segment * C + c, rounded_for(sum_dz, s_dz), mask=c < last)
+        tl.store(sum_dz_xhat + segment * C + c, rounded_for(sum_dz_xhat, s_dz_xhat), mask=c < last)
         w = per_channel(weight, c, c < last, 1.0, True)
         weighted_dz += w * s_dz
         weighted_dz_xhat += w * s_dz_xhat

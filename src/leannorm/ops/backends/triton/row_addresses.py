@@ -18,7 +18,8 @@ def rows_of(at, rows, kept, inner, TILE: tl.constexpr):
     lane = tl.arange(0, TILE.rows)
     if TILE.lines:
         first = at * tl.full((), TILE.rows, tl.int64)
-        return first * kept, (lane * kept)[:, None], first + lane, lane < rows - first
+        across = lane.to(tl.int64) * kept if TILE.wide else lane * kept
+        return first * kept, across[:, None], first + lane, lane < rows - first
     else:
         blocks = tl.cdiv(inner, TILE.rows)
         outer = (at // blocks) * tl.full((), 1, tl.int64)
@@ -43,6 +44,13 @@ def walk(kept, TILE: tl.constexpr):
         return tl.arange(0, TILE.block).to(tl.int64), kept.to(tl.int64)
     else:
         return tl.arange(0, TILE.block), kept
+
+
+@triton.jit
+def block_of_row(number, kept, TILE: tl.constexpr):
+    """The indices of a row's block of this number."""
+    lane, _end = walk(kept, TILE)
+    return number.to(lane.dtype) * TILE.block + lane
 
 
 @triton.jit

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.row_addresses import divided, parameter, rows_of, values, walk
+from leannorm.ops.backends.triton.rounding import rounded_for
+from leannorm.ops.backends.triton.row_addresses import (
+    block_of_row,
+    divided,
+    parameter,
+    rows_of,
+    values,
+    walk,
+)
 
 
 @triton.jit
@@ -100,9 +108,9 @@ def backward_tile(
                 sum_dbias += d
     if dweight is not None:
         share = program.to(tl.int64) * kept + k
-        tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
+        tl.store(dweight + share, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
         if dbias is not None:
-            tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
+            tl.store(dbias + share, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
@@ -158,7 +166,7 @@ def backward_shares(
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     program = tl.program_id(0) % programs
-    k = (tl.program_id(0) // programs) * BLOCK + walk(kept, TILE)[0]
+    k = block_of_row(tl.program_id(0) // programs, kept, TILE)
     sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=2):
@@ -170,6 +178,6 @@ def backward_shares(
         sum_dweight += d * xhat
         sum_dbias += d
     share = program.to(tl.int64) * kept + k
-    tl.store(dweight + share, tl.sum(sum_dweight, 0), k < kept)
+    tl.store(dweight + share, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
     if dbias is not None:
-        tl.store(dbias + share, tl.sum(sum_dbias, 0), k < kept)
+        tl.store(dbias + share, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)

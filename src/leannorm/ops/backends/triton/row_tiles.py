@@ -45,7 +45,8 @@ class Tile(NamedTuple):
 
     def constants(self, kept: int, inner: int) -> TileConstants:
         """For rows of `kept` values, of which `inner` lie side by side."""
-        wide = kept * inner >= 2**31 - 2**16
+        reach = kept * (self.rows if inner == 1 else inner)  # from a tile's start to its end
+        wide = reach >= 2**31 - 2**16
         return TileConstants(self.rows, self.block, inner == 1, vector(kept, inner), wide)
 
 

@@ -18,13 +18,11 @@ from torch import Tensor
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
-from leannorm.ops.backends.triton.row_share_kernels import sum_shares
+from leannorm.ops.backends.triton.shares import Shares
+from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.layout import dense_rows
 from leannorm.ops.plan import Plan, row_plan, row_statistics_shape
-from leannorm.ops.precision import compute_dtype
-
-# what a program of `sum_shares` reads at a time: so many shares, of so many columns
-_MANY_SHARES, _FEW_SHARES = {"COUNT": 256, "BLOCK": 16}, {"COUNT": 16, "BLOCK": 256}
+from leannorm.ops.precision import compute_dtype, row_gradient_dtype
 
 
 @cache
@@ -70,6 +68,7 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
+@taped
 def row_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -81,15 +80,15 @@ def row_forward(
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = row_statistics_shape(x.shape, start, stop)
-    mean, rstd = (torch.empty(shape, dtype=compute_dtype(x), device=x.device) for _ in range(2))
-    none = x.new_empty(0)
+    mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
+    none = empty((0,), x.dtype, x.device)
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
     dense, plan = _dense(x, start, stop)
     outer, kept, inner = plan
-    y = torch.empty_like(dense)
-    total = none if residual is None else torch.empty_like(dense)
+    y = empty_like(dense)
+    total = none if residual is None else empty_like(dense)
     parameters = max((p.element_size() for p in (weight, bias) if p is not None), default=0)
     pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
     tile = tiles.forward(kept, inner, x.element_size(), pressed)
@@ -107,6 +106,7 @@ def row_forward(
     return _in_layout_of(x, y, dense), total, mean, rstd
 
 
+@taped
 def row_backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -121,13 +121,13 @@ def row_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
-        return torch.empty(shape, dtype=compute_dtype(x), device=x.device)
+        return empty(shape, row_gradient_dtype(x, weight), x.device)
 
     dweight, dbias = affine(want_affine), affine(want_affine and not rms)
     if x.numel() == 0:
         return torch.empty_like(x), dweight.zero_(), dbias.zero_()
     dense, plan = _dense(x, start, stop)
-    dx = torch.empty_like(dense)
+    dx = empty_like(dense)
     statistics = mean.contiguous(), rstd.contiguous()
     given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, _flat(weight))
     wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
@@ -138,28 +138,6 @@ def row_backward(
     else:
         _backward_tile(*given, dx, *wanted, plan, rms, how)
     return _in_layout_of(x, dx, dense), dweight, dbias
-
-
-class _Shares:
-    """The shares of `count` programs in dweight and dbias, until `add_up`; one program has no shares."""
-
-    def __init__(self, dweight: Tensor | None, dbias: Tensor | None, count: int, kept: int) -> None:
-        self.wanted, self.count, self.kept = (dweight, dbias), count, kept
-        self.dweight, self.dbias = dweight, dbias
-        if count == 1 or dweight is None:
-            return
-        vectors = 1 if dbias is None else 2
-        self.all = torch.empty((vectors, count, kept), dtype=dweight.dtype, device=dweight.device)
-        self.dweight, self.dbias = self.all[0], None if dbias is None else self.all[1]
-
-    def add_up(self) -> None:
-        dweight = self.wanted[0]
-        if self.count == 1 or dweight is None:
-            return
-        tile = _FEW_SHARES if self.count <= _FEW_SHARES["COUNT"] else _MANY_SHARES
-        programs = len(self.all) * -(-self.kept // tile["BLOCK"])
-        arguments = (self.all, *self.wanted, self.count, self.kept)
-        launch(sum_shares, programs, dweight.device, *arguments, warps=8, **tile)
 
 
 def _backward_tile(
@@ -180,7 +158,7 @@ def _backward_tile(
     count = how.tile.needed(outer, inner)
     parts = 2 if how.halves else 1
     programs = min(count, max(processors(x.device) * how.programs // parts, 1))
-    shares = _Shares(dweight, dbias, programs, kept)
+    shares = Shares(dweight, dbias, programs, kept, mean.dtype)
     _launch(
         row_backward_kernels.backward_tile,
         programs * parts,
@@ -214,7 +192,7 @@ def _backward_long(
     tile = tiles.shares(inner, x.element_size())
     count, blocks = tile.needed(outer, inner), -(-kept // tile.block)
     programs = min(count, max(4 * processors(x.device) // blocks, 1))
-    shares = _Shares(dweight, dbias, programs, kept)
+    shares = Shares(dweight, dbias, programs, kept, mean.dtype)
     of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
     _launch(row_backward_kernels.backward_shares, programs * blocks, x, tile, plan, *of_shares)
     shares.add_up()

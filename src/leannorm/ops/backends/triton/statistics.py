@@ -16,6 +16,7 @@ from torch import Tensor
 
 from leannorm.ops.backends.triton import statistics_kernels as kernels
 from leannorm.ops.backends.triton.launch import launch
+from leannorm.ops.backends.triton.tape import empty, taped
 from leannorm.ops.sums import HEADER
 
 _BLOCK = 256
@@ -28,7 +29,7 @@ def _check(*statistics: Tensor) -> None:
 
 
 def _new(like: Tensor, *sizes: int) -> list[Tensor]:
-    return [torch.empty(n, dtype=torch.float64, device=like.device) for n in sizes]
+    return [empty((n,), torch.float64, like.device) for n in sizes]
 
 
 def _launch(
@@ -38,6 +39,7 @@ def _launch(
         launch(kernel, -(-channels // _BLOCK), device, *arguments, channels, **constants, BLOCK=_BLOCK)
 
 
+@taped
 def move_running_(
     running_mean: Tensor,
     running_var: Tensor,
@@ -60,6 +62,7 @@ def move_running_(
     launch(kernels.move_running_kernel, 1, mean.device, *buffers, *strides, mean.numel(), BLOCK=4 * _BLOCK)
 
 
+@taped
 def constants_of(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if running_mean.numel() != running_var.numel():
         raise RuntimeError("statistics must have one value a channel")
@@ -71,6 +74,7 @@ def constants_of(running_mean: Tensor, running_var: Tensor, eps: float) -> tuple
     return mean, rstd
 
 
+@taped
 def sums_of(mean: Tensor, m2: Tensor, count: int) -> Tensor:
     _check(mean, m2)
     channels = mean.numel()
@@ -92,11 +96,12 @@ def message_of(sums: Sequence[Tensor], token: tuple[int, int], asked: int, count
     return message
 
 
+@taped
 def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(total)
     channels = total.numel() // 4
     mean, m2, rstd = _new(total, channels, channels, channels)
-    count = total.new_empty(())
+    count = empty((), torch.float64, total.device)
     if channels == 0:
         count.copy_(total[0])
     arguments = (total, mean, m2, rstd, count)
@@ -104,6 +109,7 @@ def moments_of(total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tenso
     return mean, m2, rstd, count
 
 
+@taped
 def means_of(total: Tensor, weight: Tensor | None, count: Tensor) -> tuple[Tensor, Tensor]:
     _check(total, count)
     channels = total.numel() // 2

@@ -15,13 +15,20 @@ def _moved(start, end, weight):
 
 
 @triton.jit
-def _move(running, value, weight, inside):
-    """Move towards the value, in float32 (in float64 if the running statistic is float64)."""
-    start = tl.load(running, mask=inside, other=0.0)
-    dtype: tl.constexpr = tl.float64 if running.dtype.element_ty == tl.float64 else tl.float32
+def _end(start, value, weight):
+    """Where a running statistic moves to, in float32 (in float64 if it is float64), in its dtype."""
+    dtype: tl.constexpr = tl.float64 if start.dtype == tl.float64 else tl.float32
     one = tl.zeros(start.shape, dtype)
-    moved = _moved(start.to(dtype), value.to(dtype), one + weight.to(dtype))
-    tl.store(running, moved.to(running.dtype.element_ty), mask=inside)
+    return _moved(start.to(dtype), value.to(dtype), one + weight.to(dtype)).to(start.dtype)
+
+
+@triton.jit
+def _spoils(start, value, weight):
+    """Is the batch's value not finite, or would the statistic no longer be?"""
+    inf: tl.constexpr = float("inf")
+    end = _end(start, value, weight).to(tl.float64)
+    lost = (tl.abs(start.to(tl.float64)) < inf) & ~(tl.abs(end) < inf)
+    return (lost | ~(tl.abs(value) < inf)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["count", "mean_stride", "var_stride", "C"])
@@ -29,7 +36,8 @@ def move_running_kernel(
     running_mean, running_var, batches, momentum, momentum_rest, mean, m2, count, total_count,
     mean_stride, var_stride, C, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program, since it increments the counter `batches` that may give the weight. 32 bytes a channel."""
+    """All statistics move, or none. One program, since it increments the counter `batches` that may give the
+    weight. 32 bytes a channel, 24 of them twice, the second time from the cache."""
     if total_count is None:
         values = count.to(tl.float64)
     else:
@@ -40,17 +48,29 @@ def move_running_kernel(
     elif batches is not None:
         weight = 1 / (tl.load(batches) + 1).to(tl.float64)
     degrees = tl.where(values > 2, values - 1, 1.0)
-    if values > 0:  # an empty batch moves nothing
+    spoiled = tl.zeros((BLOCK,), tl.int32)
+    for c0 in range(0, C, BLOCK):
+        c = (c0 + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = c < C
+        value = tl.load(mean + c, mask=inside, other=0.0)
+        spoiled |= _spoils(tl.load(running_mean + c * mean_stride, mask=inside, other=0.0), value, weight)
+        variance = tl.load(m2 + c, mask=inside, other=0.0) / degrees
+        spoiled |= _spoils(tl.load(running_var + c * var_stride, mask=inside, other=0.0), variance, weight)
+    finite = tl.max(spoiled, 0) == 0
+    if finite & (values > 0):  # an empty batch moves nothing
         for c0 in range(0, C, BLOCK):
             c = (c0 + tl.arange(0, BLOCK)).to(tl.int64)
             inside = c < C
-            _move(running_mean + c * mean_stride, tl.load(mean + c, mask=inside, other=0.0), weight, inside)
+            value = tl.load(mean + c, mask=inside, other=0.0)
+            at = running_mean + c * mean_stride
+            tl.store(at, _end(tl.load(at, mask=inside, other=0.0), value, weight), mask=inside)
             variance = tl.load(m2 + c, mask=inside, other=0.0) / degrees
-            _move(running_var + c * var_stride, variance, weight, inside)
+            at = running_var + c * var_stride
+            tl.store(at, _end(tl.load(at, mask=inside, other=0.0), variance, weight), mask=inside)
     if batches is not None:
         seen = tl.load(batches)
         tl.debug_barrier()  # every warp has read it
-        tl.store(batches, seen + 1)
+        tl.store(batches, seen + finite.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["mean_stride", "var_stride", "C"])

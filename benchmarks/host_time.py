@@ -1,0 +1,140 @@
+"""Host time of a layer's call by the Triton kernels, without a GPU: everything but Triton's C launcher.
+
+    python -m benchmarks.host_time [--only NAME] [--turns 30] [--json FILE]
+
+Kernels are compiled for compute capability 9.0 and looked up, prepared and launched as on a device, but the
+last step, Triton's launcher in C, does nothing. So results are not computed: the tensors lie on the CPU, and
+only time is measured. torch's operator on the same tiny CPU tensors stands beside it, its arithmetic
+included. Microseconds of process time for each call: forward with gradients, and forward and backward; low
+quantiles over turns, in which leannorm and torch alternate. The goal is 1.5 times torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "0"  # must be set before the kernels are imported
+
+import torch
+
+from leannorm import nn
+from leannorm.ops import schema
+from leannorm.ops.backends import CPU, TRITON, triton
+
+CALLS = 100
+IMAGE, ROWS = (8, 16, 4, 4), (32, 64)
+LARGE = (64, 16, 32, 32)  # takes several launches
+Make = Callable[[], torch.nn.Module]
+LAYERS: dict[str, tuple[Make, Make, tuple[int, ...]]] = {
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(16), lambda: torch.nn.BatchNorm2d(16), IMAGE),
+    "BatchNorm2d, several launches": (lambda: nn.BatchNorm2d(16), lambda: torch.nn.BatchNorm2d(16), LARGE),
+    "BatchNorm2d, eval": (
+        lambda: nn.BatchNorm2d(16).eval(),
+        lambda: torch.nn.BatchNorm2d(16).eval(),
+        IMAGE,
+    ),
+    "GroupNorm": (lambda: nn.GroupNorm(4, 16), lambda: torch.nn.GroupNorm(4, 16), IMAGE),
+    "InstanceNorm2d": (lambda: nn.InstanceNorm2d(16), lambda: torch.nn.InstanceNorm2d(16), IMAGE),
+    "LayerNorm": (lambda: nn.LayerNorm(64), lambda: torch.nn.LayerNorm(64), ROWS),
+    "RMSNorm": (lambda: nn.RMSNorm(64), lambda: torch.nn.RMSNorm(64), ROWS),
+}
+
+
+def without_a_device(
+    launcher: Callable[..., None] = lambda *_: None, stream_of: Callable[[int], int] = lambda device: 0
+) -> None:
+    """Stand-ins for CUDA's driver: kernels are compiled and launched, and the last step is `launcher`."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver
+    from triton.compiler import compiler
+    from triton.runtime.driver import driver as drivers
+
+    if hasattr(driver, "compile_module_from_src"):  # Triton 3.6 compiles a launcher for each kernel
+        driver.library_dirs = list
+        driver.compile_module_from_src = lambda *_, **__: SimpleNamespace(launch=launcher)
+    handles = itertools.count(1)
+    utils = SimpleNamespace(
+        load_binary=lambda *_: (1, next(handles), 32, 0, 1024),
+        get_device_properties=lambda *_: {"max_shared_mem": 227 << 10},
+        launch=launcher,
+    )
+    active = SimpleNamespace(
+        utils=utils,
+        launcher_cls=driver.CudaLauncher,
+        get_current_device=lambda: 0,
+        get_current_stream=stream_of,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        allocate_default_profile_scratch=lambda *_: None,
+    )
+    drivers.set_active(active)
+    compiler.max_shared_mem = lambda device: 227 << 10
+    warnings.filterwarnings("ignore", "Warning only once", UserWarning)
+    for name in (*schema.OPERATORS, *schema.BETWEEN):  # CPU tensors reach these kernels as CUDA tensors would
+        schema.LIBRARY.impl(name, triton.imported_by_call(name), "CPU", allow_override=True)
+    type(TRITON).why_not = lambda *_, **__: []
+    type(CPU).why_not = lambda *_, **__: ["left out"]
+
+
+def kinds_of_call(layer: torch.nn.Module, shape: tuple[int, ...]) -> dict[str, Callable[[], object]]:
+    x, dy = torch.randn(shape), torch.randn(shape)
+    leaf = x.clone().requires_grad_()
+
+    def both() -> None:
+        layer(leaf).backward(dy)
+
+    return {"forward": lambda: layer(leaf), "both": both}
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    for _ in range(CALLS):
+        call()
+    return (time.process_time() - start) / CALLS * 1e6
+
+
+def measure(name: str, turns: int) -> dict[str, tuple[float, float]]:
+    """Microseconds of leannorm and of torch, for each kind of call."""
+    ours, torchs, shape = LAYERS[name]
+    sides = [kinds_of_call(make(), shape) for make in (ours, torchs)]
+    found = {}
+    for kind in sides[0]:
+        times = [[microseconds(side[kind]) for side in sides] for _ in range(turns + 2)][2:]
+        low = [sorted(t[i] for t in times)[turns // 5] for i in range(2)]
+        found[kind] = low[0], low[1]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=LAYERS)
+    parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    without_a_device()
+    gc.freeze()
+    report = {}
+    for name in [options.only] if options.only else LAYERS:
+        report[name] = found = measure(name, options.turns)
+        cells = "  ".join(
+            f"{kind} {ours:6.1f} (torch {torchs:5.1f}, {ours / torchs:4.2f} times)"
+            for kind, (ours, torchs) in found.items()
+        )
+        print(f"{name:30s}{cells}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

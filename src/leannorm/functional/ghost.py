@@ -1,0 +1,72 @@
+"""Ghost batch norm: statistics of every so many samples of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+from leannorm._types import Epilogue, Moments
+from leannorm.autograd.channel import channel_norm
+from leannorm.autograd.sync import Sharing
+from leannorm.distributed.collective import add_up
+from leannorm.ops.backends.reference import at_least_one
+from leannorm.ops.layout import in_blocks, out_of_blocks
+from leannorm.ops.modes import rebuilding
+from leannorm.ops.plan import values_per_channel
+from leannorm.ops.select import pick, transformed
+
+
+def ghost_norm(input: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
+    """The output, and the statistics of the whole batch. The last group may be smaller than `size`."""
+    samples, residual = input.shape[0], epilogue.residual
+    whole = samples - samples % size if samples > size else samples
+    _checks.more_than_one_value_in_a_group(input, min(samples, size))
+    if whole == samples:
+        y, moments = _groups(input, epilogue, eps, size)
+        return y, _pooled(moments)
+    _checks.more_than_one_value_in_a_group(input, samples - whole)
+    parts = [
+        _groups(input[of], epilogue._replace(residual=None if residual is None else residual[of]), eps, size)
+        for of in (slice(whole), slice(whole, None))
+    ]
+    return torch.cat([y for y, _ in parts]), _pooled(*(moments for _, moments in parts))
+
+
+def _groups(x: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
+    """Groups of one size as one call; mean and M2 are (groups, C)."""
+    samples, channels = x.shape[:2]
+    if samples <= size:
+        y, mean, m2 = channel_norm(x, epilogue, eps)
+        return y, Moments(mean[None], m2[None], values_per_channel(x.shape))
+    count = values_per_channel(x[:size].shape)
+    if size == 1:
+        y, mean, m2 = channel_norm(x, epilogue, eps, channels)
+    elif transformed(x) or pick(x).has_blocks:
+        y, mean, m2 = channel_norm(x, epilogue, eps, -size)
+    else:
+        r = None if epilogue.residual is None else in_blocks(epilogue.residual, size)
+        y, mean, m2 = channel_norm(in_blocks(x, size), epilogue._replace(residual=r), eps, channels)
+        y = out_of_blocks(y, x)
+    return y, Moments(mean, m2, count)
+
+
+def _pooled(*parts: Moments) -> Moments:
+    """Of several sets of groups; each part has (groups, C) of one count."""
+    total = sum(part.count * part.mean.shape[0] for part in parts)
+    zero = parts[0].mean.new_zeros(parts[0].mean.shape[1])
+    mean = sum((part.mean.sum(0) * part.count for part in parts), zero) / at_least_one(total)
+    m2 = sum((part.m2.sum(0) + (part.mean - mean).square().sum(0) * part.count for part in parts), zero)
+    return Moments(mean, m2, total)
+
+
+def of_all_ranks(moments: Moments, sharing: Sharing | None, x: Tensor) -> Moments:
+    """The statistics of all ranks' batches, to be tracked; a pass that is repeated tracks nothing."""
+    if sharing is None or not sharing.tracks or rebuilding():
+        return moments
+    backend, count = pick(moments.mean), moments.count
+    assert isinstance(count, int)
+    sums = backend.sums_of(Moments(moments.mean.detach(), moments.m2.detach(), count))
+    total = add_up((sums,), count, sharing.group, sharing.call("statistics of groups", x))
+    mean, m2, _, values = backend.moments_of(total, 0.0)
+    return Moments(mean, m2, values)

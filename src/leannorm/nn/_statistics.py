@@ -1,0 +1,58 @@
+"""Running statistics whose dtype is their own: `stats_dtype`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class HasStatistics(torch.nn.Module):
+    """Mixed into the layers that have running statistics; `statistics` are their names.
+
+    With a `stats_dtype` they have it whatever the layer is cast to, and are never rounded to less on the way.
+    What casts a buffer behind the layer's back (FSDP does) has it cast back by the next forward pass.
+    """
+
+    statistics: tuple[str, ...] = ("running_mean", "running_var")
+    stats_dtype: torch.dtype | None = None
+
+    def keep_statistics_in(self, dtype: torch.dtype | None) -> None:
+        """Set `stats_dtype`, and cast the running statistics to it."""
+        _checks.stats_dtype(dtype)
+        if dtype is not None:  # else the class's attribute says so
+            self.stats_dtype = dtype
+            self._cast_back()
+
+    def _cast_back(self) -> None:
+        """Give the running statistics their dtype again; nothing where they have it."""
+        for name in self.statistics:
+            buffer = self._buffers.get(name)
+            if buffer is not None and buffer.dtype is not self.stats_dtype and self.stats_dtype is not None:
+                self._buffers[name] = buffer.to(self.stats_dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = {name: self._buffers.get(name) for name in self.statistics}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            now = self._buffers.get(name)
+            if buffer is None or now is None or self.stats_dtype in (None, now.dtype):
+                continue
+            self._buffers[name] = buffer.to(now.device, self.stats_dtype)  # not from what has been rounded
+        return self
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """As torch, with `assign=True` too, which takes the tensors of the state_dict as they are."""
+        super()._load_from_state_dict(*given)
+        self._cast_back()
+
+    def extra_repr(self) -> str:
+        said = super().extra_repr()
+        return said if self.stats_dtype is None else f"{said}, stats_dtype={self.stats_dtype}"

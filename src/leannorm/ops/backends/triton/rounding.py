@@ -1,0 +1,16 @@
+"""Rounding a sum to what is stored of it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded_for(pointer, value):
+    """The value in the dtype behind the pointer; float64 goes to 16 bits by way of float32, as in torch."""
+    if pointer.dtype.element_ty == tl.float64:
+        result = value.to(tl.float64)
+    else:
+        result = value.to(tl.float32).to(pointer.dtype.element_ty)
+    return result

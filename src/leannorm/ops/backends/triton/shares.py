@@ -1,0 +1,37 @@
+"""Shares of dweight and dbias, of programs or of samples, and the launch that adds them up."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.backends.triton.launch import launch
+from leannorm.ops.backends.triton.row_share_kernels import sum_shares
+from leannorm.ops.backends.triton.tape import empty
+
+# what a program of `sum_shares` reads at a time: so many shares, of so many columns
+_MANY, _FEW = {"COUNT": 256, "BLOCK": 16}, {"COUNT": 16, "BLOCK": 256}
+
+
+class Shares:
+    """The `count` shares in dweight and dbias, of this dtype, until `add_up`; one is the gradient itself."""
+
+    def __init__(
+        self, dweight: Tensor | None, dbias: Tensor | None, count: int, kept: int, dtype: torch.dtype
+    ) -> None:
+        self.wanted, self.count, self.kept = (dweight, dbias), count, kept
+        self.dweight, self.dbias = dweight, dbias
+        if count == 1 or dweight is None:
+            return
+        vectors = 1 if dbias is None else 2
+        self.all = empty((vectors, count, kept), dtype, dweight.device)
+        self.dweight, self.dbias = self.all[0], None if dbias is None else self.all[1]
+
+    def add_up(self) -> None:
+        dweight = self.wanted[0]
+        if self.count == 1 or dweight is None:
+            return
+        tile = _FEW if self.count <= _FEW["COUNT"] else _MANY
+        programs = len(self.all) * -(-self.kept // tile["BLOCK"])
+        arguments = (self.all, *self.wanted, self.count, self.kept)
+        launch(sum_shares, programs, dweight.device, *arguments, warps=8, **tile)

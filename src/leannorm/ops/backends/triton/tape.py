@@ -1,0 +1,167 @@
+"""What an operator does for tensors of one kind, noted once and repeated: new tensors, launches, results.
+
+An operator decides by shapes, strides, dtypes, devices and settings alone; it never sees a value. So where
+all of these are equal it makes the same tensors and the same launches, and a later call repeats them without
+plans, checks and Triton's search for the compiled kernel, which are most of a small call's time. What a tape
+cannot say, a copy into another layout or a tensor that is given twice, is done anew by every call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.ops.backends.triton.launch import Launch, Places, listening
+
+_MOST = 4096  # tapes of an operator: shapes may be new in every call
+_PLAIN = (Tensor, torch.nn.Parameter)
+_new = torch.empty_like
+_all: list[dict[Hashable, _Tape | None]] = []
+
+
+class _Recorder:
+    """One call, as it is noted: its arguments, and then the tensors that it makes, have numbers."""
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.slots, self.given = list(arguments), len(arguments)
+        self.made: list[int | Tensor] = []
+        self.launches: list[tuple[Launch, Places]] = []
+        self.sayable = True
+
+    def place(self, t: Tensor) -> tuple[int, int] | None:
+        """A tensor's number, and for a part of one that was made its distance from the beginning."""
+        for number, slot in enumerate(self.slots):
+            if slot is t:
+                return number, 0
+        for number in range(self.given, len(self.slots)):
+            whole: Tensor = self.slots[number]
+            if t._base is whole and t.dtype == whole.dtype and t.is_contiguous() and whole.is_contiguous():
+                return number, int(t.storage_offset())
+        return None
+
+    def note(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        places = []
+        for position, t in enumerate(arguments):
+            if isinstance(t, Tensor):
+                found = self.place(t)
+                if found is None:
+                    self.sayable = False
+                    return
+                places.append((position, *found))
+        self.launches.append((launch, places))
+
+    def tape(self, result: Any) -> _Tape | None:
+        """None where the call did something else than making tensors and launching kernels."""
+        results = result if isinstance(result, tuple) else () if result is None else (result,)
+        places = [self.place(r) for r in results]
+        numbers = [place[0] for place in places if place is not None and place[1] == 0]
+        if not (self.sayable and self.launches and len(numbers) == len(results)):
+            return None
+        return _Tape(self.made, self.launches, numbers, isinstance(result, Tensor))
+
+
+class _Tape:
+    """The steps of a call; tensors go by their numbers."""
+
+    __slots__ = ("launches", "made", "results", "single")
+
+    def __init__(
+        self,
+        made: list[int | Tensor],
+        launches: list[tuple[Launch, Places]],
+        results: list[int],
+        single: bool,
+    ) -> None:
+        self.made, self.launches, self.results, self.single = made, launches, results, single
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        slots = list(arguments)
+        for like in self.made:
+            slots.append(_new(slots[like] if isinstance(like, int) else like))
+        for launch, places in self.launches:
+            launch(slots, places)
+        if self.single:
+            return slots[self.results[0]]
+        return tuple([slots[number] for number in self.results]) or None
+
+
+@functools.cache
+def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One value: `empty_like` of what it expands to takes half the time of `empty`, and makes the same."""
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new tensor of an operator."""
+    made = torch.empty(shape, dtype=dtype, device=device)
+    if (recorder := listening.recorder) is not None:
+        pattern = _one(dtype, device).expand(shape) if made.numel() else made
+        recorder.sayable &= torch.empty_like(pattern).stride() == made.stride()
+        recorder.slots.append(made)
+        recorder.made.append(pattern)
+    return made
+
+
+def empty_like(t: Tensor) -> Tensor:
+    """A new tensor of an operator, in the layout of another of its tensors."""
+    made = torch.empty_like(t)
+    if (recorder := listening.recorder) is not None:
+        place = recorder.place(t)
+        recorder.sayable &= place is not None and place[1] == 0
+        recorder.slots.append(made)
+        recorder.made.append(place[0] if place else -1)
+    return made
+
+
+def forget() -> None:
+    """Note everything anew: for who changes how operators cut tensors into programs."""
+    for tapes in _all:
+        tapes.clear()
+
+
+class taped:  # noqa: N801  (a decorator)
+    """An operator, which repeats a call that it has seen. It takes tensors, None, numbers and strings."""
+
+    def __init__(self, operator: Callable[..., Any]) -> None:
+        self.operator = operator
+        self.tapes: dict[Hashable, _Tape | None] = {}
+        functools.update_wrapper(self, operator)
+        _all.append(self.tapes)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.call(arguments, self.operator)
+
+    def call(self, arguments: tuple[Any, ...], otherwise: Callable[..., Any]) -> Any:
+        """`otherwise` serves tensor subclasses, whose call a tape cannot say."""
+        if listening.recorder is not None:  # a part of another operator
+            return self.operator(*arguments)
+        key: list[Any] = []
+        for a in arguments:
+            if type(a) in _PLAIN:
+                key += (a.shape, a.stride(), a.dtype, a.device)
+            elif isinstance(a, Tensor):
+                return otherwise(*arguments)
+            else:
+                key.append(a)
+        kind = tuple(key)
+        tape = self.tapes.get(kind)
+        return self._note(kind, arguments) if tape is None else tape(arguments)
+
+    def _note(self, kind: Hashable, arguments: tuple[Any, ...]) -> Any:
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        given_twice = len(set(map(id, tensors))) < len(tensors)  # it would have two numbers
+        if kind in self.tapes or given_twice:
+            return self.operator(*arguments)
+        recorder = listening.recorder = _Recorder(arguments)
+        try:
+            result = self.operator(*arguments)
+        finally:
+            listening.recorder = None
+        if len(self.tapes) >= _MOST:
+            self.tapes.clear()
+        self.tapes[kind] = recorder.tape(result)
+        return result

@@ -1,0 +1,226 @@
+"""What Triton's launcher in C is called with, where there is no device: run by `test_launch_cache.py`.
+
+`python stand_in_driver.py NAME` runs one of the functions below, in a process that does not interpret.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+
+import torch  # noqa: E402
+
+from benchmarks import host_time  # noqa: E402
+from leannorm.ops.backends.triton import (  # noqa: E402
+    channel,
+    channel_gradients,
+    launch,
+    rows,
+    statistics,
+    tape,
+)
+
+LAUNCHED: list[tuple] = []
+PUBLIC: list[str] = []
+STREAM = [7]
+
+
+def prepare() -> None:
+    """Note the arguments of every launch, and the kernels that Triton's public call launched."""
+    host_time.without_a_device(lambda *given: LAUNCHED.append(given), lambda device: STREAM[0])
+    public = launch.Launch._public
+
+    def noted(self, *given):
+        PUBLIC.append(self.kernel.__name__)
+        return public(self, *given)
+
+    launch.Launch._public = noted
+
+
+def numbered(given: tuple, tensors: list[torch.Tensor]) -> tuple:
+    """A launch's arguments: numbers in place of given tensors, 'new' for made ones, no empty hooks."""
+    known = {t.data_ptr(): i for i, t in enumerate(tensors)}
+
+    def say(value):
+        if isinstance(value, torch.Tensor):
+            value = value.data_ptr()
+        if type(value).__name__ in ("HookChain", "LazyDict"):  # empty ones, of the public call
+            return None
+        if isinstance(value, (tuple, list)):
+            return tuple(say(v) for v in value)
+        return (
+            ("given", known[value])
+            if value in known
+            else "new"
+            if type(value) is int and value > 2**40
+            else value
+        )
+
+    return tuple(say(v) for v in given)
+
+
+def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
+    """Operators and what they are called with; tensors begin `offset` values behind a multiple of 16."""
+
+    def new(*shape, dtype=dtype):
+        count = int(torch.Size(shape).numel())
+        return torch.randn(count + offset).to(dtype)[offset:].view(shape)
+
+    f32, f64 = torch.float32, torch.float64
+    for shape, groups in (((4, 8, 6, 6), 0), ((64, 8, 64, 64), 0), ((4, 8, 6, 6), 2), ((2, 8, 256, 256), 2)):
+        x, dy, r, y = (new(*shape) for _ in range(4))
+        w, b = new(8, dtype=f32), new(8, dtype=f32)
+        stats = (shape[0], groups) if groups else (8,)
+        mean, rstd, p, q = (new(*stats, dtype=f64) for _ in range(4))
+        yield channel.channel_forward, (x, w, b, None, 1e-5, "relu", groups)
+        yield channel.channel_forward, (x, w, None, r, 1e-5, "silu", groups)
+        yield channel.channel_normalize, (x, mean, rstd, w, b, r, "relu")
+        yield channel.channel_moments, (x, groups)
+        yield channel_gradients.channel_backward, (dy, x, mean, rstd, w, b, None, None, "relu", groups, False)
+        yield channel_gradients.channel_backward_, (dy, x, mean, rstd, w, b, r, y, "relu", groups, True)
+        yield channel_gradients.channel_grad_sums, (dy, x, mean, rstd, w, b, None, None, "gelu")
+        yield channel_gradients.channel_input_grad, (dy, x, mean, rstd, w, b, r, y, p, q, "relu", True)
+    x, w, b = new(4, 8, 6, 6), new(8, dtype=f32), new(8, dtype=f32)
+    mean, m2, running, var = new(8, dtype=f64), new(8, dtype=f64), new(8, dtype=f32), new(8, dtype=f32)
+    batches, count = torch.tensor(3), new(dtype=f64)
+    yield channel.channel_forward_tracked_, (x, w, b, None, 1e-5, "relu", running, var, batches, 0.1)
+    yield channel.channel_forward_tracked_, (x, w, b, None, 1e-5, "relu", running, var, None, 0.2)
+    yield statistics.move_running_, (running, var, batches, None, mean, m2, 0, count)
+    yield statistics.constants_of, (running, var, 1e-5)
+    yield statistics.sums_of, (mean, m2, 100)
+    yield statistics.moments_of, (new(33, dtype=f64), 1e-5)
+    yield statistics.means_of, (new(17, dtype=f64), w, count)
+    for shape in ((40, 64), (40, 4096), (3, 70000)):
+        x, dy, r = (new(*shape) for _ in range(3))
+        w, b = new(shape[1]), new(shape[1])
+        mean, rstd = new(shape[0], 1, dtype=f32), new(shape[0], 1, dtype=f32)
+        for rms in (False, True):
+            yield rows.row_forward, (x, r if rms else None, w, None if rms else b, 1, 2, 1e-5, rms)
+            yield rows.row_backward, (dy, r if rms else None, x, mean, rstd, w, 1, 2, rms, True)
+            yield rows.row_backward, (dy, None, x, mean, rstd, None, 1, 2, rms, False)
+
+
+def launched_by(operator, arguments) -> list[tuple]:
+    LAUNCHED.clear()
+    result = operator(*arguments)
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    kinds = [(t.shape, t.stride(), t.dtype) for t in results]
+    return [kinds, *(numbered(given, tensors) for given in LAUNCHED)]
+
+
+def same_launches() -> None:
+    """A repeated call launches what the first one did by Triton's public call; and what no tape said."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for offset in (0, 1):
+            for operator, arguments in calls(offset, dtype):
+                plain = launched_by(operator.operator, arguments)
+                first = launched_by(operator, arguments)
+                del PUBLIC[:]
+                again = launched_by(operator, arguments)
+                assert not PUBLIC, (operator.__name__, PUBLIC)
+                assert plain == first == again, (operator.__name__, dtype, offset, plain, first, again)
+                assert len(again) > 1
+
+
+def integers() -> None:
+    """A kept launch serves all integers; a kernel compiled for 1, or for multiples of 16, would not."""
+    seen = set()
+    public = launch.Launch._public
+
+    def looked_at(self, *given):
+        count = len(self.values) - len(self.constants)
+        for parameter, value in zip(self.kernel.params[:count], self.values[:count], strict=True):
+            if type(value) is int:
+                assert parameter.do_not_specialize, (self.kernel.__name__, parameter.name)
+                seen.add((self.kernel.__name__, parameter.name))
+        return public(self, *given)
+
+    launch.Launch._public = looked_at
+    for operator, arguments in calls():
+        operator(*arguments)
+    assert len(seen) > 50
+
+
+def alignment() -> None:
+    """Other pointers of the same kind of tensors find their own kernel, in any order."""
+    functions = {}
+    for order in ((0, 1, 0, 1), (1, 0)):
+        for offset in order:
+            for number, (operator, arguments) in enumerate(calls(offset)):
+                launched = [given[4] for given in (launched_by(operator, arguments) and LAUNCHED)]
+                assert functions.setdefault((number, offset), launched) == launched
+        tape.forget()
+    count = max(number for number, _ in functions) + 1
+    assert all(functions[n, 0] != functions[n, 1] for n in range(count))
+
+
+def devices_and_streams() -> None:
+    """Every launch is on the stream that is current by then, and on the device of its tensors."""
+    x, w = torch.randn(40, 64), torch.randn(64)
+    call = (x, None, w, None, 1, 2, 1e-5, True)
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            entered.append(self.index)
+
+        def __exit__(self, *_):
+            entered.append(None)
+
+    for _ in range(3):
+        rows.row_forward(*call)
+    for STREAM[0] in (7, 8, 7):
+        LAUNCHED.clear()
+        rows.row_forward(*call)
+        assert LAUNCHED[0][3] == STREAM[0]
+    launch._current_device, torch.cuda.device = lambda: 1, Device
+    rows.row_forward(*call)
+    assert entered == [0, None]
+
+
+def hooks() -> None:
+    """A profiler that listens to launches hears each of them; when it has left, they are quick again."""
+    from triton import knobs
+
+    heard = []
+    call = (torch.randn(40, 64), None, torch.randn(64), None, 1, 2, 1e-5, True)
+    rows.row_forward(*call)
+    knobs.runtime.launch_enter_hook.add(heard.append)
+    del PUBLIC[:]
+    rows.row_forward(*call)
+    assert PUBLIC == ["forward_tile"]
+    knobs.runtime.launch_enter_hook.remove(heard.append)
+    del PUBLIC[:]
+    rows.row_forward(*call)
+    assert not PUBLIC
+
+
+def another_triton() -> None:
+    """Its launches may differ inside: they are Triton's own, and it is said once."""
+    import triton
+
+    triton.__version__ = "4.2.0"
+    call = (torch.randn(40, 64), None, torch.randn(64), None, 1, 2, 1e-5, True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            rows.row_forward(*call)
+    assert PUBLIC == ["forward_tile"] * 3
+    assert [str(w.message).split(";")[0] for w in caught] == [
+        "each launch takes some 10 µs longer: leannorm knows how Triton 3.6 to 3.9 launch a compiled kernel, "
+        "found Triton 4.2.0"
+    ]
+
+
+if __name__ == "__main__":
+    prepare()
+    globals()[sys.argv[1]]()

@@ -1,0 +1,104 @@
+"""What is kept of a launch and of an operator's call, and everything that must not be kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from leannorm import nn, use_backend
+from leannorm.ops.backends import triton
+
+HERE = Path(__file__).parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+interpreted = pytest.mark.skipif(
+    triton._UNAVAILABLE is not None or not triton.INTERPRETED, reason="runs on the interpreter"
+)
+SCENES = ("same_launches", "integers", "alignment", "devices_and_streams", "hooks", "another_triton")
+
+
+@needs_triton
+@pytest.mark.parametrize("scene", SCENES)
+def test_without_a_device(scene):
+    command = [sys.executable, str(HERE / "stand_in_driver.py"), scene]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@interpreted
+def test_a_call_with_one_tensor_twice_is_not_taken_for_one_with_two():
+    from leannorm.ops.backends.triton import rows, tape
+
+    tape.forget()
+    x, other, w = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+    rows.row_forward(x, x, w, None, 1, 2, 1e-5, True)
+    for _ in range(2):
+        total = rows.row_forward(x, other, w, None, 1, 2, 1e-5, True)[1]
+        torch.testing.assert_close(total, x + other)
+    torch.testing.assert_close(rows.row_forward(x, x, w, None, 1, 2, 1e-5, True)[1], x + x)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
+def test_calls_in_turns_are_those_of_their_own_kind(layout):
+    """Dtypes, None, layouts, activations and sizes change from call to call, forward and backward."""
+    made = [
+        nn.BatchNorm2d(6),
+        nn.GroupNorm(3, 6),
+        nn.LayerNorm(6, dim=1),
+        nn.RMSNorm(4),
+        nn.InstanceNorm2d(6),
+    ]
+    plain = [
+        torch.nn.BatchNorm2d(6),
+        torch.nn.GroupNorm(3, 6),
+        None,
+        torch.nn.RMSNorm(4),
+        torch.nn.InstanceNorm2d(6),
+    ]
+    for turn in range(3):
+        for samples in (2, 5):
+            for ours, torchs in zip(made, plain, strict=True):
+                if torchs is None:
+                    continue
+                x = torch.randn(samples, 6, 4, 8 if layout == "strided" else 4)
+                x = x[..., ::2] if layout == "strided" else x
+                x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
+                mine, theirs = x.detach().requires_grad_(), x.detach().clone().requires_grad_()
+                with use_backend("triton"):
+                    y = ours(mine)
+                    y.square().sum().backward()
+                want = torchs(theirs)
+                want.square().sum().backward()
+                torch.testing.assert_close(y, want, msg=f"{turn} {ours}")
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(made[0].running_var, plain[0].running_var)
+
+
+@interpreted
+def test_an_error_is_the_same_after_calls_that_went_well():
+    from leannorm.ops.backends.triton import channel
+
+    x, w = torch.randn(2, 4, 3), torch.randn(4)
+    for _ in range(3):
+        channel.channel_forward(x, w, None, None, 1e-5, "relu", 0)
+        with pytest.raises(RuntimeError, match="one value a channel"):
+            channel.channel_forward(x, w[:2], None, None, 1e-5, "relu", 0)
+        with pytest.raises(RuntimeError, match="unknown activation"):
+            channel.channel_forward(x, w, None, None, 1e-5, "nothing", 0)
+
+
+@interpreted
+def test_kept_calls_are_so_many_at_most(monkeypatch):
+    from leannorm.ops.backends.triton import rows, tape
+
+    monkeypatch.setattr(tape, "_MOST", 4)
+    tape.forget()
+    for n in range(1, 12):
+        rows.row_forward(torch.randn(n, 8), None, None, None, 1, 2, 1e-5, True)
+        assert len(rows.row_forward.tapes) <= 4

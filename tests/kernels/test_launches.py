@@ -1,0 +1,182 @@
+"""How many launches and copies a layer takes on a GPU, forward and backward, by the table in docs/gpu.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leannorm import functional, nn, use_backend
+from leannorm._types import Epilogue, Running
+from leannorm.autograd import sync
+from leannorm.autograd.sync import Sharing
+from leannorm.functional import batch
+from leannorm.ops.backends import REFERENCE, TRITON, triton
+from leannorm.ops.sums import HEADER
+
+pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+BF16 = torch.bfloat16
+IMAGES, SMALL, ROWS = (64, 64, 56, 56), (2, 64, 14, 14), (4096, 1024)
+
+
+def with_residual(layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: layer(x, torch.empty_like(x).requires_grad_())
+
+
+def add_norm() -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = torch.ones(ROWS[-1:], dtype=BF16, requires_grad=True)
+    return lambda x: functional.add_rms_norm(x, torch.empty_like(x), ROWS[-1:], weight)[0]
+
+
+def over_ranks() -> Callable[[torch.Tensor], torch.Tensor]:
+    """What SyncBatchNorm calls where there are several ranks; the sum over them counts as one launch."""
+    m = nn.SyncBatchNorm(64)
+    running = Running(m.running_mean, m.running_var, m.num_batches_tracked, 0.1)
+    sharing = Sharing("ranks", "layer")
+    return lambda x: batch._by_batch(x, running, Epilogue(m.weight, m.bias), 1e-5, sharing)
+
+
+# each row of the table: the layer, and an input; bf16 layers have parameters in 16 bits
+CASES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tuple[int, ...]]] = {
+    "`BatchNorm2d`": (lambda: nn.BatchNorm2d(64), IMAGES),
+    "`BatchNorm2d`, a small input": (lambda: nn.BatchNorm2d(64), SMALL),
+    "`BatchNorm2d`, bfloat16 parameters": (lambda: nn.BatchNorm2d(64, dtype=BF16), IMAGES),
+    "`BatchNorm2d`, evaluation": (lambda: nn.BatchNorm2d(64).eval(), IMAGES),
+    "`BatchNormAct2d` with a residual": (lambda: with_residual(nn.BatchNormAct2d(64)), IMAGES),
+    "`GroupNorm`": (lambda: nn.GroupNorm(32, 64), IMAGES),
+    "`GroupNorm`, large planes": (lambda: nn.GroupNorm(2, 64), (2, 64, 512, 512)),
+    "`GroupNorm`, one sample": (lambda: nn.GroupNorm(32, 64, dtype=BF16), (1, 64, 56, 56)),
+    "`GroupNorm`, bfloat16 parameters": (lambda: nn.GroupNorm(32, 64, dtype=BF16), IMAGES),
+    "`InstanceNorm2d`": (lambda: nn.InstanceNorm2d(64, affine=True), IMAGES),
+    "`InstanceNorm2d`, running statistics": (
+        lambda: nn.InstanceNorm2d(64, affine=True, track_running_stats=True),
+        IMAGES,
+    ),
+    "`LayerNorm`": (lambda: nn.LayerNorm(1024), ROWS),
+    "`LayerNorm`, bfloat16 parameters": (lambda: nn.LayerNorm(1024, dtype=BF16), ROWS),
+    "`LayerNorm`, rows longer than a tile": (lambda: nn.LayerNorm(65536), (64, 65536)),
+    "`SyncBatchNorm` over several ranks": (over_ranks, IMAGES),
+    "`add_rms_norm`": (add_norm, ROWS),
+    "`RMSNorm`": (lambda: nn.RMSNorm(1024), ROWS),
+    "`RMSNorm`, bfloat16 parameters": (lambda: nn.RMSNorm(1024, dtype=BF16), ROWS),
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's operations that launch something: all but views and new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not (func.is_view or "empty" in func.__name__ or func.__name__.startswith("detach")):
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The kernels are noted in place of being run, on tensors without memory."""
+    from leannorm.ops.backends.triton import channel, channel_gradients, rows, shares, statistics
+
+    mode = Counted()
+    for module in (channel, channel_gradients, rows, shares, statistics):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: mode.seen.append(kernel.__name__))
+    for module in (channel, rows):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+
+    def add_up(sums, count, *_):  # type: ignore[no-untyped-def]
+        message = TRITON.message_of(sums, (1, 2), 0, count, 512, sums[0].device)
+        mode.seen.append("all_reduce")
+        return message.narrow(0, HEADER - 1, 1 + sum(s.numel() for s in sums))
+
+    monkeypatch.setattr(sync, "add_up", add_up)
+    monkeypatch.setattr(TRITON, "why_not", lambda *_, **__: [])
+    monkeypatch.setattr(TRITON, "ops", triton._kernels)
+    with use_backend("triton"), torch.device("meta"):
+        yield mode
+
+
+def table() -> dict[str, tuple[int, int]]:
+    rows = re.findall(r"^\| (.*?) \| (\d+) \| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+    return {name: (int(forward), int(backward)) for name, forward, backward in rows}
+
+
+def test_the_table_has_every_case():
+    assert set(table()) == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_launches_are_those_of_the_table(counted, name):
+    make, shape = CASES[name]
+    call, x = make(), torch.empty(shape, dtype=BF16, requires_grad=True)
+    dy = torch.empty(shape, dtype=BF16)
+    call(x)  # what is launched once, for all later calls
+    counted.seen.clear()
+    with counted:
+        y = call(x)
+        forward = list(counted.seen)
+        counted.seen.clear()
+        torch.autograd.backward(y, dy)
+    backward = counted.seen
+    print(name, len(forward), len(backward), forward, backward)
+    assert (len(forward), len(backward)) == table()[name], (forward, backward)
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """The interpreted kernels store what a device's would."""
+    from leannorm.ops.backends.triton import channel_gradients, rows
+
+    for module, name in ((channel_gradients, "gradient_dtype"), (rows, "row_gradient_dtype")):
+        monkeypatch.setattr(module, name, lambda x, weight: weight.dtype)
+    with use_backend("triton"):
+        yield
+
+
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("groups", [0, 2])
+@pytest.mark.parametrize("samples", [1, 3, 40])
+def test_channel_kernels_store_the_weights_dtype(as_on_a_device, dtype, groups, samples):
+    x, dy = torch.randn(samples, 4, 6), torch.randn(samples, 4, 6)
+    weight = torch.rand(4).to(dtype)
+    found = []
+    for backend in (TRITON, REFERENCE):
+        _, mean, _, rstd = REFERENCE.channel_forward(x, weight, None, None, 1e-5, groups=groups)
+        _, dweight, dbias, _ = backend.channel_backward(
+            dy, x, mean, rstd, weight, None, None, None, groups=groups
+        )
+        found.append((dweight, dbias))
+    for ours, plain in zip(*found, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, plain.to(dtype), rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-5)
+
+
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 40), (900, 40), (3, 20000)])
+def test_row_kernels_store_the_weights_dtype(as_on_a_device, dtype, shape):
+    x, dy, weight = torch.randn(shape), torch.randn(shape), torch.rand(shape[1:]).to(dtype)
+    _, _, mean, rstd = REFERENCE.row_forward(x, None, weight, None, 1, 2, 1e-5)
+    ours = TRITON.row_backward(dy, None, x, mean, rstd, weight, 1, 2)
+    plain = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, 1, 2)
+    for a, b in zip(ours[1:], plain[1:], strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a, b.to(dtype), rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-4)
+
+
+@pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(8), lambda: nn.LayerNorm(8)])
+def test_a_bias_wider_than_the_weight_gets_all_digits_of_its_gradient(as_on_a_device, make):
+    layer, x, dy = make(), torch.randn(50, 8), torch.randn(50, 8)
+    layer.weight.data = layer.weight.data.to(BF16)
+    layer(x).backward(dy)
+    assert layer.weight.grad.dtype == BF16
+    torch.testing.assert_close(layer.bias.grad, dy.sum(0), rtol=1e-5, atol=1e-5)
