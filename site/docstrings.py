@@ -2,11 +2,15 @@
 
 The template is plain text, for `help()`. Each part becomes a paragraph with its label in bold, each example a
 block of code. Formulas are indented, which is code in Markdown already.
+
+Layers get the arguments of their constructors from the running code, as many inherit them from torch.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+from importlib import import_module
 from typing import Any
 
 import griffe
@@ -30,3 +34,17 @@ class Template(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = markdown_of(obj.docstring.value)
+
+    def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
+        if not cls.path.startswith("leannorm.nn.") or cls.name.startswith("_") or "__init__" in cls.members:
+            return
+        made = getattr(import_module(cls.module.path), cls.name)
+        arguments = [
+            griffe.Parameter(
+                parameter.name,
+                kind=getattr(griffe.ParameterKind, parameter.kind.name.lower()),
+                default=None if parameter.default is parameter.empty else repr(parameter.default),
+            )
+            for parameter in inspect.signature(made.__init__).parameters.values()
+        ]
+        cls.set_member("__init__", griffe.Function("__init__", parameters=griffe.Parameters(*arguments)))

@@ -105,3 +105,17 @@ def test_contributors_are_told_the_rooms_of_the_design():
         for name in ("CONTRIBUTING.md", "DESIGN.md")
     )
     assert told == designed
+
+
+def test_the_translation_is_of_this_readme():
+    """The same sections, links, commands and numbers, in the same order; its comments are translated."""
+    readme, translated = ((ROOT / name).read_text() for name in ("README.md", "README.zh.md"))
+    assert len(re.findall(r"(?m)^## ", readme)) == len(re.findall(r"(?m)^## ", translated))
+    translated = translated.replace("[English](README.md) | 中文\n", "")
+    for what in (
+        r"\]\(([^)]+)\)",
+        r"(?m)^(?:    |>>> |\.\.\. )(.*?)(?: +#.*)?$",
+        r"\*?\*?\b\d+\.\d+\b\*?\*?",
+    ):
+        assert re.findall(what, readme) == re.findall(what, translated)
+    assert sorted(re.findall(r"`[^`\n]+`", readme)) == sorted(re.findall(r"`[^`\n]+`", translated))

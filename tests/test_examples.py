@@ -87,6 +87,11 @@ def test_every_script_is_run_here():
     assert [path.stem for path in EXAMPLES.glob("*.ipynb")] == ["memory_over_a_step"]
 
 
+def test_every_script_stands_on_the_page_of_examples():
+    listed = set(re.findall(r"(?m)^\| `(\w+)\.\w+`", (ROOT / "docs" / "examples.md").read_text()))
+    assert listed == {*(name for name, *_ in SCRIPTS), "two_ranks", "memory_over_a_step"}
+
+
 @pytest.mark.parametrize(("name", "libraries", "sentences", "most"), SCRIPTS, ids=[s[0] for s in SCRIPTS])
 def test_an_example(name, libraries, sentences, most, tmp_path):
     if needs(libraries):

@@ -105,8 +105,10 @@ def test_the_reference_has_every_public_name(site):
     assert sorted(set(inner) - ids) == []
 
 
-def test_a_reference_shows_the_template_s_parts(site):
+def test_a_reference_shows_arguments_and_the_template_s_parts(site):
     text = (site / "api" / "nn.html").read_text()
     for label in ("Shapes", "Dtypes", "Kept", "Raises", "Source"):
         assert f"<strong>{label}</strong>" in text
     assert "&gt;&gt;&gt;" in text
+    plain = re.sub(r"<[^>]+>", "", text)
+    assert re.search(r"BatchNorm1d\(\s*num_features,\s*eps=1e-05,", plain)  # which it inherits
