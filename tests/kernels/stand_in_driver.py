@@ -16,6 +16,7 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 import torch  # noqa: E402
 
 from benchmarks import host_time  # noqa: E402
+from leannorm.ops.backends import TRITON  # noqa: E402
 from leannorm.ops.backends.triton import (  # noqa: E402
     channel,
     channel_gradients,
@@ -146,6 +147,20 @@ def integers() -> None:
     for operator, arguments in calls():
         operator(*arguments)
     assert len(seen) > 50
+
+
+def numbers() -> None:
+    """A setting that is a tensor is read by every call."""
+    x, w = torch.randn(40, 64), torch.randn(64)
+    images, mean, var = torch.randn(2, 4, 3, 3), torch.zeros(4), torch.ones(4)
+    for eps in (0.25, 0.5, 0.25):
+        given = torch.tensor(eps)
+        LAUNCHED.clear()
+        TRITON.row_forward(x, None, w, None, 1, 2, given, True)
+        TRITON.channel_forward(images, None, None, None, given)
+        TRITON.channel_evaluate(images, mean, var, given)
+        assert len(LAUNCHED) == 3
+        assert all(any(type(v) is float and v == eps for v in launched) for launched in LAUNCHED)
 
 
 def alignment() -> None:

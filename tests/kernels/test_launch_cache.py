@@ -19,7 +19,15 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 interpreted = pytest.mark.skipif(
     triton._UNAVAILABLE is not None or not triton.INTERPRETED, reason="runs on the interpreter"
 )
-SCENES = ("same_launches", "integers", "alignment", "devices_and_streams", "hooks", "another_triton")
+SCENES = (
+    "same_launches",
+    "integers",
+    "numbers",
+    "alignment",
+    "devices_and_streams",
+    "hooks",
+    "another_triton",
+)
 
 
 @needs_triton
@@ -102,3 +110,15 @@ def test_kept_calls_are_so_many_at_most(monkeypatch):
     for n in range(1, 12):
         rows.row_forward(torch.randn(n, 8), None, None, None, 1, 2, 1e-5, True)
         assert len(rows.row_forward.tapes) <= 4
+
+
+@interpreted
+def test_a_momentum_that_is_a_tensor_is_read_by_every_call():
+    layer, plain = nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    for momentum in (0.1, 0.7, 0.2):
+        layer.momentum, plain.momentum = torch.tensor(momentum), momentum
+        x = torch.randn(8, 3)
+        with use_backend("triton"):
+            layer(x)
+        plain(x)
+        torch.testing.assert_close(layer.running_var, plain.running_var)

@@ -57,6 +57,11 @@ def _wanted_dz(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None
     return dy if act == "identity" else dz
 
 
+def _number(momentum: float | Tensor | None) -> float | None:
+    """A momentum that is a tensor, as its value: who keeps a call's settings must not keep the tensor."""
+    return float(momentum) if isinstance(momentum, Tensor) else momentum
+
+
 def _increment_versions(buffers: tuple[Tensor | None, ...]) -> None:
     """As torch's in-place operations do, so that autograd detects an edit of a tensor that it saved."""
     torch.autograd.graph.increment_version([b for b in buffers if b is not None and not b.is_inference()])
@@ -178,7 +183,7 @@ class Compiled(Backend):
         if running is None:
             result = self.ops.channel_forward(*arguments, groups)
         else:
-            result = self.ops.channel_forward_tracked_(*arguments, *running)
+            result = self.ops.channel_forward_tracked_(*arguments, *running[:3], _number(running.momentum))
             _increment_versions(running[:3])
         return result
 
@@ -282,7 +287,8 @@ class Compiled(Backend):
             super().move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
             return
         given = (count, None) if isinstance(count, int) else (0, count)
-        self.ops.move_running_(running_mean, running_var, num_batches, momentum, mean, m2, *given)
+        weight = _number(momentum)
+        self.ops.move_running_(running_mean, running_var, num_batches, weight, mean, m2, *given)
         _increment_versions((running_mean, running_var, num_batches))
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:

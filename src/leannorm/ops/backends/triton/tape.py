@@ -44,6 +44,8 @@ class _Recorder:
         return None
 
     def note(self, launch: Launch, arguments: Sequence[Any]) -> None:
+        if any(isinstance(value, Tensor) for value in launch.constants.values()):
+            self.sayable = False  # a setting whose value may change
         places = []
         for position, t in enumerate(arguments):
             if isinstance(t, Tensor):
