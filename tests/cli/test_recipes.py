@@ -18,6 +18,8 @@ ELSEWHERE = {
     "MiopenBatchNormBackward0",
     "FusedRmsNormBackward0",
     "leannorm.SyncNorm",
+    "ScaledDotProductEfficientAttentionBackward0",
+    "ScaledDotProductFlashAttentionBackward0",
 }
 
 

@@ -69,8 +69,8 @@ def recipes_table(recipes: Sequence[RecipeState]) -> Table:
     named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
     alive = [name for name, one in named if one.state == ALIVE]
     rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]
-    rows += [[one.state, name, one.why] for name, one in named if one.state != ALIVE]
-    return Table(["", "recipe of lean()", "on this torch"], rows, numbers_from=3)
+    rows += [[one.state, "1", f"{name}: {one.why}"] for name, one in named if one.state != ALIVE]
+    return Table(["", "recipes of lean()", "on this torch"], rows, numbers_from=3)
 
 
 @dataclass(frozen=True)
