@@ -190,6 +190,15 @@ def test_bad_input_is_named(how, rule):
         assert "got" in str(raised.value)
 
 
+def test_a_graph_that_leaves_checks_both_words_too():
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return functional.rms_norm(x, (6,), cast="first")
+
+    with pytest.raises(Exception, match="'before' or 'after'"):
+        torch.export.export(Net(), (torch.randn(2, 6),))
+
+
 def test_convert_leaves_what_torch_has_no_class_for():
     """A plain RMS norm in its place would compute something else."""
     model = torch.nn.Sequential(

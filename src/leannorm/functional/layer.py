@@ -27,6 +27,8 @@ def _row_norm(
     weight_offset: float = 0.0,
     cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
+    _checks.weight_offset(weight_offset)
+    _checks.cast(cast)
     if leaving():
         return stock.row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast == "before")
     input, residual, weight, bias = tensors
@@ -40,8 +42,6 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
-    _checks.weight_offset(weight_offset)
-    _checks.cast(cast)
     rows = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
     return row_norm(input, residual, weight, bias, rows)
 
