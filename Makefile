@@ -5,13 +5,13 @@ BIN    := $(VENV)/bin
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
-.PHONY: demo test wheel conformance faults fuzz matrix check sanitize clean
+.PHONY: demo test site wheel conformance faults fuzz matrix check sanitize clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* src/leannorm/ops/schema.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,interop]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,docs,interop]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision \
 	    lightning lightning-utilities torchmetrics  # they would bring another torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON)
@@ -22,6 +22,10 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The documentation, in build/site; a warning is an error
+site: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # One wheel for every Python and every torch from 2.10 on, in dist/: made, audited, and tried beside torch in an
 # environment that has nothing else and no compiler.

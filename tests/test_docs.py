@@ -3,14 +3,18 @@
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import leannorm
+from benchmarks.architectures import import_torchvision
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -32,7 +36,72 @@ def test_examples_in_docstrings(name):
     assert doctest.testmod(importlib.import_module(name), optionflags=OPTIONS).failed == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def run(page):
+    """Runs every python block of a page, in one namespace: those with prompts print what they say."""
+    names = {"__name__": "__main__"}
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        code, line = found[1], text.count("\n", 0, found.start(1))
+        if ">>> " in code:
+            test = doctest.DocTestParser().get_doctest(code, names, page.name, str(page), line)
+            assert doctest.DocTestRunner(optionflags=OPTIONS).run(test, clear_globs=False).failed == 0
+            names = test.globs
+        else:
+            exec(compile("\n" * line + code, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_on_pages(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where examples write their files
-    assert doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS).failed == 0
+    if re.search(r"^(?:>>> )?(?:from|import) (?:timm|transformers|torchvision)", page.read_text(), re.M):
+        import_torchvision()
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_example_stands_in_a_python_block(page):
+    """Others would not be run."""
+    rest = BLOCK.sub("", page.read_text())
+    assert ">>> " not in rest
+    assert set(re.findall(r"^ *```(\w+)", rest, re.M)) <= {"console"}
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES, *ROOT.glob("[A-Z]*.md")}), ids=name_of)
+def test_every_link_to_a_file_leads_to_one(page):
+    """The site's own test looks at links as browsers see them, this one at pages as they lie in the tree."""
+    rest = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.M | re.S)
+    for address in re.findall(r"\]\(([^)\s]+)\)", rest):
+        if not re.match(r"https?:|#", address):
+            assert (page.parent / address.partition("#")[0]).exists(), address
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == leannorm.__version__
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")), ids=name_of)
+def test_an_issue_form_has_what_the_platform_asks_for(form):
+    content = yaml.safe_load(form.read_text())
+    if form.name == "config.yml":
+        assert content == {"blank_issues_enabled": True}
+        return
+    assert {"name", "description", "body"} <= set(content)
+    asked = [part for part in content["body"] if part["type"] != "markdown"]
+    assert all(part["attributes"]["label"] for part in asked)
+    assert len({part["id"] for part in asked}) == len(asked)
+    assert any(part.get("validations", {}).get("required") for part in asked)
+
+
+def test_contributors_are_told_the_rooms_of_the_design():
+    """The line of rooms, from `ops` on, is DESIGN.md's."""
+    told, designed = (
+        re.search(r"^    (?:.*\bops\b) ← (.+)$", (ROOT / name).read_text(), re.M)[1]
+        for name in ("CONTRIBUTING.md", "DESIGN.md")
+    )
+    assert told == designed

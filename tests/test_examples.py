@@ -1,0 +1,128 @@
+"""Every script in `examples/` runs as a user runs it, in a process of its own, and prints what it says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+# torchvision, which timm and transformers import, fails where it is built for another torch
+RUN = """
+import runpy, sys
+from benchmarks.architectures import import_torchvision
+import_torchvision()
+path = sys.argv[1]
+sys.path[0] = path.rpartition("/")[0]
+runpy.run_path(path, run_name="__main__")
+"""
+MAKE = """
+import json, sys
+sys.path[0] = sys.argv[1]
+from make_notebook import SOURCE, notebook_of, run
+print(json.dumps(run(notebook_of(SOURCE.read_text()))))
+"""
+SAME = "weights after training, stock and lean: equal bit for bit"
+HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB, ratio (\d\.\d\d)")
+
+# (script, libraries that it needs, sentences that it prints, the most that it may hold of stock's)
+SCRIPTS = [
+    ("digits", ["sklearn"], [SAME], 0.4),
+    ("timm_loop", ["sklearn", "timm"], [SAME], 0.4),
+    ("transformers_trainer", ["transformers", "accelerate"], [SAME], 0.5),
+    ("lightning_digits", ["sklearn", "lightning"], [SAME], 0.4),
+    ("unet_denoising", ["sklearn"], [SAME], 0.5),
+    (
+        "deploy",
+        ["sklearn", "onnxruntime", "onnxscript"],
+        [
+            ".pt2, converted, in a process without leannorm: the same to 1e-5",
+            "ONNX, converted, by onnxruntime: the same to 1e-5",
+            ".pt2, folded, in a process without leannorm: the same to 1e-5",
+            "ONNX, folded, by onnxruntime: the same to 1e-5",
+        ],
+        0.6,
+    ),
+]
+
+
+def output_of(*command, folder):
+    paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    ran = subprocess.run(
+        command,
+        cwd=folder,  # files that it leaves behind show
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not list(folder.iterdir())
+    return ran.stdout
+
+
+def check_held(printed, most):
+    """The printed ratio is that of the printed bytes, and at most `most`."""
+    found = HELD.findall(printed)
+    assert found, printed
+    for stock, lean, ratio in found:
+        assert float(lean) / float(stock) == pytest.approx(float(ratio), abs=0.01)
+        assert float(stock) > 20  # large enough to matter
+        assert float(ratio) <= most, printed
+
+
+def needs(libraries):
+    return [name for name in libraries if find_spec(name) is None]
+
+
+def test_every_script_is_run_here():
+    shown = {*(name for name, *_ in SCRIPTS), "two_ranks", "memory_over_a_step", "make_notebook", "measure"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == shown
+    assert [path.stem for path in EXAMPLES.glob("*.ipynb")] == ["memory_over_a_step"]
+
+
+@pytest.mark.parametrize(("name", "libraries", "sentences", "most"), SCRIPTS, ids=[s[0] for s in SCRIPTS])
+def test_an_example(name, libraries, sentences, most, tmp_path):
+    if needs(libraries):
+        pytest.skip(f"needs {', '.join(needs(libraries))}")
+    printed = output_of(sys.executable, "-c", RUN, str(EXAMPLES / f"{name}.py"), folder=tmp_path)
+    for sentence in sentences:
+        assert sentence in printed, printed
+    check_held(printed, most)
+
+
+def test_two_ranks(tmp_path):
+    if needs(["sklearn"]):
+        pytest.skip("needs sklearn")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = output_of(*torchrun, str(EXAMPLES / "two_ranks.py"), folder=tmp_path)
+    assert "2 ranks and one process: the same losses" in printed, printed
+    check_held(printed, 0.4)
+
+
+def source_of(cells):
+    return [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+
+
+def test_the_notebook(tmp_path):
+    """It is made from its script, and executing it prints what is written in it."""
+    if needs(["nbclient", "ipykernel", "matplotlib", "sklearn"]):
+        pytest.skip("needs nbclient, ipykernel, matplotlib and sklearn")
+    committed = json.loads((EXAMPLES / "memory_over_a_step.ipynb").read_text())
+    made = json.loads(output_of(sys.executable, "-c", MAKE, str(EXAMPLES), folder=tmp_path))
+    assert source_of(made["cells"]) == source_of(committed["cells"]), "run python examples/make_notebook.py"
+    for notebook in (made, committed):
+        outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+        assert not [output for output in outputs if output.get("name") == "stderr"]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+        text = "".join("".join(output.get("text", "")) for output in outputs)
+        ratios = [float(ratio) for ratio in re.findall(r"\((\d\.\d\d) of stock's\)", text)]
+        assert len(ratios) == 3, text
+        assert ratios[0] == 1.0 > 0.8 > ratios[1] > 0.6 > ratios[2]
+        assert text.count("equal bit for bit") == 3
