@@ -27,6 +27,15 @@ def poisoned_memory():
 
 
 @pytest.fixture(autouse=True)
+def no_plan_of_another_test():
+    """A network that begins as an earlier one did would follow that one's plan first."""
+    from leannorm.saving import plans
+
+    plans._PLANS.clear()
+    plans._STRAYED.clear()
+
+
+@pytest.fixture(autouse=True)
 def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)

@@ -65,6 +65,26 @@ FUNCTIONS = {
     "add_rms_norm": lambda: {
         "input": image(), "residual": image(), "normalized_shape": (7,), **tensors("weight", size=7),
     },
+    "ada_layer_norm": lambda: {
+        "input": image(4, 5, 7), "normalized_shape": (7,), "scale": image(4, 7), "shift": image(4, 7),
+        **tensors("weight", "bias", size=7),
+    },
+    "ada_rms_norm": lambda: {
+        "input": image(4, 5, 7), "normalized_shape": (7,), "scale": image(4, 7), "shift": image(4, 7),
+        **tensors("weight", size=7),
+    },
+    "add_ada_layer_norm": lambda: {
+        "input": image(4, 5, 7), "branch": image(4, 5, 7), "gate": image(4, 7), "normalized_shape": (7,),
+        "scale": image(4, 7), "shift": image(4, 7), **tensors("weight", "bias", size=7),
+    },
+    "add_ada_rms_norm": lambda: {
+        "input": image(4, 5, 7), "branch": image(4, 5, 7), "gate": image(4, 7), "normalized_shape": (7,),
+        "scale": image(4, 7), "shift": image(4, 7), **tensors("weight", size=7),
+    },
+    "gated_rms_norm": lambda: {
+        "input": image(4, 7), "gate": image(4, 7), "normalized_shape": (7,), **tensors("weight", size=7),
+    },
+    "group_norm_act": lambda: {"input": image(), "num_groups": 3, **tensors("weight", "bias")},
 }  # fmt: skip
 
 
@@ -96,11 +116,12 @@ def test_functions(name, kind):
 @pytest.mark.parametrize("case", [Case(layer, layer.options[0]) for layer in LAYERS], ids=str)
 def test_layers(case, kind, training):
     layer = case.make().train(training)
-    (x,) = case.inputs()[:1]
-    layer(x)
-    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    x, *others = case.inputs()
     names = list(inspect.signature(layer.forward).parameters)
+    given = dict(zip(names, [x, *others], strict=False))
+    layer(**given)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
     for argument in names:
         with pytest.raises(InputError, match=f"{argument} must be a dense tensor.*got layout"):
-            layer(**{names[0]: x, argument: kind(x)})
+            layer(**given | {argument: kind(given.get(argument, x))})
     assert all(torch.equal(v, before[k]) for k, v in layer.state_dict().items())

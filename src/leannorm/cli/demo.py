@@ -31,6 +31,7 @@ def demo(
     from leannorm._files import check_writable, write_json, write_text
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.demo import page
+    from leannorm.demo.digits import load
     from leannorm.demo.headline import measured
     from leannorm.demo.train import Settings, compare
     from leannorm.report.render import require_page
@@ -40,6 +41,7 @@ def demo(
         require_page()
     settings = Settings(data, root, epochs, batch_size, device, seed)
     settings.check()
+    load(settings.data, settings.root)  # what is wrong with them is told before the work
     console, saved = Console(), []
     if networks:
         with console.status("making the networks") as status:

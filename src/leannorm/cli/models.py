@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -77,14 +78,14 @@ def _maker(source: str, name: str) -> Callable[[], object]:
 
 
 def tried(model: nn.Module, sizes: tuple[int, ...], spec: str, device: str = "cpu") -> Tensor:
-    """A random input of these sizes, which the model has taken once.
+    """A random input of these sizes, which a copy of the model has taken once.
 
     Raises InputError with the model's own words if it does not take one.
     """
     images = torch.randn(sizes, device=device)
     try:
-        with torch.no_grad():
-            model(images)
+        with torch.random.fork_rng(), torch.no_grad():
+            copy.deepcopy(model)(images)
     except Exception as error:
         shape = "x".join(map(str, sizes))
         raise InputError(f"{spec} does not take --input {shape}: {in_one_line(error)}") from error

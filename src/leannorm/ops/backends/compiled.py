@@ -259,7 +259,8 @@ class Compiled(Backend):
         weight_offset: float = 0.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
-        dtype, input_dtype = torch.promote_types(dy.dtype, x.dtype), x.dtype
+        input_dtype = x.dtype
+        dtype = input_dtype if dy.dtype is input_dtype else torch.promote_types(dy.dtype, input_dtype)
         if dtype != input_dtype:
             x, dtotal = x.to(dtype), None if dtotal is None else dtotal.to(dtype)
         dx, dweight, dbias = self.ops.row_backward(

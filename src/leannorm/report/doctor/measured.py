@@ -11,7 +11,7 @@ from leannorm.report.doctor.settings import SHARE
 from leannorm.report.doctor.subject import Found, Subject, layer
 
 HANDFUL = 8
-LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 8.0
+LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 20.0
 LEAST_PADDING = 0.05
 LEAST_DIFFERENCE = 0.5
 
