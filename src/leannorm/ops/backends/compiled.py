@@ -183,7 +183,8 @@ class Compiled(Backend):
         if running is None:
             result = self.ops.channel_forward(*arguments, groups)
         else:
-            result = self.ops.channel_forward_tracked_(*arguments, *running[:3], _number(running.momentum))
+            *buffers, momentum = running
+            result = self.ops.channel_forward_tracked_(*arguments, *buffers, _number(momentum))
             _increment_versions(running[:3])
         return result
 

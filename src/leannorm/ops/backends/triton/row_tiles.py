@@ -112,6 +112,10 @@ def forward(kept: int, inner: int, itemsize: int, pressed: bool) -> Tile:
     return Tile(rows, block, warps, registers=64 if warps == 16 and inner == 1 and not pressed else None)
 
 
+# Bytes of a value and length of a row, of tiles that need so many registers that fewer programs fit.
+_CROWDED = {(2, 128): 2, (2, 256): 3, (4, 128): 2, (4, 256): 3}
+
+
 def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) -> Backward | None:
     """None for rows longer than a tile; `tensors` are read, through `shared` bytes of shared memory.
 
@@ -122,7 +126,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
     a_tile = 1024 if itemsize == 8 else 2048
     if inner == 1:
         if block <= a_tile:
-            found = Backward(Tile(a_tile // block, block, 4), 4, fold=block * itemsize >= 2048)
+            programs = _CROWDED.get((itemsize, block), 4)
+            found = Backward(Tile(a_tile // block, block, 4), programs, fold=block * itemsize >= 2048)
         elif block == 2 * a_tile:
             found = Backward(Tile(1, block, 8), 2, fold=True)
         elif itemsize < 8 and block == 4 * a_tile:
@@ -151,7 +156,7 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
         found = found._replace(tile=tile, programs=max(found.programs // 2, 1))
     if found.shared(itemsize, tensors) > shared:
         return None
-    limit = min(_REGISTERS // (32 * found.tile.warps * found.programs), 255)
+    limit = min(_REGISTERS // (32 * found.tile.warps * found.programs) // 8 * 8, 255)  # given out by eights
     return found._replace(tile=found.tile._replace(registers=limit))
 
 
