@@ -36,6 +36,7 @@ import_torchvision()
 LANGUAGE = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4, "vocab_size": 4000}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 TOKENS = (2, 160)
+LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 32000}
 RESULTS = Path(__file__).parent / "results" / "lean_transformers_cpu.json"
 
 
@@ -243,10 +244,15 @@ def main() -> None:
     parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []], metavar="MODEL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="both, if none is named")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--large", action="store_true", help="language models of width 1,024, 2×256 tokens")
     parser.add_argument("--selective", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.large:
+        LANGUAGE.update(LARGE)
+        HEADS.update(num_attention_heads=16, num_key_value_heads=16)
+        globals()["TOKENS"] = (2, 256)
     leannorm.keep_freed_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     rows = []

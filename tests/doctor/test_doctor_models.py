@@ -29,6 +29,10 @@ def test_a_model_without_faults_has_no_findings(name):
         if name == "transformers:MobileNetV2":
             assert {one.check for one in report.findings} == {"momentum"}
             assert [one.value for one in report.findings] == [0.997] * 52
+        elif (
+            name == "timm:repvgg_a0"
+        ):  # its beta is random at the start, as in a checkpoint without statistics
+            assert {one.check for one in report.findings} == {"never_updated_statistics"}
         else:
             assert told(report) == []
     model = trained(name)
