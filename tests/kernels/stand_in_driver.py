@@ -160,7 +160,8 @@ def numbers() -> None:
         TRITON.channel_forward(images, None, None, None, given)
         TRITON.channel_evaluate(images, mean, var, given)
         assert len(LAUNCHED) == 3
-        assert all(any(type(v) is float and v == eps for v in launched) for launched in LAUNCHED)
+        for launched in LAUNCHED:  # Triton 3.9 puts a kernel's arguments in a tuple of their own
+            assert any(type(v) is float and v == eps for v in tree_leaves(launched))
 
 
 def alignment() -> None:
