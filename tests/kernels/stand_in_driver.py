@@ -14,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from benchmarks import host_time  # noqa: E402
 from leannorm.ops.backends import TRITON  # noqa: E402
