@@ -341,6 +341,16 @@ LEANNORM_INLINE double total(D v) { return lane_sum(v); }
 LEANNORM_INLINE double total(Wide<D> v) { return total(v.a); }
 LEANNORM_INLINE double total(Wide<F> v) { return total(v.a + v.b); }
 
+// Lane i of the result is lane index[i] of `values`, where the machine has an instruction for it.
+template <class V> constexpr bool picks_lanes = false;
+#if defined(__AVX512F__)
+template <> inline constexpr bool picks_lanes<F> = true;
+LEANNORM_INLINE F picked(F values, I index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)values); }
+#elif defined(__AVX2__)
+template <> inline constexpr bool picks_lanes<F> = true;
+LEANNORM_INLINE F picked(F values, I index) { return (F)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index); }
+#endif
+
 // float64 values, one for each of the first n lanes of a V.
 LEANNORM_INLINE D load_doubles(const double* p, int64_t n) {
   return n >= lanes<D> ? read<D>(p) : n > 0 ? Element<double>::load(p, n, D{}) : D{};
