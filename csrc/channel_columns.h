@@ -262,6 +262,10 @@ void column_wide_moments(const void* base, Block block, const double* shift, dou
   }
 }
 
+// So many rows are computed before the first of them is written: rows lie some pages apart, and a machine that compares
+// the lower bits of addresses alone takes the next row for what it has just written.
+constexpr int kAbreast = 4;
+
 // May the results of a block be written past the caches?
 template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at, Block block) {
   return writes_past<T>(o, at) && block.stride * sizeof(T) % 64 == 0;
@@ -273,13 +277,14 @@ void column_normalize(Operands o, Block block, Coefficients coefficients, int ac
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
   each_tile<V>(block, coefficients, kApply, [&](Block tile, int64_t first, Coefficients c) LEANNORM_BODY {
     const auto normalize = [&](auto past) LEANNORM_BODY {
-      each_column_vector<T, form, 4>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+      each_column_vector<T, form, kAbreast>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
         const Affine<V> affine = column_affine<V, whole>(c, at, n);
-        x += first;
-        each_of(rows, [&](int) LEANNORM_BODY {
-          normalize_batch<InOrder<T>, form, whole>({o, x}, n, ahead, affine, act, past);
-          x += block.stride;
+        const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
+        typename InOrder<T>::Batch of[kAbreast];
+        each_of(rows, [&](int i) LEANNORM_BODY {
+          of[i] = normalized<InOrder<T>, form, whole>(place(i), n, ahead, affine, act);
         });
+        each_of(rows, [&](int i) LEANNORM_BODY { place(i).template store<whole>(o.result, of[i], n, past); });
       });
     };
     // There is so little to do for each vector that even to ask how it is written would be felt.
@@ -320,13 +325,14 @@ void column_input_grad(Operands o, Block block, Coefficients coefficients, int a
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
   each_tile<V>(block, coefficients, kInput | used_by(form), [&](Block tile, int64_t first, Coefficients c) LEANNORM_BODY {
     const bool past = writes_past<T>(o, first, block);
-    each_column_vector<T, form, 4>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+    each_column_vector<T, form, kAbreast>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
       const Backward<V> backward = column_backward<V, whole>(c, at, n);
-      x += first;
-      each_of(rows, [&](int) LEANNORM_BODY {
-        input_grad_batch<InOrder<T>, form, whole>({o, x}, n, ahead, backward, act, past);
-        x += block.stride;
+      const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
+      Gradients<typename InOrder<T>::Batch> of[kAbreast];
+      each_of(rows, [&](int i) LEANNORM_BODY {
+        of[i] = input_grads<InOrder<T>, form, whole>(place(i), n, ahead, backward, act);
       });
+      each_of(rows, [&](int i) LEANNORM_BODY { of[i].template store<whole>(place(i), n, past); });
     });
   });
   if (o.past) settle();

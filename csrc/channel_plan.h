@@ -57,9 +57,9 @@ constexpr int64_t kChunk = 16384;
 constexpr int64_t kAhead = 1 << 16;
 // Planes of such a set are not fetched from further away than this.
 constexpr int64_t kFar = 1 << 12;
-// Planes as short as this are taken several channels at a time. A set of them has so many elements, or fewer where
-// that makes too few sets, or more where so many are one line's; so many samples are read abreast.
-constexpr int64_t kShort = 256, kShortSet = 1 << 14, kShortSets = 16, kFewestSamples = 32, kLine = 16, kAbreast = 8;
+// Neighbouring channels are taken together up to so many elements, if that leaves so many sets. Planes as short as
+// this are columns, of which so many samples are summed at once at least and so many are read abreast.
+constexpr int64_t kGathered = 1 << 14, kFewestSets = 16, kShort = 128, kFewestSamples = 32, kAbreast = 8, kLine = 16;
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -70,7 +70,7 @@ struct Cut {
   int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
   int64_t step = 0;              // planes: 1 where each has its own coefficients
   int64_t each = 1;              // columns that share a statistic: the elements of a short plane
-  int64_t last = 0;              // short planes: the channels of the last set, which may be fewer
+  int64_t last = 0;              // batch norm's planes: the channels of the last set, which may be fewer
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
@@ -96,7 +96,8 @@ struct Cut {
     }
     const int64_t first = i * per_chunk;
     const int64_t count = std::min(per_chunk, planes - first);
-    return {start + first * stride, {count, stride, length, ahead(), next(), step == 0 ? 0 : count}, first * step};
+    if (step != 0) return {start + first * stride, {1, stride, length, ahead(), next(), count}, first};
+    return {start + first * stride, {count, stride, length, ahead(), next(), channels(set)}, 0};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = start_of(set), first = i * rows_per_chunk;
@@ -104,7 +105,7 @@ struct Cut {
     const int64_t columns = each == 1 ? width : channels(set) * each;
     return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, columns, ahead(), next(), 0, each}, 0};
   }
-  int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
+  int64_t set_elements() const { return columns ? rows * width + tail : planes * length * (step == 0 ? statistics : 1); }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
   int64_t next() const {
@@ -145,28 +146,34 @@ struct Cut {
     cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
     return cut;
   }
-  // Short planes: a few neighbouring channels of all samples are a set, which stays in the cache.
-  static Cut of_short(int64_t samples, int64_t channels, int64_t length) {
-    Cut cut;
+  // So many neighbouring channels a set, or a few more or less: fewer where that makes too few sets. The bits do not
+  // depend on it.
+  void gather(int64_t channels, int64_t step, int64_t elements) {
+    const int64_t steps = (channels + step - 1) / step, most = std::max<int64_t>(1, steps / kFewestSets);
+    const int64_t fit = kGathered / std::max<int64_t>(1, step * elements);
+    statistics = slots = std::min(channels, step * std::clamp<int64_t>(fit, 1, most));
+    sets = block_sets = channels == 0 ? 0 : (channels + statistics - 1) / statistics;
+    last = channels - (sets - 1) * statistics;
+    set_stride *= statistics;
+  }
+  // Batch norm: planes of `length` elements.
+  static Cut of_batch(int64_t samples, int64_t channels, int64_t length) {
+    const int64_t sample = channels * length;
+    Cut cut = of_planes(channels, samples, sample, length, length, 0);
+    if (length > kShort || sample < kNarrow || samples == 0) {
+      if (cut.segments == 1) cut.gather(channels, 1, samples * length);
+      return cut;
+    }
     cut.columns = true;
-    const int64_t step = short_step(length), steps = (channels + step - 1) / step;
-    const int64_t fit = std::clamp<int64_t>(kShortSet / (step * length * samples), 1, std::max<int64_t>(1, steps / kShortSets));
-    cut.statistics = cut.slots = std::min(channels, step * fit);
-    cut.sets = cut.block_sets = (channels + cut.statistics - 1) / cut.statistics;
-    cut.last = channels - (cut.sets - 1) * cut.statistics;
-    cut.each = length, cut.stride = channels * length;
-    cut.rows = samples, cut.width = cut.set_stride = cut.statistics * length;
-    const int64_t chunks = std::max(samples * length / kChunk, kMostChunks / steps);
-    cut.rows_per_chunk = (samples + std::clamp<int64_t>(chunks, 1, std::max<int64_t>(1, samples / kFewestSamples)) - 1)
-                         / std::clamp<int64_t>(chunks, 1, std::max<int64_t>(1, samples / kFewestSamples));
+    int64_t step = kLine;  // so many planes begin with a line of memory again
+    while (step > 1 && step / 2 * length % kLine == 0) step /= 2;
+    cut.gather(channels, step, samples * length);
+    cut.each = length, cut.rows = samples, cut.width = cut.set_stride;
+    const int64_t chunks = std::max(samples * length / kChunk, kMostChunks * step / channels);
+    cut.whole_chunks = std::clamp<int64_t>(chunks, 1, std::max<int64_t>(1, samples / kFewestSamples));
+    cut.rows_per_chunk = (samples + cut.whole_chunks - 1) / cut.whole_chunks;
     cut.chunks = cut.whole_chunks = (samples + cut.rows_per_chunk - 1) / cut.rows_per_chunk;
     return cut;
-  }
-  // So many short planes begin with a line of memory again.
-  static int64_t short_step(int64_t length) {
-    int64_t step = kLine;
-    while (step > 1 && step / 2 * length % kLine == 0) step /= 2;
-    return step;
   }
   // `samples` matrices of rows x channels.
   static Cut of_columns(int64_t samples, int64_t rows, int64_t channels, int64_t groups) {
@@ -203,11 +210,7 @@ inline Cut channel_cut(const Shape& s, int64_t groups) {
   }
   if (s.columns)
     return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, 0) : Cut::of_columns(s.n, s.inner, s.c, groups);
-  if (groups == 0) {
-    const int64_t sample = s.c * s.inner;
-    if (s.inner <= kShort && sample >= kNarrow && s.n > 0) return Cut::of_short(s.n, s.c, s.inner);
-    return Cut::of_planes(s.c, s.n, sample, s.inner, s.inner, 0);
-  }
+  if (groups == 0) return Cut::of_batch(s.n, s.c, s.inner);
   return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
 }
 // The cut into statistics: the moments of a contiguous group are those of one long plane.
