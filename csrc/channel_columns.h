@@ -59,7 +59,7 @@ template <class V> struct Spread {
   const int64_t each;
   alignas(kBytes) int32_t planes[kPicks ? kTile + W : 1];
 
-  explicit LEANNORM_INLINE Spread(int64_t each) : each(each) {
+  explicit LEANNORM_ONCE Spread(int64_t each) : each(each) {
     if constexpr (kPicks) {
       const int64_t size = each * W < kTile ? each * W : kTile;
       int32_t plane = 0;
@@ -70,11 +70,12 @@ template <class V> struct Spread {
         }
     }
   }
-  LEANNORM_INLINE void operator()(S* to, const S* from, int64_t columns) const {
+  LEANNORM_ONCE void operator()(S* to, const S* from, int64_t columns) const {
     if constexpr (kPicks) {
       for (; columns > 0; from += W, to += each * W, columns -= each * W) {
         const int64_t n = (columns + each - 1) / each, end = columns < each * W ? columns : each * W;
         const V values = n >= W ? read<V>(from) : Element<S>::load(from, n, V{});
+#pragma GCC unroll 4
         for (int64_t j = 0; j < end; j += W) Element<S>::store(to + j, picked(values, read<I>(planes + j)));
       }
     } else {
@@ -137,7 +138,7 @@ template <class V> LEANNORM_INLINE void add_columns(double* first, double* secon
 
 // Adds a tile's sums to those of its statistics.
 template <class V>
-LEANNORM_INLINE void add_tile(const typename Scalar<V>::type* part_first, const typename Scalar<V>::type* part_second,
+LEANNORM_ONCE void add_tile(const typename Scalar<V>::type* part_first, const typename Scalar<V>::type* part_second,
                               Block tile, double* first, double* second) {
   using E = Element<typename Scalar<V>::type>;
   constexpr int W = lanes<V>;

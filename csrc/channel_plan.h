@@ -58,8 +58,10 @@ constexpr int64_t kAhead = 1 << 16;
 // Planes of such a set are not fetched from further away than this.
 constexpr int64_t kFar = 1 << 12;
 // Neighbouring channels are taken together up to so many elements, if that leaves so many sets. Planes as short as
-// this are columns, of which so many samples are summed at once at least and so many are read abreast.
-constexpr int64_t kGathered = 1 << 14, kFewestSets = 16, kShort = 128, kFewestSamples = 32, kAbreast = 8, kLine = 16;
+// this are columns, longer ones where a tensor of so many elements comes from memory; so many samples are summed at
+// once at least, and so many are read abreast.
+constexpr int64_t kGathered = 1 << 14, kFewestSets = 16, kShort = 128, kShortOfLarge = 256, kLarge = 1 << 20;
+constexpr int64_t kFewestSamples = 32, kAbreast = 8, kLine = 16;
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -160,7 +162,8 @@ struct Cut {
   static Cut of_batch(int64_t samples, int64_t channels, int64_t length) {
     const int64_t sample = channels * length;
     Cut cut = of_planes(channels, samples, sample, length, length, 0);
-    if (length > kShort || sample < kNarrow || samples == 0) {
+    const bool is_short = length <= (samples * sample < kLarge ? kShort : kShortOfLarge);
+    if (!is_short || sample < kNarrow || samples == 0) {
       if (cut.segments == 1) cut.gather(channels, 1, samples * length);
       return cut;
     }
