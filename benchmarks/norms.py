@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +41,12 @@ BATCHES = (
 )  # fmt: skip
 BLOCK_ENDS = (((8, 256, 56, 56), 3), ((8, 512, 28, 28), 4), ((8, 1024, 14, 14), 6), ((8, 2048, 7, 7), 3))
 VOLUMES = (((4, 32, 32, 64, 64), 1), ((2, 64, 16, 32, 32), 1), ((2, 128, 8, 16, 16), 1))
+SHORT = (
+    ((2, 512, 7, 7), 1), ((2, 2048, 7, 7), 1), ((2, 1024, 14, 14), 1), ((8, 512, 4, 4), 1),
+    ((8, 512, 7, 7), 1), ((8, 2048, 7, 7), 1), ((8, 256, 14, 14), 1), ((8, 1024, 14, 14), 1),
+    ((32, 512, 7, 7), 1), ((32, 1024, 14, 14), 1), ((128, 512, 7, 7), 1), ((128, 2048, 7, 7), 1),
+)  # fmt: skip
+FEW_ROWS = (((16, 512), 1), ((64, 512), 1), ((64, 2048), 1), ((256, 512), 1))
 FLAT = (((256, 512), 1), ((4096, 256), 1), ((1024, 2048), 1))
 SEQUENCES = (((16, 64, 4096), 1), ((32, 128, 512), 1), ((8, 256, 2048), 1))
 IMAGES = (((8, 64, 56, 56), 1), ((4, 128, 64, 64), 1), ((8, 256, 28, 28), 1), ((2, 320, 64, 64), 1))
@@ -67,8 +75,11 @@ ROWS = (
     Row("batch norm + add + relu", BLOCK_ENDS, 3.0, "relu", residual=True),
     Row("batch norm", RESNET50, 2.5),
     Row("batch norm, large batches", BATCHES, 2.0),
+    Row("batch norm + relu, short planes", SHORT, 2.2, "relu"),
+    Row("batch norm + add + relu, short planes", SHORT, 2.2, "relu", residual=True),
     Row("BatchNorm3d", VOLUMES, 6.0),
     Row("BatchNorm1d (N, C)", FLAT, 2.0),
+    Row("BatchNorm1d (N, C), few rows", FEW_ROWS, 1.8),
     Row("BatchNorm1d (N, C, L)", SEQUENCES, 2.0),
     Row("InstanceNorm2d", IMAGES, 3.0, groups=-1),
     Row("InstanceNorm2d, channels_last", IMAGES, 3.0, groups=-1, channels_last=True),
@@ -149,6 +160,18 @@ def time_of(
     return Timing(shape, times, ours, torchs, clone * (2.5 if not row.residual else 4.0))
 
 
+def processor() -> str:
+    """Its name, its last cache and the instruction set that the kernels may use at most."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
+    capability = torch.backends.cpu.get_cpu_capability()
+    limit = os.environ.get("LEANNORM_ISA", "none")
+    name = names[0] if names else platform.processor()
+    return f"{name}, {cache / 2**20:.0f} MiB of last cache, torch uses {capability}, LEANNORM_ISA {limit}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,6 +186,7 @@ def main() -> None:
     torch.ones(2**29, dtype=torch.uint8)  # freed at once: its pages are reused by the timed calls
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     clock = time.thread_time if options.cpu_time else time.perf_counter
+    print(processor())
     report = {}
     for row in ROWS:
         if options.only and options.only != row.name:

@@ -56,7 +56,7 @@ struct Statistics {
   double eps, *mean, *m2, *rstd;
 
   void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t base = cut.first_statistic(set), statistics = cut.statistics;
+    const int64_t base = cut.first_statistic(set), statistics = cut.statistics_of(set);
     std::fill_n(mean + base, statistics, 0.0);
     std::fill_n(m2 + base, statistics, 0.0);
     struct Slot { int64_t at, n; double mean, m2, left; };
@@ -134,14 +134,14 @@ struct Call {
   }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
-    const int64_t first = cut.first_channel(set), n = cut.channels(), statistic = cut.first_statistic(set);
+    const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
     std::fill_n(sum_dz + first, n, 0.0);
     std::fill_n(sum_dz_xhat + first, n, 0.0);
     partials.merge(set, [&](int64_t channel, double dz, double dz_centred) {
       sum_dz[first + channel] += dz;
       sum_dz_xhat[first + channel] += dz_centred;
     });
-    for (int64_t j = 0; j < n; ++j) sum_dz_xhat[first + j] *= rstd[statistic + j / cut.per_statistic];
+    cut.each_channel(n, [&](int64_t j, int64_t i) { sum_dz_xhat[first + j] *= rstd[statistic + i]; });
   }
 };
 
@@ -342,14 +342,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
     void between() {
       GradSums::between();
       const Cut& cut = call.cut;
-      const int64_t first = cut.first_channel(set), n = cut.channels();
+      const int64_t first = cut.first_channel(set), n = cut.channels(set);
       p.assign(cut.statistics, 0.0);
       q.assign(cut.statistics, 0.0);
-      for (int64_t j = 0; j < n; ++j) {
-        const double scaled = coefficients.weight(coefficients.channel(set, j)) / call.count;
-        p[j / cut.per_statistic] += scaled * sum_dz[first + j];
-        q[j / cut.per_statistic] += scaled * sum_dz_xhat[first + j];
-      }
+      const double* const weights = coefficients.weights(set);
+      cut.each_channel(n, [&, share = 1.0 / call.count](int64_t j, int64_t statistic) {
+        const double scaled = weights[j] * share;
+        p[statistic] += scaled * sum_dz[first + j];
+        q[statistic] += scaled * sum_dz_xhat[first + j];
+      });
       coefficients.set_backward(set, given.rstd, Values(p), Values(q), cut.first_statistic(set));
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }

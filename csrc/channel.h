@@ -1,8 +1,9 @@
 // The per-channel kernels of one instruction set: what the driver (channel.cpp) may call.
 //
-// Contiguous (N, C, *) is worked on in planes: `count` runs of `length` elements, `stride` elements
-// apart, each with one statistic. Channels-last and (N, C) are worked on in columns: `count` rows of
-// `length` columns, `stride` elements apart, each column with its own statistic.
+// Contiguous (N, C, *) is worked on in planes: `count` runs of `length` elements to a statistic, `stride` elements
+// apart. Channels-last and (N, C) are worked on in columns: `count` rows of
+// `length` columns, `stride` elements apart, each column with its own statistic. Short planes are columns too:
+// the planes of one sample side by side are a row.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +15,9 @@ namespace leannorm {
 
 // The first pass over a set fetches what lies `next` elements further, if that is not 0, and the second what lies
 // `ahead`: of a set that stays in the cache the next set, else the next plane.
-// Plane p has the statistic p modulo `cycle`, where that is not 0; else all have the same.
-struct Block { int64_t count, stride, length, ahead, next = 0, cycle = 0; };
+// Planes: those of so many `statistics`, one statistic's `length` elements after the other's. Columns: so many
+// neighbouring ones as `each` says share a statistic.
+struct Block { int64_t count, stride, length, ahead, next = 0, statistics = 1, each = 1; };
 
 // Values of each column, or of each statistic of the planes, in the
 // compute type: float64 for float64 elements, else float32. The mean is in two parts, so that a large one

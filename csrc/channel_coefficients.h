@@ -13,29 +13,31 @@ class SetCoefficients {
  public:
   SetCoefficients(ElementType type, const Cut& cut, int64_t channels, const Values& weight, const Values& bias)
       : double_(type == kDouble), cut_(cut), channels_(std::max<int64_t>(1, channels)), weight_(weight), bias_(bias),
-        size_(cut.channels() * cut.fold), values_(new float[7 * size_ * (double_ ? 2 : 1)]) {}
+        size_(cut.channels() * cut.fold), values_(new float[7 * size_ * (double_ ? 2 : 1)]),
+        scratch_(new double[4 * cut.channels()]) {}
 
-  double weight(int64_t channel) const { return weight_.given() ? weight_[channel] : 1.0; }
-  // The parameters of a set's channel j.
-  int64_t channel(int64_t set, int64_t j) const { return cut_.first_channel(set) % channels_ + j; }
+  // The weights of a set's channels, until the next coefficients are set.
+  const double* weights(int64_t set) { return weight_.read(parameters(set), cut_.channels(set), one_channel(2), 1.0); }
 
   // mean and rstd: of all statistics.
   void set_forward(int64_t set, const Values& mean, const Values& rstd) {
-    each(set, [&](int64_t at, int64_t i, int64_t c) {
-      put(0, at, mean[i]);
-      put(1, at, double_ ? 0.0 : mean[i] - float(mean[i]));
-      put(2, at, rstd[i] * weight(c));
-      put(3, at, bias_.given() ? bias_[c] : 0.0);
-    });
+    const int64_t n = cut_.channels(set), statistic = cut_.first_statistic(set);
+    const double *const means = of_channels(0, n, mean, statistic), *const rstds = of_channels(1, n, rstd, statistic);
+    const double *const scales = weights(set), *const biases = bias_.read(parameters(set), n, one_channel(3), 0.0);
+    put(0, n, [&](int64_t j) { return means[j]; });
+    put(1, n, [&](int64_t j) { return means[j] - (double_ ? means[j] : float(means[j])); });
+    put(2, n, [&](int64_t j) { return rstds[j] * scales[j]; });
+    put(3, n, [&](int64_t j) { return biases[j]; });
   }
   // Without these the statistics are constants. p and q: of the statistics from `first` on.
   void set_backward(int64_t set, const Values& rstd, const Values& p, const Values& q, int64_t first) {
     constant_ = false;
-    each(set, [&](int64_t at, int64_t i, int64_t) {
-      put(4, at, rstd[i]);
-      put(5, at, -rstd[i] * q[i - first]);
-      put(6, at, -rstd[i] * p[i - first]);
-    });
+    const int64_t n = cut_.channels(set), statistic = cut_.first_statistic(set);
+    const double* const rstds = of_channels(1, n, rstd, statistic);
+    const double *const ps = of_channels(2, n, p, statistic - first), *const qs = of_channels(3, n, q, statistic - first);
+    put(4, n, [&](int64_t j) { return rstds[j]; });
+    put(5, n, [&](int64_t j) { return -rstds[j] * qs[j]; });
+    put(6, n, [&](int64_t j) { return -rstds[j] * ps[j]; });
   }
   // From a chunk's first channel on.
   Coefficients at(int64_t index) const {
@@ -44,21 +46,24 @@ class SetCoefficients {
   }
 
  private:
-  void put(int64_t row, int64_t at, double value) {
-    for (int64_t f = 0; f < cut_.fold; ++f) {
-      const int64_t i = row * size_ + f * cut_.channels() + at;
-      if (double_) std::memcpy(values_.get() + 2 * i, &value, sizeof value);
-      else values_[i] = float(value);
-    }
+  // value(j) for each of the set's n channels: loops over plain arrays, for there may be few elements to a channel.
+  template <class Value> void put(int64_t row, int64_t n, Value value) {
+    if (double_) fill(reinterpret_cast<double*>(values_.get()) + row * size_, n, value);
+    else fill(values_.get() + row * size_, n, value);
   }
-
-  template <class Visit> void each(int64_t set, Visit visit) {
-    const int64_t n = cut_.channels(), c = channel(set, 0);
-    int64_t statistic = cut_.first_statistic(set), left = cut_.per_statistic;
-    for (int64_t j = 0; j < n; ++j) {
-      visit(j, statistic, c + j);
-      if (--left == 0) ++statistic, left = cut_.per_statistic;
-    }
+  template <class S, class Value> void fill(S* to, int64_t n, Value value) {
+    for (int64_t j = 0; j < n; ++j) to[j] = static_cast<S>(value(j));
+    for (int64_t f = 1; f < cut_.fold; ++f) std::copy_n(to, n, to + f * cut_.channels());
+  }
+  // Where the parameters of a set's channels begin.
+  int64_t parameters(int64_t set) const { return cut_.first_channel(set) % channels_; }
+  double* one_channel(int64_t k) { return scratch_.get() + k * cut_.channels(); }
+  // The values of statistics, from `first` on, one for each channel.
+  const double* of_channels(int64_t k, int64_t n, const Values& values, int64_t first) {
+    double* const to = one_channel(k);
+    if (cut_.per_statistic == 1) return values.read(first, n, to, 0.0);
+    cut_.each_channel(n, [&](int64_t j, int64_t statistic) { to[j] = values[first + statistic]; });
+    return to;
   }
 
   const bool double_;
@@ -68,6 +73,7 @@ class SetCoefficients {
   const int64_t size_;
   bool constant_ = true;
   std::unique_ptr<float[]> values_;  // or float64, two places each; written before they are read
+  std::unique_ptr<double[]> scratch_;
 };
 
 }  // namespace leannorm

@@ -40,6 +40,79 @@ template <class T> LEANNORM_INLINE int64_t fetch_ahead(Block block) {
   return bytes > 256 && bytes < kPage ? kBehind / int64_t(sizeof(T)) : 0;
 }
 
+// So many columns at a time, whose sums and coefficients stay in the nearest cache: of short planes whole ones, that
+// begin with a line of memory where the first does.
+constexpr int64_t kTile = 1024;
+inline int64_t tile_of(Block block) {
+  if (block.each == 1) return kTile;
+  const int64_t planes = kTile / block.each, step = planes >= 16 ? 16 : planes >= 4 ? 4 : 1;
+  return planes / step * step * block.each;
+}
+
+// To every column its statistic's value, of `rows` rows of such values. As many neighbouring planes as a vector has
+// lanes are as many vectors as a plane has elements, and a lane of one of them belongs to the same of these planes
+// in every row: which one is looked up in `planes`, where the machine can pick lanes by a vector.
+template <class V> struct Spread {
+  using S = typename Scalar<V>::type;
+  static constexpr int W = lanes<V>;
+  static constexpr bool kPicks = picks_lanes<V>;
+  const int64_t each;
+  alignas(kBytes) int32_t planes[kPicks ? kTile + W : 1];
+
+  explicit LEANNORM_ONCE Spread(int64_t each) : each(each) {
+    if constexpr (kPicks) {
+      const int64_t size = each * W < kTile ? each * W : kTile;
+      int32_t plane = 0;
+      for (int64_t at = 0; at < size; at += each, ++plane)
+        for (int64_t j = at; j < at + each && j < size; j += W) {
+          const I same = I{} + plane;  // the next plane stands on the rest
+          std::memcpy(planes + j, &same, sizeof same);
+        }
+    }
+  }
+  LEANNORM_ONCE void operator()(S* to, const S* from, int64_t columns) const {
+    if constexpr (kPicks) {
+      for (; columns > 0; from += W, to += each * W, columns -= each * W) {
+        const int64_t n = (columns + each - 1) / each, end = columns < each * W ? columns : each * W;
+        const V values = n >= W ? read<V>(from) : Element<S>::load(from, n, V{});
+#pragma GCC unroll 4
+        for (int64_t j = 0; j < end; j += W) Element<S>::store(to + j, picked(values, read<I>(planes + j)));
+      }
+    } else {
+      for (S* const end = to + columns; to < end; to += each, ++from)
+        for (int64_t j = 0; j < each; j += W) Element<S>::store(to + j, *from - V{});  // V{} + would make -0 a 0
+    }
+  }
+};
+
+// visit(block, element, coefficients) for all columns, or for those of each tile of short planes. Of the seven
+// coefficients those are spread that `used` has a bit for.
+constexpr unsigned kCentre = 0b11, kApply = 0b1111, kInput = 0b1110111;
+LEANNORM_INLINE constexpr unsigned used_by(Form form) { return form == kPlain || form == kReluFromOutput ? kCentre : kApply; }
+template <class V, class Visit>
+LEANNORM_INLINE void each_tile(Block block, Coefficients c, unsigned used, Visit visit) {
+  using S = typename Scalar<V>::type;
+  constexpr int64_t kRow = kTile + lanes<V>;
+  alignas(kBytes) S room[7 * kRow];
+  const bool shared = block.each != 1;
+  const Spread<V> spread(shared ? block.each : kTile);
+  const int64_t tile = shared ? tile_of(block) : block.length;
+  for (int64_t at = 0, statistic = 0; at < block.length; at += tile, statistic += tile / block.each) {
+    Block part = block;
+    part.length = block.length - at < tile ? block.length - at : tile;
+    Coefficients of = c;
+    if (shared) {
+      const void** const rows[] = {&of.mean, &of.mean_rest, &of.scale, &of.bias, &of.rstd, &of.slope, &of.shift};
+      for (int k = 0; k < 7; ++k) {
+        if ((used >> k & 1) == 0) continue;
+        spread(room + k * kRow, static_cast<const S*>(*rows[k]) + statistic, part.length);
+        *rows[k] = room + k * kRow;
+      }
+    }
+    visit(part, at, of);
+  }
+}
+
 template <class V, bool Whole> LEANNORM_INLINE V some_lanes(const void* p, int64_t at, int64_t n) {
   using S = typename Scalar<V>::type;
   const S* from = static_cast<const S*>(p) + at;
@@ -63,36 +136,58 @@ template <class V> LEANNORM_INLINE void add_columns(double* first, double* secon
   store_wide(second, load_wide<V>(second, columns) + sum.second, columns);
 }
 
+// Adds a tile's sums to those of its statistics.
+template <class V>
+LEANNORM_ONCE void add_tile(const typename Scalar<V>::type* part_first, const typename Scalar<V>::type* part_second,
+                              Block tile, double* first, double* second) {
+  using E = Element<typename Scalar<V>::type>;
+  constexpr int W = lanes<V>;
+  if (tile.each == 1) {
+    for (int64_t j = 0; j < tile.length; j += W) {
+      Sums<V> sum;
+      sum.add({read<V>(part_first + j), read<V>(part_second + j)});
+      add_columns(first + j, second + j, tile.length - j, sum);
+    }
+    return;
+  }
+  for (int64_t at = 0; at < tile.length; at += tile.each) {
+    Sums<V> sum;
+    int64_t j = at;
+    const int64_t end = at + tile.each;
+    for (; j + W <= end; j += W) sum.add({read<V>(part_first + j), read<V>(part_second + j)});
+    if (j < end) sum.add({E::load(part_first + j, end - j, V{}), E::load(part_second + j, end - j, V{})});
+    sum.put(first++, second++);
+  }
+}
+
 // Adds two sums of every column, in the compute type for kTileRows rows and in float64 from there on;
-// begin(column, columns) comes before the columns of a tile, add(run, rows, element, column, lanes, whole) adds
-// a vector of `rows` rows. A tile's sums and coefficients stay in the nearest cache.
-constexpr int64_t kTile = 1024, kTileRows = 32;
+// begin(column, tile) comes before the columns of a tile, add(run, rows, element, column, column of the tile, lanes,
+// whole) adds a vector of `rows` rows.
+constexpr int64_t kTileRows = 32;
 template <class T, Form form, class Begin, class Add>
 LEANNORM_INLINE void column_sums(Block block, double* first, double* second, Begin begin, Add add) {
   using V = typename Element<T>::V;
   using S = typename Scalar<V>::type;
   constexpr int W = Element<T>::W;
   alignas(kBytes) S part_first[kTile], part_second[kTile];
+  const int64_t columns = tile_of(block);
   for (int64_t r = 0; r < block.count; r += kTileRows) {
-    for (int64_t c = 0; c < block.length; c += kTile) {
-      const Block tile{block.count - r < kTileRows ? block.count - r : kTileRows, block.stride,
-                       block.length - c < kTile ? block.length - c : kTile, 0};
-      begin(c, tile.length);
+    for (int64_t c = 0, s = 0; c < block.length; c += columns, s += columns / block.each) {
+      Block tile = block;
+      tile.count = block.count - r < kTileRows ? block.count - r : kTileRows;
+      tile.length = block.length - c < columns ? block.length - c : columns;
+      begin(c, s, tile);
       for (int64_t j = 0; j < tile.length; j += W) {
         Element<S>::store(part_first + j, V{});
         Element<S>::store(part_second + j, V{});
       }
       each_column_vector<T, form, kRun>(tile, [&](auto rows, int64_t at, int64_t j, int64_t n, auto whole) LEANNORM_BODY {
         Run<V> run{read<V>(part_first + j), read<V>(part_second + j)};
-        add(run, rows, r * block.stride + c + at, c + j, n, whole);
+        add(run, rows, r * block.stride + c + at, c, j, n, whole);
         Element<S>::store(part_first + j, run.first);
         Element<S>::store(part_second + j, run.second);
       });
-      for (int64_t j = 0; j < tile.length; j += W) {
-        Sums<V> sum;
-        sum.add({read<V>(part_first + j), read<V>(part_second + j)});
-        add_columns(first + c + j, second + c + j, tile.length - j, sum);
-      }
+      add_tile<V>(part_first, part_second, tile, first + s, second + s);
     }
   }
 }
@@ -103,17 +198,22 @@ void column_moments(const void* base, Block block, const double* shift, double* 
   using V = typename E::V;
   using S = typename Scalar<V>::type;
   constexpr int W = E::W;
-  alignas(kBytes) S centre[kTile];
-  const int64_t ahead = fetch_ahead<T>(block);
+  alignas(kBytes) S centre[kTile + W], values[kTile + W];
+  const Spread<V> spread(block.each != 1 ? block.each : kTile);
+  const int64_t ahead = block.next != 0 ? block.next : fetch_ahead<T>(block);
   const T* x = static_cast<const T*>(base);
   column_sums<T, kPlain>(
       block, sums, squares,
-      [&](int64_t c, int64_t columns) LEANNORM_BODY {
-        for (int64_t j = 0; j < columns; j += W)
-          Element<S>::store(centre + j, narrow(load_wide<V>(shift + c + j, columns - j)));
+      [&](int64_t, int64_t s, Block tile) LEANNORM_BODY {
+        if (tile.each != 1) {
+          for (int64_t j = 0; j * tile.each < tile.length; ++j) values[j] = static_cast<S>(shift[s + j]);
+          return spread(centre, values, tile.length);
+        }
+        for (int64_t j = 0; j < tile.length; j += W)
+          Element<S>::store(centre + j, narrow(load_wide<V>(shift + s + j, tile.length - j)));
       },
-      [&](Run<V>& run, auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
-        const V k = read<V>(centre + c % kTile);
+      [&](Run<V>& run, auto rows, int64_t at, int64_t, int64_t j, int64_t n, auto whole) LEANNORM_BODY {
+        const V k = read<V>(centre + j);
         each_of(rows, [&](int) LEANNORM_BODY {
           __builtin_prefetch(x + at + ahead, 0, 2);
           if constexpr (whole) run.add_moments(E::load(x + at), k);
@@ -128,76 +228,115 @@ template <class T>
 void column_wide_moments(const void* base, Block block, const double* shift, double* sums, double* squares) {
   using E = Element<T>;
   using V = typename E::V;
-  const T* x = static_cast<const T*>(base);
-  each_column_vector<T, kPlain, kRun>(block, [&](auto rows, int64_t at, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
-    const Wide<V> k = load_wide<V>(shift + c, n);
-    Sums<V> sum;
-    for (int i = 0; i < rows; ++i, at += block.stride) {
-      if constexpr (whole) sum.add_moments(E::load(x + at), k);
-      else sum.add_moments(E::load(x + at, n, V{}), k);
+  const bool shared = block.each != 1;
+  const int64_t columns = shared ? tile_of(block) : block.length;
+  double room[3][kTile + lanes<D>];
+  for (int64_t at = 0; at < block.length; at += columns) {
+    Block tile = block;
+    tile.length = block.length - at < columns ? block.length - at : columns;
+    const T* x = static_cast<const T*>(base) + at;
+    const double* k = shift;
+    double *first = sums, *second = squares;
+    if (shared) {
+      for (int64_t j = 0; j < tile.length; ++j) room[0][j] = shift[j / tile.each], room[1][j] = room[2][j] = 0;
+      k = room[0], first = room[1], second = room[2];
     }
-    add_columns(sums + c, squares + c, n, sum);
-  });
+    each_column_vector<T, kPlain, kRun>(tile, [&](auto rows, int64_t i, int64_t c, int64_t n, auto whole) LEANNORM_BODY {
+      const Wide<V> wide_k = load_wide<V>(k + c, n);
+      Sums<V> sum;
+      for (int row = 0; row < rows; ++row, i += block.stride) {
+        if constexpr (whole) sum.add_moments(E::load(x + i), wide_k);
+        else sum.add_moments(E::load(x + i, n, V{}), wide_k);
+      }
+      add_columns(first + c, second + c, n, sum);
+    });
+    for (int64_t j = 0; shared && j < tile.length; j += tile.each) {
+      D a{}, b{};
+      for (int64_t i = 0; i < tile.each; i += lanes<D>) {
+        a = a + load_doubles(room[1] + j + i, tile.each - i);
+        b = b + load_doubles(room[2] + j + i, tile.each - i);
+      }
+      *sums++ += total(a);
+      *squares++ += total(b);
+      ++shift;
+    }
+  }
 }
+
+// So many rows are computed before the first of them is written: rows lie some pages apart, and a machine that compares
+// the lower bits of addresses alone takes the next row for what it has just written.
+constexpr int kAbreast = 4;
 
 // May the results of a block be written past the caches?
-template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, Block block) {
-  return writes_past<T>(o, 0) && block.stride * sizeof(T) % 64 == 0;
+template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at, Block block) {
+  return writes_past<T>(o, at) && block.stride * sizeof(T) % 64 == 0;
 }
 
 template <class T, Form form>
-void column_normalize(Operands o, Block block, Coefficients c, int act) {
+void column_normalize(Operands o, Block block, Coefficients coefficients, int act) {
   using V = typename Element<T>::V;
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
-  const auto normalize = [&](auto past) LEANNORM_BODY {
-    each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
-      const Affine<V> affine = column_affine<V, whole>(c, at, n);
-      each_of(rows, [&](int) LEANNORM_BODY {
-        normalize_batch<InOrder<T>, form, whole>({o, x}, n, ahead, affine, act, past);
-        x += block.stride;
+  each_tile<V>(block, coefficients, kApply, [&](Block tile, int64_t first, Coefficients c) LEANNORM_BODY {
+    const auto normalize = [&](auto past) LEANNORM_BODY {
+      each_column_vector<T, form, kAbreast>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+        const Affine<V> affine = column_affine<V, whole>(c, at, n);
+        const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
+        typename InOrder<T>::Batch of[kAbreast];
+        each_of(rows, [&](int i) LEANNORM_BODY {
+          of[i] = normalized<InOrder<T>, form, whole>(place(i), n, ahead, affine, act);
+        });
+        each_of(rows, [&](int i) LEANNORM_BODY { place(i).template store<whole>(o.result, of[i], n, past); });
       });
-    });
-  };
-  // There is so little to do for each vector that even to ask how it is written would be felt.
-  const bool past = writes_past<T>(o, block);
-  if constexpr (form == kAny) normalize(past);
-  else if (past) normalize(std::true_type());
-  else normalize(std::false_type());
-  if (past) settle();
+    };
+    // There is so little to do for each vector that even to ask how it is written would be felt.
+    const bool past = writes_past<T>(o, first, block);
+    if constexpr (form == kAny) normalize(past);
+    else if (past) normalize(std::true_type());
+    else normalize(std::false_type());
+  });
+  if (o.past) settle();
 }
 
 template <class T, Form form>
-void column_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
+void column_grad_sums(Operands o, Block block, Coefficients coefficients, int act, double* sum_dz,
                       double* sum_dz_centred) {
   using V = typename Element<T>::V;
-  const int64_t ahead = fetch_ahead<T>(block);
-  column_sums<T, form>(
-      block, sum_dz, sum_dz_centred, [](int64_t, int64_t) LEANNORM_BODY {},
-      [&](Run<V>& run, auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
-        const Affine<V> affine = column_affine<V, whole>(c, at, n);
-        each_of(rows, [&](int) LEANNORM_BODY {
-          const Place<InOrder<T>> place{o, x};
-          place.fetch(o.x, ahead);
-          place.fetch(o.dy, ahead);
-          run.add(gradient<InOrder<T>, form, whole>(place, n, affine, act).of[0]);
-          x += block.stride;
+  const int64_t ahead = block.next != 0 ? block.next : fetch_ahead<T>(block);
+  each_tile<V>(block, coefficients, used_by(form), [&](Block tile, int64_t first, Coefficients c) LEANNORM_BODY {
+    column_sums<T, form>(
+        tile, sum_dz + first / block.each, sum_dz_centred + first / block.each, [](int64_t, int64_t, Block) LEANNORM_BODY {},
+        [&](Run<V>& run, auto rows, int64_t x, int64_t column, int64_t j, int64_t n, auto whole) LEANNORM_BODY {
+          const Affine<V> affine = column_affine<V, whole>(c, column + j, n);
+          x += first;
+          each_of(rows, [&](int) LEANNORM_BODY {
+            const Place<InOrder<T>> place{o, x};
+            place.fetch(o.x, ahead);
+            place.fetch(o.dy, ahead);
+            if (o.out != nullptr) place.fetch(o.out, ahead);
+            run.add(gradient<InOrder<T>, form, whole>(place, n, affine, act).of[0]);
+            x += block.stride;
+          });
         });
-      });
+  });
 }
 
 template <class T, Form form>
-void column_input_grad(Operands o, Block block, Coefficients c, int act) {
+void column_input_grad(Operands o, Block block, Coefficients coefficients, int act) {
   using V = typename Element<T>::V;
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
-  const bool past = writes_past<T>(o, block);
-  each_column_vector<T, form, 4>(block, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
-    const Backward<V> backward = column_backward<V, whole>(c, at, n);
-    each_of(rows, [&](int) LEANNORM_BODY {
-      input_grad_batch<InOrder<T>, form, whole>({o, x}, n, ahead, backward, act, past);
-      x += block.stride;
+  each_tile<V>(block, coefficients, kInput | used_by(form), [&](Block tile, int64_t first, Coefficients c) LEANNORM_BODY {
+    const bool past = writes_past<T>(o, first, block);
+    each_column_vector<T, form, kAbreast>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
+      const Backward<V> backward = column_backward<V, whole>(c, at, n);
+      const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
+      Gradients<typename InOrder<T>::Batch> of[kAbreast];
+      each_of(rows, [&](int i) LEANNORM_BODY {
+        of[i] = input_grads<InOrder<T>, form, whole>(place(i), n, ahead, backward, act);
+      });
+      each_of(rows, [&](int i) LEANNORM_BODY { of[i].template store<whole>(place(i), n, past); });
     });
   });
-  if (past) settle();
+  if (o.past) settle();
 }
 
 }  // namespace leannorm::LEANNORM_ISA

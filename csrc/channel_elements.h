@@ -71,8 +71,7 @@ template <class E> struct Place {
 };
 
 template <class E, Form form, bool Whole>
-LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine,
-                                     int act, bool past) {
+LEANNORM_INLINE auto normalized(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine, int act) {
   using V = typename E::V;
   const Operands& o = place.o;
   place.fetch(o.x, ahead);
@@ -90,7 +89,7 @@ LEANNORM_INLINE void normalize_batch(Place<E> place, int64_t n, int64_t ahead, c
     if constexpr (form == kReluFromInput) each = activate(each, kRelu);
     else if constexpr (form == kAny) each = activate(each, act);
   }
-  place.template store<Whole>(o.result, z, n, past);
+  return z;
 }
 
 // Where the next line of the result begins, if results are written past the caches; the end, if that comes before.
@@ -140,21 +139,29 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
   return result;
 }
 
+// dx and dz of a batch.
+template <class Batch> struct Gradients {
+  Batch dx, dz;
+
+  template <bool Whole, class E> LEANNORM_INLINE void store(Place<E> place, int64_t n, bool past) const {
+    if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, dz, n, past);
+    place.template store<Whole>(place.o.result, dx, n, past);
+  }
+};
+
 template <class E, Form form, bool Whole>
-LEANNORM_INLINE void input_grad_batch(Place<E> place, int64_t n, int64_t ahead, const Backward<typename E::V>& c,
-                                      int act, bool past) {
+LEANNORM_INLINE auto input_grads(Place<E> place, int64_t n, int64_t ahead, const Backward<typename E::V>& c, int act) {
   place.fetch(place.o.x, ahead);
   place.fetch(place.o.dy, ahead);
   if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
   const auto g = gradient<E, form, Whole>(place, n, c, act);
-  typename E::Batch dx, dz;
+  Gradients<typename E::Batch> result;
 #pragma GCC unroll 2
-  for (int j = 0; j < dx.size; ++j) {
-    dz.of[j] = g.of[j].dz;
-    dx.of[j] = c.input_grad(g.of[j].dz, g.of[j].centred);
+  for (int j = 0; j < g.size; ++j) {
+    result.dz.of[j] = g.of[j].dz;
+    result.dx.of[j] = c.input_grad(g.of[j].dz, g.of[j].centred);
   }
-  if (place.o.dz != nullptr) place.template store<Whole>(place.o.dz, dz, n, past);
-  place.template store<Whole>(place.o.result, dx, n, past);
+  return result;
 }
 
 // Two sums of one run of at most kRun vectors, in the compute type: few enough terms that what float32

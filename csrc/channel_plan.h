@@ -57,9 +57,11 @@ constexpr int64_t kChunk = 16384;
 constexpr int64_t kAhead = 1 << 16;
 // Planes of such a set are not fetched from further away than this.
 constexpr int64_t kFar = 1 << 12;
-// Planes as short as this are taken as they lie, sample by sample, where that makes so many chunks of so many
-// samples: a channel's planes are too far apart for the machine to fetch ahead.
-constexpr int64_t kShort = 128, kSampleChunks = 8, kFewestSamples = 4, kMostSamples = 256, kAbreast = 1 << 10;
+// Neighbouring channels are taken together up to so many elements, if that leaves so many sets. Planes as short as
+// this are columns, longer ones where a tensor of so many elements comes from memory; so many samples are summed at
+// once at least, and so many are read abreast.
+constexpr int64_t kGathered = 1 << 14, kFewestSets = 16, kShort = 128, kShortOfLarge = 256, kLarge = 1 << 20;
+constexpr int64_t kFewestSamples = 32, kAbreast = 8, kLine = 16;
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -69,7 +71,8 @@ struct Cut {
   int64_t slots = 1;             // sums of a chunk, at most
   int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
   int64_t step = 0;              // planes: 1 where each has its own coefficients
-  int64_t cycle = 0;             // planes of whole samples: the number of channels
+  int64_t each = 1;              // columns that share a statistic: the elements of a short plane
+  int64_t last = 0;              // batch norm's planes: the channels of the last set, which may be fewer
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
@@ -95,25 +98,42 @@ struct Cut {
     }
     const int64_t first = i * per_chunk;
     const int64_t count = std::min(per_chunk, planes - first);
-    return {start + first * stride, {count, stride, length, ahead(), next(), step == 0 ? cycle : count}, first * step};
+    if (step != 0) return {start + first * stride, {1, stride, length, ahead(), next(), count}, first};
+    return {start + first * stride, {count, stride, length, ahead(), next(), channels(set)}, 0};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = start_of(set), first = i * rows_per_chunk;
     if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, 0};
-    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, width, ahead()}, 0};
+    const int64_t columns = each == 1 ? width : channels(set) * each;
+    return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, columns, ahead(), next(), 0, each}, 0};
   }
-  int64_t set_elements() const { return columns ? rows * width + tail : planes * length; }
+  int64_t set_elements() const { return columns ? rows * width + tail : planes * length * (step == 0 ? statistics : 1); }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
   int64_t next() const {
-    if (cycle != 0) return kAbreast;
+    if (each != 1) return set_elements() > kAhead ? kAbreast * stride : alone ? set_stride : 0;
     return columns || (set_elements() <= kAhead && !alone) ? 0 : length <= kFar ? stride : kFar;
   }
 
-  // The channels of each set; a set's first channel and statistic in the numbering of all samples.
+  // The channels of each set, or of one; a set's first channel and statistic in the numbering of all samples.
   int64_t channels() const { return statistics * per_statistic; }
-  int64_t first_channel(int64_t set) const { return set * channels(); }
-  int64_t first_statistic(int64_t set) const { return set * statistics; }
+  int64_t channels(int64_t set) const { return last != 0 && (set + 1) % block_sets == 0 ? last : channels(); }
+  int64_t statistics_of(int64_t set) const { return last != 0 ? channels(set) : statistics; }
+  int64_t first_channel(int64_t set) const { return set * channels() - missing(set); }
+  int64_t first_statistic(int64_t set) const { return set * statistics - missing(set); }
+  int64_t missing(int64_t set) const { return last == 0 ? 0 : set / block_sets * (channels() - last); }
+
+  // visit(channel, statistic) for the first n channels of a set, without a division.
+  template <class Visit> void each_channel(int64_t n, Visit visit) const {
+    if (per_statistic == 1) {
+      for (int64_t j = 0; j < n; ++j) visit(j, j);
+    } else {
+      for (int64_t j = 0, i = 0, left = per_statistic; j < n; ++j, --left) {
+        if (left == 0) ++i, left = per_statistic;
+        visit(j, i);
+      }
+    }
+  }
 
   static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
                        int64_t step) {
@@ -128,12 +148,34 @@ struct Cut {
     cut.slots = step == 0 ? 1 : std::min(cut.per_chunk, planes);
     return cut;
   }
-  static Cut of_samples(int64_t samples, int64_t channels, int64_t length, int64_t per_chunk) {
-    Cut cut;
-    cut.sets = 1, cut.planes = samples * channels, cut.stride = cut.length = length;
-    cut.statistics = cut.slots = cut.cycle = channels;
-    cut.per_chunk = per_chunk * channels;
-    cut.chunks = (samples + per_chunk - 1) / per_chunk;
+  // So many neighbouring channels a set, or a few more or less: fewer where that makes too few sets. The bits do not
+  // depend on it.
+  void gather(int64_t channels, int64_t step, int64_t elements) {
+    const int64_t steps = (channels + step - 1) / step, most = std::max<int64_t>(1, steps / kFewestSets);
+    const int64_t fit = kGathered / std::max<int64_t>(1, step * elements);
+    statistics = slots = std::min(channels, step * std::clamp<int64_t>(fit, 1, most));
+    sets = block_sets = channels == 0 ? 0 : (channels + statistics - 1) / statistics;
+    last = channels - (sets - 1) * statistics;
+    set_stride *= statistics;
+  }
+  // Batch norm: planes of `length` elements.
+  static Cut of_batch(int64_t samples, int64_t channels, int64_t length) {
+    const int64_t sample = channels * length;
+    Cut cut = of_planes(channels, samples, sample, length, length, 0);
+    const bool is_short = length <= (samples * sample < kLarge ? kShort : kShortOfLarge);
+    if (!is_short || sample < kNarrow || samples == 0) {
+      if (cut.segments == 1) cut.gather(channels, 1, samples * length);
+      return cut;
+    }
+    cut.columns = true;
+    int64_t step = kLine;  // so many planes begin with a line of memory again
+    while (step > 1 && step / 2 * length % kLine == 0) step /= 2;
+    cut.gather(channels, step, samples * length);
+    cut.each = length, cut.rows = samples, cut.width = cut.set_stride;
+    const int64_t chunks = std::max(samples * length / kChunk, kMostChunks * step / channels);
+    cut.whole_chunks = std::clamp<int64_t>(chunks, 1, std::max<int64_t>(1, samples / kFewestSamples));
+    cut.rows_per_chunk = (samples + cut.whole_chunks - 1) / cut.whole_chunks;
+    cut.chunks = cut.whole_chunks = (samples + cut.rows_per_chunk - 1) / cut.rows_per_chunk;
     return cut;
   }
   // `samples` matrices of rows x channels.
@@ -171,15 +213,7 @@ inline Cut channel_cut(const Shape& s, int64_t groups) {
   }
   if (s.columns)
     return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, 0) : Cut::of_columns(s.n, s.inner, s.c, groups);
-  if (groups == 0) {
-    const int64_t sample = s.c * s.inner;
-    if (s.inner <= kShort && sample > 0) {
-      const int64_t large = std::max((4 * kChunk + sample - 1) / sample, s.n / (2 * kSampleChunks));
-      const int64_t per_chunk = std::clamp(large, kFewestSamples, kMostSamples);
-      if (s.n >= kSampleChunks * per_chunk) return Cut::of_samples(s.n, s.c, s.inner, per_chunk);
-    }
-    return Cut::of_planes(s.c, s.n, sample, s.inner, s.inner, 0);
-  }
+  if (groups == 0) return Cut::of_batch(s.n, s.c, s.inner);
   return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
 }
 // The cut into statistics: the moments of a contiguous group are those of one long plane.

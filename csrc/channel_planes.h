@@ -50,13 +50,9 @@ LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take t
   if (pending != 0) done();
 }
 
-// visit(first element, planes, statistic) for the planes of every statistic, as they lie.
+// visit(first element, planes, statistic) for the planes of every statistic.
 template <class Visit> LEANNORM_INLINE void each_statistic(Block block, Visit visit) {
-  const int64_t visits = block.cycle == 0 ? 1 : block.count, planes = block.cycle == 0 ? block.count : 1;
-  for (int64_t p = 0, s = 0; p < visits; ++p) {
-    visit(p * block.stride, planes, s);
-    if (++s == block.cycle) s = 0;
-  }
+  for (int64_t s = 0; s < block.statistics; ++s) visit(s * block.length, block.count, s);
 }
 
 template <class T>
@@ -137,7 +133,8 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   each_written<E>(
       o, block, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
       [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
-        normalize_batch<E, form, whole>({o, i}, n, block.ahead, affine, act, past);
+        const Place<E> place{o, i};
+        place.template store<whole>(o.result, normalized<E, form, whole>(place, n, block.ahead, affine, act), n, past);
       });
 }
 
@@ -176,7 +173,8 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   each_written<E>(
       o, block, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
       [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
-        input_grad_batch<E, form, whole>({o, i}, n, block.ahead, backward, act, past);
+        const Place<E> place{o, i};
+        input_grads<E, form, whole>(place, n, block.ahead, backward, act).template store<whole>(place, n, past);
       });
 }
 

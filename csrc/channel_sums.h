@@ -21,7 +21,7 @@ inline double not_negative(double square) { return square < 0 ? 0.0 : square; }
 
 // How many statistics a block has.
 inline int64_t statistics_of(const Cut& cut, const Block& block) {
-  return cut.columns ? block.length : std::max<int64_t>(1, block.cycle);
+  return cut.columns ? block.length / block.each : block.statistics;
 }
 
 // Mean and sum of squared deviations of every chunk of a set; `merge` makes them those of the whole set. Of
@@ -39,7 +39,7 @@ class MomentPartials {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     double *mean = mean_at(i), *m2 = mean + size_, *sum = m2 + size_;
     if (type_ != kDouble && fast(kernels, chunk, x, mean, m2, sum)) return;
-    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, cut_.columns ? j : j * chunk.block.stride);
+    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j * (cut_.columns ? chunk.block.each : chunk.block.length));
     // Differences from one of the values; float64 input, which has no wider type to be summed in, goes
     // once more with the differences from the mean.
     for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
@@ -91,17 +91,17 @@ class MomentPartials {
             double* sum) const {
     const int64_t slots = slots_of(chunk), count = count_of(chunk);
     const auto moments = kernels.moments[cut_.columns][type_];
-    if (cut_.columns || chunk.block.cycle != 0) {  // of a few rows, or of two samples
+    if (cut_.columns && chunk.block.each == 1) {  // of a few rows
       std::fill_n(mean, slots, 0.0);
       std::fill_n(sum, slots, 0.0);
       std::fill_n(m2, slots, 0.0);
       Block few = chunk.block;
-      few.count = std::min(few.count, cut_.columns ? 8 : 2 * few.cycle);
+      few.count = std::min<int64_t>(few.count, 8);
       moments(x, few, mean, sum, m2);
-      const double each = 1.0 / count_of({0, few, 0});
+      const double each = 1.0 / few.count;
       for (int64_t j = 0; j < slots; ++j) mean[j] = float(sum[j] * each);
     } else {
-      mean[0] = float(spread_mean(chunk.block, x));
+      spread_means(chunk.block, x, slots, mean);
     }
     const double each = 1.0 / count, least = 1e-20 * count;
     for (int guess = 0; guess < 2; ++guess) {
@@ -123,18 +123,29 @@ class MomentPartials {
     return false;
   }
 
-  // The mean of a few values from all over the planes: one alone may be far from the mean of all.
-  double spread_mean(const Block& block, const char* x) const {
+  // The mean of a few values from all over a statistic's planes: one alone may be far from the mean of all.
+  void spread_means(const Block& block, const char* x, int64_t slots, double* mean) const {
+    switch (type_) {
+      case kFloat: return spread_means(block, reinterpret_cast<const float*>(x), slots, mean);
+      case kBFloat16: return spread_means(block, reinterpret_cast<const c10::BFloat16*>(x), slots, mean);
+      default: return spread_means(block, reinterpret_cast<const c10::Half*>(x), slots, mean);
+    }
+  }
+  template <class T> void spread_means(const Block& block, const T* x, int64_t slots, double* mean) const {
     constexpr int kFew = 4;
-    double sum = 0;
-    for (int64_t i = 0; i < kFew; ++i)
-      sum += value_at(type_, x, i * block.count / kFew * block.stride + i * block.length / kFew);
-    return sum / kFew;
+    const int64_t plane = cut_.columns ? block.each : block.length;
+    int64_t at[kFew];
+    for (int i = 0; i < kFew; ++i) at[i] = i * block.count / kFew * block.stride + i * plane / kFew;
+    for (int64_t j = 0; j < slots; ++j, x += plane) {
+      double sum = 0;
+      for (const int64_t i : at) sum += double(float(x[i]));
+      mean[j] = float(sum / kFew);
+    }
   }
   int64_t slots_of(const Chunk& chunk) const { return statistics_of(cut_, chunk.block); }
   int64_t count_of(const Chunk& chunk) const {
     const Block& block = chunk.block;
-    return cut_.columns ? block.count : block.count / std::max<int64_t>(1, block.cycle) * block.length;
+    return block.count * (cut_.columns ? block.each : block.length);
   }
   double* left_of(double* mean) const { return mean + 3 * size_; }
   double* mean_at(int64_t i) { return values_.get() + i * cut_.slots; }

@@ -12,6 +12,7 @@
 // Vectors wider than a register must not cross a call.
 #define LEANNORM_INLINE inline __attribute__((always_inline))
 #define LEANNORM_BODY __attribute__((always_inline))  // of a lambda
+#define LEANNORM_ONCE __attribute__((noinline))  // compiled once for many kernels
 
 namespace leannorm {
 
@@ -337,9 +338,41 @@ template <class V> LEANNORM_INLINE typename Scalar<V>::type lane_sum(V v) {
   std::memcpy(lane, &v, sizeof v);
   return halves_sum<lanes<V>>(lane);
 }
+#if defined(__AVX2__)  // the same sums, in registers
+LEANNORM_INLINE double halves_sum(__m256d v) {
+  const __m128d sum = _mm_add_pd(_mm256_castpd256_pd128(v), _mm256_extractf128_pd(v, 1));
+  return _mm_cvtsd_f64(_mm_add_sd(sum, _mm_unpackhi_pd(sum, sum)));
+}
+LEANNORM_INLINE float halves_sum(__m256 v) {
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+#if defined(__AVX512F__)
+template <> LEANNORM_INLINE double lane_sum(D v) {
+  return halves_sum(_mm256_add_pd(_mm512_castpd512_pd256((__m512d)v), _mm512_extractf64x4_pd((__m512d)v, 1)));
+}
+template <> LEANNORM_INLINE float lane_sum(F v) {
+  return halves_sum(_mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1)));
+}
+#else
+template <> LEANNORM_INLINE double lane_sum(D v) { return halves_sum((__m256d)v); }
+template <> LEANNORM_INLINE float lane_sum(F v) { return halves_sum((__m256)v); }
+#endif
+#endif
 LEANNORM_INLINE double total(D v) { return lane_sum(v); }
 LEANNORM_INLINE double total(Wide<D> v) { return total(v.a); }
 LEANNORM_INLINE double total(Wide<F> v) { return total(v.a + v.b); }
+
+// Lane i of the result is lane index[i] of `values`, where the machine has an instruction for it.
+template <class V> constexpr bool picks_lanes = false;
+#if defined(__AVX512F__)
+template <> inline constexpr bool picks_lanes<F> = true;
+LEANNORM_INLINE F picked(F values, I index) { return (F)_mm512_permutexvar_ps((__m512i)index, (__m512)values); }
+#elif defined(__AVX2__)
+template <> inline constexpr bool picks_lanes<F> = true;
+LEANNORM_INLINE F picked(F values, I index) { return (F)_mm256_permutevar8x32_ps((__m256)values, (__m256i)index); }
+#endif
 
 // float64 values, one for each of the first n lanes of a V.
 LEANNORM_INLINE D load_doubles(const double* p, int64_t n) {

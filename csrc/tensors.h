@@ -84,6 +84,16 @@ struct Values {
     if (v.has_value()) *this = Values(*v);
   }
   double operator[](int64_t i) const { return value_at(type, p, i); }
+  // So many of them from `first` on, where they lie or in `to`; `missing` where there are none.
+  const double* read(int64_t first, int64_t count, double* to, double missing) const {
+    switch (given() ? type : kElementTypes) {
+      case kDouble: return static_cast<const double*>(p) + first;
+      case kFloat: std::copy_n(static_cast<const float*>(p) + first, count, to); break;
+      case kElementTypes: std::fill_n(to, count, missing); break;
+      default: for (int64_t i = 0; i < count; ++i) to[i] = value_at(type, p, first + i);
+    }
+    return to;
+  }
   bool given() const { return p != nullptr; }
 };
 

@@ -25,10 +25,16 @@ from leannorm.ops.backends import BACKENDS, CPU
 pytestmark = needs_kernels
 
 
+# Of two samples and of many, with a last set of fewer channels, that fill no vector.
+SHORT = [
+    (34, 600, 5, 11), (2100, 8, 3), (2, 50, 7, 7), (700, 33, 5, 5), (8, 1027, 4, 4), (3, 37, 14, 14),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(34, 600, 5, 11), (2100, 8, 3)], ids=str)
+@pytest.mark.parametrize("shape", SHORT, ids=str)
 @pytest.mark.parametrize(("act", "out_given"), [("identity", False), ("relu", True), ("gelu", False)])
-def test_short_planes_sample_by_sample(shape, dtype, act, out_given):
+def test_short_planes_several_channels_at_a_time(shape, dtype, act, out_given):
     """Samples that differ, and channels of which one is constant and one far from its first samples."""
     call = call_on(ChannelCase(shape, "contiguous"), dtype, act, residual=True, out_given=out_given)
     x = call.x + torch.randn(*shape[:2], *[1] * (len(shape) - 2)).to(dtype)
@@ -36,6 +42,35 @@ def test_short_planes_sample_by_sample(shape, dtype, act, out_given):
     if dtype != torch.float64:  # which sums in nothing wider, and so has no second way
         x[:, 1] = 3
     assert_close_to_reference(call._replace(x=x))
+
+
+def test_planes_that_are_short_in_a_large_tensor_only():
+    assert_close_to_reference(call_on(ChannelCase((6, 700, 16, 16), "contiguous"), torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plane", [(7, 7), (20, 20)], ids=str)
+def test_blocks_of_samples_with_fewer_channels_in_the_last_set(plane, dtype):
+    """Each block of samples begins where the last set of the one before it ends."""
+    call = call_on(ChannelCase((6, 50, *plane), "contiguous"), dtype, "relu", -2, residual=True)
+    assert_close_to_reference(call)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plane", [(7, 7), (3, 3), (15, 15), (24, 24)], ids=str)
+def test_a_channels_bits_do_not_depend_on_its_neighbours(plane, dtype):
+    """However many of them are taken together."""
+    call = call_on(ChannelCase((20, 100, *plane), "contiguous"), dtype, "silu", residual=True)
+    whole = results(CPU, call)
+    for channels in (slice(0, 16), slice(40, 57), slice(3, 100)):
+        part = {
+            name: value[channels] if value.dim() == 1 else value[:, channels].contiguous()
+            for name, value in call._asdict().items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, value in results(CPU, call._replace(**part)).items():
+            other = whole[name][channels] if value.dim() == 1 else whole[name][:, channels]
+            assert torch.equal(value, other), name
 
 
 CUTS = [
