@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Pool
 from leannorm.autograd.sync import Sharing
-from leannorm.functional.batch import tracked_batch_norm
+from leannorm.functional.batch import tracked_batch_norm, usual_batch_norm
+from leannorm.functional.running import staying
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
 
@@ -21,11 +24,18 @@ def without_bias(bias: bool) -> dict[str, bool]:
     return {} if bias else {"bias": False}
 
 
+def parameter_of(layer: torch.nn.Module, name: str) -> Any:
+    """By a shorter way than `getattr` takes; a parametrization, or a replica, has it elsewhere."""
+    parameters = layer._parameters
+    return parameters[name] if name in parameters else getattr(layer, name)
+
+
 class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
     """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
     group_size: int | None = None  # samples that are normalized together; None: all
+    shares: bool = False  # does it ask `_sharing`?
     _pool: Pool | None = None  # within `accumulate_stats`
 
     def __init__(
@@ -58,6 +68,10 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         # nothing here may depend on the input: it may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()
+        if residual is None and type(input) is Tensor:
+            y = self._usual(input, act)
+            if y is not None:
+                return y
         updates = self.training and self.track_running_stats
         reads = updates or not self.training
         return tracked_batch_norm(
@@ -76,6 +90,30 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             self._sharing() if self.training else None,
             pool=self._pool,
             group_size=self.group_size,
+        )
+
+    def _usual(self, input: Tensor, act: str) -> Tensor | None:
+        """`usual_batch_norm`, its tensors by the shortest way that there is to them."""
+        if torch.compiler.is_compiling() or staying() or not self.track_running_stats:
+            return None
+        if (self.shares and self.training) or self.group_size is not None or self._pool is not None:
+            return None
+        if input.dim() not in self.dims:
+            return None
+        try:
+            parameters, buffers = self._parameters, self._buffers
+            weight, bias = parameters["weight"], parameters["bias"]
+            mean, var, count = (
+                buffers["running_mean"],
+                buffers["running_var"],
+                buffers["num_batches_tracked"],
+            )
+        except KeyError:  # a parametrization, or a replica, has them elsewhere
+            return None
+        if has_torch_function_variadic(input, mean, var, count, weight, bias):
+            return None
+        return usual_batch_norm(
+            input, mean, var, count, weight, bias, self.training, self.momentum, self.eps, act
         )
 
     def extra_repr(self) -> str:
