@@ -12,12 +12,12 @@ functions save what `ChannelNorm` and `RowNorm` save, and hand second derivative
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leannorm.autograd.channel import ChannelNorm, KeptByChannelNorm, applied_directly, twice_differentiable
+from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice_differentiable
 from leannorm.autograd.rows import KeptByRowNorm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
@@ -26,7 +26,11 @@ from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import plain
 from leannorm.ops.select import picks_cpu
 
-_OPS = CPU.ops
+# an operator's own function: what torch.ops puts around it is a part of a small call
+_FORWARD, _TRACKED = CPU.ops.channel_forward._op, CPU.ops.channel_forward_tracked_._op
+_BACKWARD, _NORMALIZE = CPU.ops.channel_backward._op, CPU.ops.channel_normalize._op
+_CONSTANTS, _ROW_FORWARD = CPU.ops.constants_of._op, CPU.ops.row_forward._op
+_ROW_BACKWARD = CPU.ops.row_backward._op
 _EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
@@ -34,31 +38,41 @@ class _RefusedError(Exception):
     """The kernel has refused its arguments, and nothing has been written."""
 
 
+class KeptDirectly(NamedTuple):
+    """What a per-channel norm without a residual saves."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
 class DirectChannelNorm(torch.autograd.Function):
     """The output of `ChannelNorm` without a residual, by the CPU's kernels."""
 
-    Kept = KeptByChannelNorm
+    Kept = KeptDirectly
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: Any) -> Tensor:
         y, mean, _, rstd = _channel_forward(x, weight, bias, how)
-        ctx.save_for_backward(x, mean, rstd, weight, None if how[0] == "identity" else bias, None, None)
-        ctx.how, ctx.act = how, how[0]
+        ctx.act, ctx.eps, ctx.groups, _ = how
+        ctx.save_for_backward(x, mean, rstd, weight, None if ctx.act == "identity" else bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight, bias, _, _ = ctx.saved_tensors
-        act, eps, groups, _ = ctx.how
-        if twice_differentiable():
-            of_both = None if weight is None else weight.dtype
-            ctx.eps, ctx.groups, ctx.backend = eps, groups, CPU
-            ctx.dtypes = x.dtype, of_both, of_both, None
-            return (*ChannelNorm.backward(ctx, dy)[:3], None)
-        if dy.dtype is not x.dtype or not (dy.is_contiguous() and x.is_contiguous()):
-            dy = like(x, dy)
-        given = dy, x, mean, rstd, weight, bias
-        dx, dweight, dbias, _ = _OPS.channel_backward(*given, None, None, act, groups, False)
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        act, groups = ctx.act, ctx.groups
+        if torch.is_grad_enabled() and twice_differentiable():
+            moments = REFERENCE.channel_moments(x, groups)
+            mean, rstd = moments.mean, REFERENCE.rstd_of(moments, ctx.eps)
+            given = dy, x, mean, rstd, weight, bias, None, None
+            dx, dweight, dbias, _ = REFERENCE.channel_backward(*given, act, groups)
+        else:
+            if not (dy.is_contiguous() and x.is_contiguous()):
+                dy = like(x, dy)
+            dx, dweight, dbias, _ = _BACKWARD(dy, x, mean, rstd, weight, bias, None, None, act, groups, False)
         if weight is None:
             return dx, None, None, None
         return dx, dweight, dbias, None  # autograd casts each to its input's dtype
@@ -119,7 +133,7 @@ class DirectRowNorm(torch.autograd.Function):
             mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
             dx, dweight, dbias = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, *how)
         else:
-            dx, dweight, dbias = _OPS.row_backward(dy, None, x, mean, rstd, weight, *how)
+            dx, dweight, dbias = _ROW_BACKWARD(dy, None, x, mean, rstd, weight, *how)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
 
@@ -134,9 +148,9 @@ def _channel_forward(
     made: tuple[Tensor, Tensor, Tensor, Tensor]
     try:
         if running is None:
-            made = _OPS.channel_forward(x, weight, bias, None, eps, act, groups)
+            made = _FORWARD(x, weight, bias, None, eps, act, groups)
         else:
-            made = _OPS.channel_forward_tracked_(x, weight, bias, None, eps, act, *running)
+            made = _TRACKED(x, weight, bias, None, eps, act, *running)
     except RuntimeError as error:
         raise _RefusedError from error
     if running is not None:
@@ -149,8 +163,8 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     running_mean, running_var, eps, act = how
     try:
-        mean, rstd = _OPS.constants_of(running_mean, running_var, eps)
-        return _OPS.channel_normalize(x, mean, rstd, weight, bias, None, act), mean, rstd
+        mean, rstd = _CONSTANTS(running_mean, running_var, eps)
+        return _NORMALIZE(x, mean, rstd, weight, bias, None, act), mean, rstd
     except RuntimeError as error:
         raise _RefusedError from error
 
@@ -159,7 +173,7 @@ def _row_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     try:
-        made: tuple[Tensor, Tensor, Tensor, Tensor] = _OPS.row_forward(x, None, weight, bias, *rows)
+        made: tuple[Tensor, Tensor, Tensor, Tensor] = _ROW_FORWARD(x, None, weight, bias, *rows)
     except RuntimeError as error:
         raise _RefusedError from error
     return made

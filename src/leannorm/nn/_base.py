@@ -68,10 +68,6 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         # nothing here may depend on the input: it may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()
-        if residual is None and type(input) is Tensor:
-            y = self._usual(input, act)
-            if y is not None:
-                return y
         updates = self.training and self.track_running_stats
         reads = updates or not self.training
         return tracked_batch_norm(
@@ -92,14 +88,16 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             group_size=self.group_size,
         )
 
-    def _usual(self, input: Tensor, act: str) -> Tensor | None:
+    def _usual(self, input: Tensor, act: str = "identity") -> Tensor | None:
         """`usual_batch_norm`, its tensors by the shortest way that there is to them."""
-        if torch.compiler.is_compiling() or staying() or not self.track_running_stats:
+        if type(input) is not Tensor or torch.compiler.is_compiling() or staying():
             return None
-        if (self.shares and self.training) or self.group_size is not None or self._pool is not None:
+        if self.shares or self.group_size is not None or self._pool is not None:
             return None
-        if input.dim() not in self.dims:
+        if not self.track_running_stats or input.dim() not in self.dims:
             return None
+        if self.stats_dtype is not None:
+            self._cast_back()
         try:
             parameters, buffers = self._parameters, self._buffers
             weight, bias = parameters["weight"], parameters["bias"]
@@ -126,6 +124,9 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         In training with the batch's own statistics, which move the running ones; in evaluation with the
         running ones, or with the batch's own where `track_running_stats` is False.
         """
+        y = self._usual(input)
+        if y is not None:
+            return y
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
         return self._normalize(input)
