@@ -206,11 +206,13 @@ def layer_instance_norm(
         running_mean = running_var = None
     tensors = (input, running_mean, running_var, weight, bias)
     # a tensor subclass is handed torch's function by `instance_norm`, below
-    if has_torch_function_variadic(*tensors) and not has_subclass(*tensors):
+    overridden = has_torch_function_variadic(*tensors)
+    if overridden and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
     own = use_input_stats and running_mean is None
     if (
         own
+        and not overridden
         and input.dim() == rank
         and input.numel() > input.shape[0] * input.shape[1] == input.shape[0] * num_features
     ):
