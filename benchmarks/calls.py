@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from leannorm import convert, nn
+from leannorm import convert, keep_freed_memory, nn
 
 CALLS, STEPS = 100, 20
 IMAGE, ROWS, SIGNAL = (8, 16, 4, 4), (32, 64), (8, 16, 16)
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    print(keep_freed_memory())  # for both: a step's time is else that of pages that come and go
     gc.freeze()
     report = {}
     for name in [options.only] if options.only else [*LAYERS, *NETWORKS]:
