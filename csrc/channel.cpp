@@ -100,6 +100,8 @@ struct Call {
         tensors{data(x), data(residual), nullptr, nullptr, nullptr, nullptr, element_size(type)} {
     STD_TORCH_CHECK(!this->weight.given() || this->weight.n == s.c, "leannorm: weight must have one value a channel");
     STD_TORCH_CHECK(!this->bias.given() || this->bias.n == s.c, "leannorm: bias must have one value a channel");
+    STD_TORCH_CHECK((!weight || weight->dim() == 1) && (!bias || bias->dim() == 1),
+                    "leannorm: weight and bias must have one axis");
     check(s, x, residual, "residual");
   }
   void backward(const Tensor& dy, const Tensor& x, const Optional& out) {
@@ -261,6 +263,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_forward_tracked_(
     const Tensor& x, const Optional& weight, const Optional& bias, const Optional& residual, double eps,
     StringHandle act, const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
     std::optional<double> momentum) {
+  STD_TORCH_CHECK(x.numel() == 0 || x.numel() > x.size(1), "leannorm: a batch must have more than one value a channel");
   auto result = forward(x, weight, bias, residual, eps, activation_index(act), 0);
   const auto& [y, mean, m2, rstd] = result;
   const int64_t count = x.numel() / std::max<int64_t>(1, mean.numel());

@@ -28,6 +28,10 @@ int64_t product(torch::headeronly::IntHeaderOnlyArrayRef sizes, int64_t begin, i
 // Does x lie densely, the axes start..stop-1 next to each other and in order, the others in order too?
 // Then it is (outer, kept, inner) in memory, and so are its statistics.
 std::optional<RowShape> dense_shape(const Tensor& x, int64_t start, int64_t stop) {
+  if (stop == x.dim() && x.is_contiguous()) {
+    const int64_t kept = product(x.sizes(), start, stop);
+    return RowShape{x.numel() / kept, kept, 1, 1, 1};
+  }
   const auto size = x.sizes(), stride = x.strides();
   std::vector<int64_t> axes;
   for (int64_t d = 0; d < x.dim(); ++d)

@@ -68,6 +68,12 @@ void store(const Tensor& running, const double* next) {
   });
 }
 
+// One axis, in memory of its own.
+void check_written(const Tensor& running) {
+  STD_TORCH_CHECK(running.dim() == 1 && (running.numel() < 2 || running.stride(0) != 0),
+                  "leannorm: running statistics must have one axis, which is not expanded");
+}
+
 }  // namespace
 
 void move_running_(const Tensor& running_mean, const Tensor& running_var, const Optional& num_batches,
@@ -77,6 +83,8 @@ void move_running_(const Tensor& running_mean, const Tensor& running_var, const 
   const int64_t n = mean.numel();
   STD_TORCH_CHECK(m2.numel() == n && running_mean.numel() == n && running_var.numel() == n,
                   "leannorm: statistics must have one value a channel");
+  check_written(running_mean);
+  check_written(running_var);
   int64_t* batches = nullptr;
   if (num_batches.has_value()) {
     STD_TORCH_CHECK(num_batches->scalar_type() == ScalarType::Long && num_batches->numel() == 1,
@@ -103,6 +111,7 @@ namespace {
 
 // Mean and rstd of evaluation, as float64, whatever the running ones are.
 std::tuple<Tensor, Tensor> constants_of(const Tensor& running_mean, const Tensor& running_var, double eps) {
+  STD_TORCH_CHECK(running_mean.dim() == 1 && running_var.dim() == 1, "leannorm: running statistics must have one axis");
   const int64_t n = running_mean.numel(), mean_stride = running_mean.stride(0), var_stride = running_var.stride(0);
   STD_TORCH_CHECK(running_var.numel() == n, "leannorm: statistics must have one value a channel");
   const Tensor mean = new_doubles(running_mean, n), rstd = new_doubles(running_mean, n);

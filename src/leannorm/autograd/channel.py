@@ -180,7 +180,7 @@ def channel_norm(
 def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
     """Evaluation of which nothing is recorded, by one verb; None where `channel_affine` must do it."""
     tensors = (x, running.mean, running.var, epilogue.weight, epilogue.bias, epilogue.residual)
-    if torch.compiler.is_compiling() or transformed(*tensors) or recorded(*tensors):
+    if torch.compiler.is_compiling() or recorded(*tensors) or transformed(*tensors):
         return None
     assert running.mean is not None
     assert running.var is not None

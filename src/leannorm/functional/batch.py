@@ -11,6 +11,7 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Pool, Running
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
+from leannorm.autograd.direct import direct_channel_norm, direct_evaluation
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
@@ -119,6 +120,12 @@ def batch_norm_act(
 def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> Tensor:
     """For functions that have no counter of batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
+    if epilogue.residual is None and input.dim() > 1:
+        y = usual_batch_norm(
+            input, *running[:3], *epilogue[:2], training, running.momentum, eps, epilogue.act
+        )
+        if y is not None:
+            return y
     if leaving():
         _checks.running_statistics(*running[:2], training)
         _checks.activation(epilogue.act)
@@ -127,6 +134,32 @@ def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bo
     if training:
         return _by_batch(input, running, epilogue, eps)
     return _by_running(input, running, epilogue, eps)
+
+
+def usual_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float | None,
+    eps: float,
+    act: str = "identity",
+) -> Tensor | None:
+    """By running statistics, which training moves, where the call is a usual one (`autograd.direct`).
+
+    None for all others, and where a rule is broken: the caller goes on to check them one by one.
+    """
+    if running_mean is None or running_var is None or not eps > 0:
+        return None
+    if not training:
+        return direct_evaluation(input, running_mean, running_var, weight, bias, eps, act)
+    if momentum is not None and not (type(momentum) is float and 0 <= momentum <= 1):
+        return None
+    running = running_mean, running_var, num_batches_tracked, momentum
+    return direct_channel_norm(input, weight, bias, eps, act, 0, running)
 
 
 def tracked_batch_norm(

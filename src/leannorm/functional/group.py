@@ -12,6 +12,7 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm._types import Epilogue, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.direct import direct_channel_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
@@ -50,7 +51,8 @@ def group_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
-    return _group_norm(input, num_groups, Epilogue(weight, bias), eps)
+    y = _usual(input, num_groups, weight, bias, eps)
+    return _group_norm(input, num_groups, Epilogue(weight, bias), eps) if y is None else y
 
 
 @lists_activations
@@ -85,7 +87,22 @@ def group_norm_act(
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm_act, locals())
     _checks.activation(act)
-    return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps)
+    y = _usual(input, num_groups, weight, bias, eps, act)
+    return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps) if y is None else y
+
+
+def _usual(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str = "identity",
+) -> Tensor | None:
+    """Where the call is a usual one (`autograd.direct`); else None: then the rules are checked one by one."""
+    if not (input.dim() > 1 and eps >= 0 and input.numel() >= 2 * num_groups > 0):
+        return None
+    return direct_channel_norm(input, weight, bias, eps, act, num_groups)
 
 
 def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float) -> Tensor:
@@ -189,8 +206,19 @@ def layer_instance_norm(
         running_mean = running_var = None
     tensors = (input, running_mean, running_var, weight, bias)
     # a tensor subclass is handed torch's function by `instance_norm`, below
-    if has_torch_function_variadic(*tensors) and not has_subclass(*tensors):
+    overridden = has_torch_function_variadic(*tensors)
+    if overridden and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
+    own = use_input_stats and running_mean is None
+    if (
+        own
+        and not overridden
+        and input.dim() == rank
+        and input.numel() > input.shape[0] * input.shape[1] == input.shape[0] * num_features
+    ):
+        y = _usual(input, num_features, weight, bias, eps)
+        if y is not None:
+            return y
     if leaving() and moves_its_statistics(locals()):
         return as_operator(layer_instance_norm, locals())
     _checks.dim(input, (rank - 1, rank))

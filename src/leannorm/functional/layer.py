@@ -11,6 +11,7 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Rows
+from leannorm.autograd.direct import direct_row_norm
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import hand_over, stands_in_for
@@ -27,8 +28,6 @@ def _row_norm(
     weight_offset: float = 0.0,
     cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
-    _checks.weight_offset(weight_offset)
-    _checks.cast(cast)
     if leaving():
         return stock.row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast == "before")
     input, residual, weight, bias = tensors
@@ -79,6 +78,10 @@ def layer_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(layer_norm, locals())
+    if dim is None:
+        y = direct_row_norm(input, weight, bias, normalized_shape, eps, rms=False)
+        if y is not None:
+            return y
     return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, rms=False)[0]
 
 
@@ -116,6 +119,12 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight):
         return hand_over(rms_norm, locals())
+    if dim is None and not weight_offset and cast == "after":
+        y = direct_row_norm(input, weight, None, normalized_shape, eps, rms=True)
+        if y is not None:
+            return y
+    _checks.weight_offset(weight_offset)
+    _checks.cast(cast)
     return _row_norm((input, None, weight, None), normalized_shape, eps, dim, True, weight_offset, cast)[0]
 
 
@@ -185,4 +194,6 @@ def add_rms_norm(
     """
     if has_torch_function_variadic(input, residual, weight):
         return hand_over(add_rms_norm, locals())
+    _checks.weight_offset(weight_offset)
+    _checks.cast(cast)
     return _row_norm((input, residual, weight, None), normalized_shape, eps, dim, True, weight_offset, cast)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Pool
 from leannorm.autograd.sync import Sharing
-from leannorm.functional.batch import tracked_batch_norm
+from leannorm.functional.batch import tracked_batch_norm, usual_batch_norm
+from leannorm.functional.running import staying
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
 
@@ -21,11 +24,18 @@ def without_bias(bias: bool) -> dict[str, bool]:
     return {} if bias else {"bias": False}
 
 
+def parameter_of(layer: torch.nn.Module, name: str) -> Any:
+    """By a shorter way than `getattr` takes; a parametrization, or a replica, has it elsewhere."""
+    parameters = layer._parameters
+    return parameters[name] if name in parameters else getattr(layer, name)
+
+
 class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
     """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
     group_size: int | None = None  # samples that are normalized together; None: all
+    shares: bool = False  # does it ask `_sharing`?
     _pool: Pool | None = None  # within `accumulate_stats`
 
     def __init__(
@@ -78,6 +88,32 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             group_size=self.group_size,
         )
 
+    def _usual(self, input: Tensor, act: str = "identity") -> Tensor | None:
+        """`usual_batch_norm`, its tensors by the shortest way that there is to them."""
+        if type(input) is not Tensor or torch.compiler.is_compiling() or staying():
+            return None
+        if self.shares or self.group_size is not None or self._pool is not None:
+            return None
+        if not self.track_running_stats or input.dim() not in self.dims:
+            return None
+        if self.stats_dtype is not None:
+            self._cast_back()
+        try:
+            parameters, buffers = self._parameters, self._buffers
+            weight, bias = parameters["weight"], parameters["bias"]
+            mean, var, count = (
+                buffers["running_mean"],
+                buffers["running_var"],
+                buffers["num_batches_tracked"],
+            )
+        except KeyError:  # a parametrization, or a replica, has them elsewhere
+            return None
+        if has_torch_function_variadic(input, mean, var, count, weight, bias):
+            return None
+        return usual_batch_norm(
+            input, mean, var, count, weight, bias, self.training, self.momentum, self.eps, act
+        )
+
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return said if self.group_size is None else f"{said}, group_size={self.group_size}"
@@ -88,6 +124,9 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         In training with the batch's own statistics, which move the running ones; in evaluation with the
         running ones, or with the batch's own where `track_running_stats` is False.
         """
+        y = self._usual(input)
+        if y is not None:
+            return y
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
         return self._normalize(input)

@@ -38,7 +38,8 @@ class BatchNormActBase(BatchNormBase):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """act(norm(input) + residual) in one pass; `residual`, if given, has the shape of `input`."""
-        return self._normalize(input, self.activation, residual)
+        y = self._usual(input, self.activation) if residual is None else None
+        return self._normalize(input, self.activation, residual) if y is None else y
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.activation}"

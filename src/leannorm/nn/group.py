@@ -7,7 +7,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.group import group_norm, group_norm_act
-from leannorm.nn._base import without_bias
+from leannorm.nn._base import parameter_of, without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.ops.activation import lists_activations
 
@@ -36,7 +36,9 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
         """`input` (N, C, ...), normalized for each sample and group of channels."""
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
-        return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return group_norm(
+            input, self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
+        )
 
 
 @lists_activations
@@ -78,8 +80,14 @@ class GroupNormAct(GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """act(norm(input)) in one pass; `input` is (N, C, ...)."""
-        groups, weight, bias = self.num_groups, self.weight, self.bias
-        return group_norm_act(input, groups, weight, bias, self.eps, act=self.activation)
+        return group_norm_act(
+            input,
+            self.num_groups,
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
+            self.eps,
+            act=self.activation,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.activation}"

@@ -8,7 +8,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from leannorm import _checks
 from leannorm.functional.group import layer_instance_norm
-from leannorm.nn._base import without_bias
+from leannorm.nn._base import parameter_of, without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
 
@@ -46,8 +46,8 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
             input,
             self.running_mean,
             self.running_var,
-            self.weight,
-            self.bias,
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
             self.training or not self.track_running_stats,
             self.momentum,
             self.eps,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.nn._base import parameter_of
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 
 
@@ -55,7 +56,14 @@ class LayerNorm(Leaving, torch.nn.LayerNorm):
         """`input`, normalized for each row over `normalized_shape`."""
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
-        return layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps, dim=self.dim)
+        return layer_norm(
+            input,
+            self.normalized_shape,
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
+            self.eps,
+            dim=self.dim,
+        )
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _dim_repr(self.dim)
@@ -114,7 +122,7 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
         return rms_norm(
             input,
             self.normalized_shape,
-            self.weight,
+            parameter_of(self, "weight"),
             self.eps,
             dim=self.dim,
             weight_offset=self.weight_offset,

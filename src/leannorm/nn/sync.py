@@ -28,6 +28,7 @@ SHARING = ("process_group", "timeout", "debug_consistency", "layer_name", "_seen
 class Synchronized(SharesStatistics, BatchNormBase):
     """Base of the batch norms that share their statistics over ranks; see `SyncBatchNorm`."""
 
+    shares = True
     timeout: float | None = None
     debug_consistency = False
     layer_name = "SyncBatchNorm"

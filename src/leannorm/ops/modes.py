@@ -27,6 +27,17 @@ def transformed(*tensors: Tensor | None) -> bool:
     return False
 
 
+def plain() -> bool:
+    """Is this an eager call, which nothing but autograd records, and no recompute by a backward pass?"""
+    return not (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or _functorch.peek_interpreter_stack() is not None
+        or torch._C._is_tracing()
+        or torch._C._current_graph_task_id() != -1
+    )
+
+
 def leaving() -> bool:
     """Is this call written into a graph that leaves: by `torch.export`, or by TorchScript's tracer?
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
-from leannorm.ops.backends import BACKENDS, Backend
+from leannorm.ops.backends import BACKENDS, CPU, Backend
 from leannorm.ops.modes import transformed as transformed
 
 AUTO = "auto"
 _PICKED: dict[Hashable, Backend] = {}
+_cpu_serves: bool | None = None  # not known yet
 _chosen = os.environ.get("LEANNORM_BACKEND", AUTO)
 
 
@@ -58,6 +59,14 @@ def pick(*tensors: Tensor | None) -> Backend:
             raise BackendUnavailableError(_chosen, reasons)
         return backend
     return first_of_all(*tensors)
+
+
+def picks_cpu() -> bool:
+    """Would `pick` choose the CPU's kernels for any dense CPU tensors of a dtype that they take?"""
+    global _cpu_serves
+    if _cpu_serves is None:
+        _cpu_serves = not CPU.why_not()
+    return _cpu_serves and (_chosen == AUTO or _chosen == CPU.name)
 
 
 def first_of_all(*tensors: Tensor | None) -> Backend:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional
+from leannorm.ops.select import picks_cpu
 from leannorm.saving import lean
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes import RECIPES
@@ -63,9 +64,10 @@ def _batch_norm(x: Tensor, leaf: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, *_affine(x, leaf), training=True)
 
 
-def _our_running_norm(x: Tensor, leaf: Tensor) -> Tensor:
+def _our_running_norm(x: Tensor, leaf: Tensor, residual: Tensor | None = None) -> Tensor:
     zeros = torch.zeros(x.shape[1])
-    return functional.batch_norm(x, zeros, zeros + 1, *_affine(x, leaf))
+    given = zeros, zeros + 1, *_affine(x, leaf)
+    return functional.batch_norm_act(x, *given, act="identity", residual=residual)
 
 
 def _kernel() -> Tensor:
@@ -114,8 +116,11 @@ _PROGRAMS: dict[str, _Program] = {
     "leannorm.ChannelNorm": _Program(
         lambda x, leaf: functional.batch_norm(x, None, None, *_affine(x, leaf), training=True)
     ),
-    "leannorm.ChannelAffine": _Program(_our_running_norm),
-    "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
+    "leannorm.ChannelAffine": _Program(lambda x, leaf: _our_running_norm(x, leaf, leaf)),
+    "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3)),
+    "leannorm.DirectChannelNorm": _Program(lambda x, leaf: functional.group_norm(x, 1, *_affine(x, leaf))),
+    "leannorm.DirectChannelAffine": _Program(_our_running_norm),
+    "leannorm.DirectRowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
     "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
     "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
     "leannorm.ConvNorm": _Program(_our_conv_norm),
@@ -171,8 +176,12 @@ def recipe_states() -> Iterator[RecipeState]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for kind in RECIPES:
-            elsewhere = RecipeState(kind, NOT_TRIED, _ELSEWHERE.get(kind, ""))
-            yield _tried(kind, _PROGRAMS[kind]) if kind in _PROGRAMS else elsewhere
+            if kind.startswith("leannorm.Direct") and not picks_cpu():
+                yield RecipeState(kind, NOT_TRIED, "made by the C++ kernels, which do not serve here")
+            elif kind in _PROGRAMS:
+                yield _tried(kind, _PROGRAMS[kind])
+            else:
+                yield RecipeState(kind, NOT_TRIED, _ELSEWHERE.get(kind, ""))
 
 
 def _tried(kind: str, program: _Program) -> RecipeState:

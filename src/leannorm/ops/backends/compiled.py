@@ -27,6 +27,10 @@ def _channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
+def is_dense(x: Tensor) -> bool:
+    return x.is_contiguous() or _channels_last(x)
+
+
 def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() or _channels_last(x) else x.contiguous()
 
@@ -261,13 +265,14 @@ class Compiled(Backend):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
         input_dtype = x.dtype
-        dtype = input_dtype if dy.dtype is input_dtype else torch.promote_types(dy.dtype, input_dtype)
-        if dtype != input_dtype:
+        if dy.dtype is not input_dtype:
+            dtype = torch.promote_types(dy.dtype, input_dtype)
             x, dtotal = x.to(dtype), None if dtotal is None else dtotal.to(dtype)
         dx, dweight, dbias = self.ops.row_backward(
             dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine, weight_offset
         )
-        dx = dx if dtype == input_dtype else dx.to(input_dtype)
+        if dx.dtype is not input_dtype:
+            dx = dx.to(input_dtype)
         return dx, dweight if want_affine else None, dbias if want_affine and not rms else None
 
     def move_running(

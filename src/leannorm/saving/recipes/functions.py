@@ -9,10 +9,11 @@ from torch import Tensor
 
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
+from leannorm.autograd.direct import DirectChannelAffine, DirectChannelNorm, DirectRowNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
-from leannorm.ops.backends import Backend
+from leannorm.ops.backends import CPU, Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
@@ -60,6 +61,19 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     return Step(_channel_normalize, inputs, captured, (node.backend, node.act))
 
 
+@recipe(kind_of_function(DirectChannelNorm), kind_of_function(DirectChannelAffine))
+def direct_channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if kept is None:
+        return None
+    affine = kept.weight is not None  # weight and bias, or none
+    known, bias = _bias(kept.bias, 2, given, affine)
+    if not known:
+        return None
+    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    return Step(_channel_normalize, (kept.x,), captured, (CPU, node.act))
+
+
 def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
     """Is the bias known, and a copy of it: saved by the node, or its input i. `there`: it has one."""
     value = saved if saved is not None or not there else given(i)
@@ -81,6 +95,18 @@ def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
     if not known:
         return None
     return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (node.backend, *node.rows))
+
+
+@recipe(kind_of_function(DirectRowNorm))
+def direct_row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if kept is None:
+        return None
+    has_weight = kept.weight is not None
+    known, bias = _bias(None, 1 + has_weight, given, node.has_bias)
+    if not known:
+        return None
+    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (CPU, *node.rows))
 
 
 def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:

@@ -1,0 +1,281 @@
+"""The usual call in one step: a kernel's operator, without the plumbing around it.
+
+A small call takes as long as its Python does. So a call that is eager, under no transform and in no mode, on
+dense CPU tensors, is handed to the kernel as it is. The kernel refuses what it does not take before anything
+is written. Then, and for every other call, the answer is None, and the caller goes the whole way: it checks
+every rule, which raises the error if one is broken, and picks a backend.
+
+The operators and what they are given are those of the whole way, and so are the results, bit for bit. The
+functions save what `ChannelNorm` and `RowNorm` save, and hand second derivatives to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice_differentiable
+from leannorm.autograd.rows import KeptByRowNorm
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends import CPU, REFERENCE
+from leannorm.ops.backends.compiled import is_dense, like
+from leannorm.ops.layout import memory_format
+from leannorm.ops.modes import plain
+from leannorm.ops.select import picks_cpu
+
+# an operator's own function: what torch.ops puts around it is a part of a small call
+_FORWARD, _TRACKED = CPU.ops.channel_forward._op, CPU.ops.channel_forward_tracked_._op
+_BACKWARD, _NORMALIZE = CPU.ops.channel_backward._op, CPU.ops.channel_normalize._op
+_CONSTANTS, _ROW_FORWARD = CPU.ops.constants_of._op, CPU.ops.row_forward._op
+_ROW_BACKWARD = CPU.ops.row_backward._op
+_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
+class _RefusedError(Exception):
+    """The kernel has refused its arguments, and nothing has been written."""
+
+
+class KeptDirectly(NamedTuple):
+    """What a per-channel norm without a residual saves."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class DirectChannelNorm(torch.autograd.Function):
+    """The output of `ChannelNorm` without a residual, by the CPU's kernels."""
+
+    Kept = KeptDirectly
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: Any) -> Tensor:
+        y, mean, _, rstd = _channel_forward(x, weight, bias, how)
+        ctx.act, ctx.eps, ctx.groups, _ = how
+        ctx.save_for_backward(x, mean, rstd, weight, None if ctx.act == "identity" else bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        act, groups = ctx.act, ctx.groups
+        if torch.is_grad_enabled() and twice_differentiable():
+            moments = REFERENCE.channel_moments(x, groups)
+            mean, rstd = moments.mean, REFERENCE.rstd_of(moments, ctx.eps)
+            given = dy, x, mean, rstd, weight, bias, None, None
+            dx, dweight, dbias, _ = REFERENCE.channel_backward(*given, act, groups)
+        else:
+            if not (dy.is_contiguous() and x.is_contiguous()):
+                dy = like(x, dy)
+            dx, dweight, dbias, _ = _BACKWARD(dy, x, mean, rstd, weight, bias, None, None, act, groups, False)
+        if weight is None:
+            return dx, None, None, None
+        return dx, dweight, dbias, None  # autograd casts each to its input's dtype
+
+
+class DirectChannelAffine(torch.autograd.Function):
+    """The output of `ChannelAffine` without a residual, by running statistics and the CPU's kernels."""
+
+    Kept = KeptByChannelNorm
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: Any) -> Tensor:
+        y, mean, rstd = _evaluate(x, weight, bias, how)
+        ctx.act = act = how[-1]
+        out = None
+        if not ctx.needs_input_grad[1]:  # x, or the output in its place, is for the activation alone
+            out = y if act != "identity" and ACTIVATIONS[act].from_output is not None else None
+            if act == "identity" or out is not None:
+                x, ctx.layout = None, memory_format(y)  # type: ignore[assignment]
+        ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, None, out)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        backend = REFERENCE if twice_differentiable() else CPU
+        x, mean, rstd, weight, bias, _, out = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        if x is None:  # only its shape and layout are read
+            x = dy = dy.contiguous(memory_format=ctx.layout)
+        given = dy, x, mean, rstd, weight, bias, None, out
+        dx = dweight = dbias = None
+        if need_weight or need_bias:
+            dbias, dweight = backend.channel_grad_sums(*given, ctx.act)
+        if need_x:
+            dx, _ = backend.channel_input_grad(*given, None, None, ctx.act)
+        return dx, dweight if need_weight else None, dbias if need_bias else None, None
+
+
+class DirectRowNorm(torch.autograd.Function):
+    """The output of `RowNorm` without a residual, by the CPU's kernels."""
+
+    Kept = KeptByRowNorm
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Any) -> Tensor:
+        y, _, mean, rstd = _row_forward(x, weight, bias, rows)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.rows, ctx.has_bias = rows, bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        start, stop, eps, rms, weight_offset, _ = ctx.rows
+        _, need_weight, need_bias, _ = ctx.needs_input_grad
+        how = start, stop, rms, need_weight or need_bias, weight_offset
+        if twice_differentiable():
+            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
+            dx, dweight, dbias = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, *how)
+        else:
+            dx, dweight, dbias = _ROW_BACKWARD(dy, None, x, mean, rstd, weight, *how)
+        return dx, dweight if need_weight else None, dbias if need_bias else None, None
+
+
+_norm, _affine = applied_directly(DirectChannelNorm), applied_directly(DirectChannelAffine)
+_row_norm = applied_directly(DirectRowNorm)
+
+
+def _channel_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    act, eps, groups, running = how
+    made: tuple[Tensor, Tensor, Tensor, Tensor]
+    try:
+        if running is None:
+            made = _FORWARD(x, weight, bias, None, eps, act, groups)
+        else:
+            made = _TRACKED(x, weight, bias, None, eps, act, *running)
+    except RuntimeError as error:
+        raise _RefusedError from error
+    if running is not None:
+        torch._C._increment_version(running[:2] if running[2] is None else running[:3])
+    return made
+
+
+def _evaluate(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Tensor, Tensor, float, str]
+) -> tuple[Tensor, Tensor, Tensor]:
+    running_mean, running_var, eps, act = how
+    try:
+        mean, rstd = _CONSTANTS(running_mean, running_var, eps)
+        return _NORMALIZE(x, mean, rstd, weight, bias, None, act), mean, rstd
+    except RuntimeError as error:
+        raise _RefusedError from error
+
+
+def _row_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: tuple[Any, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    try:
+        made: tuple[Tensor, Tensor, Tensor, Tensor] = _ROW_FORWARD(x, None, weight, bias, *rows)
+    except RuntimeError as error:
+        raise _RefusedError from error
+    return made
+
+
+def direct_channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str = "identity",
+    groups: int = 0,
+    running: tuple[Any, ...] | None = None,
+) -> Tensor | None:
+    """The output of `channel_norm`, if this call is a usual one.
+
+    Moves the `running` statistics too: mean, variance, counter or None, momentum. The caller has checked what
+    no kernel does: `eps`, the momentum, and that x has channels and more than one value of each.
+    """
+    if not (plain() and picks_cpu() and x.is_cpu and is_dense(x)):
+        return None
+    if weight is None or bias is None:
+        if weight is not bias:
+            return None
+        recorded = x.requires_grad
+    else:
+        if not (weight.is_cpu and bias.is_cpu and weight.dtype is bias.dtype):
+            return None
+        recorded = x.requires_grad or weight.requires_grad or bias.requires_grad
+    how = act, eps, groups, running
+    if running is not None:
+        mean, var, num_batches, _ = running
+        if not (mean.is_cpu and var.is_cpu and (num_batches is None or num_batches.is_cpu)):
+            return None
+        if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
+            return None
+    try:
+        if recorded and torch.is_grad_enabled():
+            y: Tensor = _norm(x, weight, bias, how)
+            return y
+        return _channel_forward(x, weight, bias, how)[0]
+    except _RefusedError:
+        return None
+
+
+def direct_evaluation(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str = "identity",
+) -> Tensor | None:
+    """The output of `channel_affine` by running statistics, if this call is a usual one."""
+    if not (plain() and picks_cpu() and x.is_cpu and is_dense(x) and mean.is_cpu and var.is_cpu):
+        return None
+    if weight is None or bias is None:
+        if weight is not bias:
+            return None
+        recorded = x.requires_grad
+    else:
+        if not (weight.is_cpu and bias.is_cpu):
+            return None
+        recorded = x.requires_grad or weight.requires_grad or bias.requires_grad
+    how = mean, var, eps, act
+    try:
+        if recorded and torch.is_grad_enabled():
+            y: Tensor = _affine(x, weight, bias, how)
+            return y
+        return _evaluate(x, weight, bias, how)[0]
+    except _RefusedError:
+        return None
+
+
+def direct_row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
+) -> Tensor | None:
+    """The output of `row_norm` over the last axes, if this call is a usual one."""
+    if eps is None:
+        eps = _EPS[x.dtype is torch.float64]
+    if not (plain() and picks_cpu() and x.is_cpu and eps >= 0):
+        return None
+    stop = x.dim()
+    start = stop - len(shape)
+    if start < 0 or start == stop or x.shape[start:] != shape:
+        return None
+    recorded = x.requires_grad
+    if weight is not None:
+        if not (weight.is_cpu and weight.shape == shape and weight.is_floating_point()):
+            return None
+        recorded = recorded or weight.requires_grad
+    if bias is not None:
+        if weight is None or not (bias.is_cpu and bias.shape == shape and bias.dtype is weight.dtype):
+            return None
+        recorded = recorded or bias.requires_grad
+    rows = start, stop, eps, rms, 0.0, False
+    try:
+        if recorded and torch.is_grad_enabled():
+            y: Tensor = _row_norm(x, weight, bias, rows)
+        else:
+            y = _row_forward(x, weight, bias, rows)[0]
+    except _RefusedError:
+        return None
+    return y

@@ -1,0 +1,292 @@
+"""The usual call in one step (autograd/direct.py), beside the whole way: same bits, errors and state."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch.utils.checkpoint import checkpoint
+
+import leannorm
+from leannorm import functional, nn
+from leannorm.autograd import direct
+from leannorm.ops.backends import CPU
+
+pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
+
+IMAGE = (6, 8, 5, 3)
+LAYERS = {
+    "batch": (lambda: nn.BatchNorm2d(8), IMAGE),
+    "batch, cumulative": (lambda: nn.BatchNorm2d(8, momentum=None), IMAGE),
+    "batch, rows": (lambda: nn.BatchNorm1d(8), (6, 8)),
+    "batch, signals": (lambda: nn.BatchNorm1d(8), (6, 8, 5)),
+    "batch, volumes": (lambda: nn.BatchNorm3d(8), (2, 8, 3, 2, 2)),
+    "batch, no affine": (lambda: nn.BatchNorm2d(8, affine=False), IMAGE),
+    "batch, float64 statistics": (lambda: nn.BatchNorm2d(8, stats_dtype=torch.float64), IMAGE),
+    "batch, act": (lambda: nn.BatchNormAct2d(8, act="silu"), IMAGE),
+    "batch, act by output": (lambda: nn.BatchNormAct2d(8, act="relu"), IMAGE),
+    "batch, eval": (lambda: nn.BatchNorm2d(8).eval(), IMAGE),
+    "batch, eval, act": (lambda: nn.BatchNormAct2d(8, act="relu").eval(), IMAGE),
+    "group": (lambda: nn.GroupNorm(2, 8), IMAGE),
+    "group, act": (lambda: nn.GroupNormAct(4, 8), IMAGE),
+    "group, no affine": (lambda: nn.GroupNorm(2, 8, affine=False), IMAGE),
+    "instance": (lambda: nn.InstanceNorm2d(8, affine=True), IMAGE),
+    "instance, no affine": (lambda: nn.InstanceNorm1d(8), (6, 8, 5)),
+    "layer": (lambda: nn.LayerNorm((5, 3)), IMAGE),
+    "layer, no bias": (lambda: nn.LayerNorm(3, bias=False), IMAGE),
+    "layer, no affine": (lambda: nn.LayerNorm(3, elementwise_affine=False), IMAGE),
+    "rms": (lambda: nn.RMSNorm(3), IMAGE),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.movedim(1, -1).contiguous().movedim(-1, 1),
+    "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],  # which is not dense
+}
+
+
+def trained(make, dtype):
+    torch.manual_seed(1)
+    layer = make()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p) + 1)
+        for name, b in layer.named_buffers():
+            if b.is_floating_point():
+                b.copy_(torch.rand_like(b) + ("var" in name))
+    return layer.to(dtype)
+
+
+def whole_way(monkeypatch):
+    monkeypatch.setattr(direct, "picks_cpu", lambda: False)
+
+
+def outcome(layer, x, dy, second=False):
+    """All that a call leaves behind: output, gradients, buffers, and the gradients' gradients."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    leaves = [x, *layer.parameters()]
+    found = torch.autograd.grad(y, leaves, dy, create_graph=second)
+    more = ()
+    if second:
+        total = sum(g.square().sum() for g in found)
+        more = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    with torch.no_grad():
+        plain = copy.deepcopy(layer)(x)
+    return [y, *found, *more, plain, *layer.buffers()], y.grad_fn
+
+
+def assert_equal(ours, others):
+    assert len(ours) == len(others)
+    for a, b in zip(ours, others, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_bits(name, dtype, layout, monkeypatch):
+    make, shape = LAYERS[name]
+    x, dy = LAYOUTS[layout](torch.randn(shape).to(dtype)), torch.randn(shape).to(dtype)
+    ours, node = outcome(trained(make, dtype), x, dy)
+    assert type(node).__name__.startswith("Direct") == (layout != "strided" or name[:5] in ("layer", "rms"))
+    whole_way(monkeypatch)
+    others, node = outcome(trained(make, dtype), x, dy)
+    assert not type(node).__name__.startswith("Direct")
+    assert_equal(ours, others)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_same_second_derivatives(name, monkeypatch):
+    make, shape = LAYERS[name]
+    x, dy = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    ours, node = outcome(trained(make, torch.float64), x, dy, second=True)
+    assert type(node).__name__.startswith("Direct")
+    whole_way(monkeypatch)
+    assert_equal(ours, outcome(trained(make, torch.float64), x, dy, second=True)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_input_of_a_float32_layer(dtype, monkeypatch):
+    x, dy = torch.randn(IMAGE).to(dtype), torch.randn(IMAGE).to(dtype)
+    ours, node = outcome(trained(LAYERS["batch"][0], torch.float32), x, dy)
+    assert type(node).__name__ == "DirectChannelNormBackward"
+    whole_way(monkeypatch)
+    assert_equal(ours, outcome(trained(LAYERS["batch"][0], torch.float32), x, dy)[0])
+
+
+BAD = {
+    "another rank": lambda: (torch.randn(6, 8), {}),
+    "other channels": lambda: (torch.randn(6, 4, 5, 3), {}),
+    "integers": lambda: (torch.ones(IMAGE, dtype=torch.int64), {}),
+    "complex": lambda: (torch.ones(IMAGE, dtype=torch.complex64), {}),
+    "sparse": lambda: (torch.randn(IMAGE).to_sparse(), {}),
+    "one value": lambda: (torch.randn(1, 8, 1, 1), {}),
+    "eps": lambda: (torch.randn(IMAGE), {"eps": 0.0}),
+    "eps nan": lambda: (torch.randn(IMAGE), {"eps": float("nan")}),
+    "momentum": lambda: (torch.randn(IMAGE), {"momentum": 1.5}),
+    "weight's axes": lambda: (torch.randn(IMAGE), {"weight": torch.nn.Parameter(torch.ones(1, 8))}),
+    "integer weight": lambda: (torch.randn(IMAGE), {"weight": torch.ones(8, dtype=torch.int64)}),
+    "weight elsewhere": lambda: (
+        torch.randn(IMAGE),
+        {"weight": torch.nn.Parameter(torch.ones(8, device="meta"))},
+    ),
+    "short bias": lambda: (torch.randn(IMAGE), {"bias": torch.nn.Parameter(torch.ones(7))}),
+    "statistics' axes": lambda: (torch.randn(IMAGE), {"running_mean": torch.zeros(8, 1)}),
+    "expanded statistics": lambda: (torch.randn(IMAGE), {"running_var": torch.ones(1).expand(8)}),
+    "statistics that are leaves": lambda: (
+        torch.randn(IMAGE),
+        {"running_mean": torch.zeros(8).requires_grad_()},
+    ),
+    "short variance": lambda: (torch.randn(IMAGE), {"running_var": torch.ones(7)}),
+    "one statistic": lambda: (torch.randn(IMAGE), {"running_var": None}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_errors_are_those_of_the_rules_and_change_nothing(name, monkeypatch):
+    def told():
+        torch.manual_seed(0)
+        x, changed = BAD[name]()
+        layer = nn.BatchNorm2d(8)
+        for key, value in changed.items():
+            if key == "weight" and not isinstance(value, torch.nn.Parameter):
+                del layer.weight
+                layer.register_buffer("weight", value)
+            else:
+                setattr(layer, key, value)
+        before = copy.deepcopy(layer.state_dict())
+        with pytest.raises(leannorm.LeannormError) as error:
+            layer(x)
+        for key, value in layer.state_dict().items():
+            assert value.device.type == "meta" or torch.equal(value, before[key]), key
+        return type(error.value), str(error.value)
+
+    ours = told()
+    whole_way(monkeypatch)
+    assert ours == told()
+
+
+def test_groups_and_rows_are_checked_too():
+    x = torch.randn(IMAGE)
+    for groups in (0, -1, 3):
+        with pytest.raises(leannorm.InputError):
+            functional.group_norm(x, groups)
+    with pytest.raises(leannorm.InputError):
+        functional.group_norm(torch.randn(1, 8), 8)
+    with pytest.raises(leannorm.InputError):
+        functional.layer_norm(x, (3,), torch.ones(3), torch.ones(2))
+    with pytest.raises(leannorm.InputError):
+        functional.layer_norm(x, (3,), torch.ones(3, 1))
+    with pytest.raises(leannorm.InputError):
+        functional.layer_norm(x, (3,), eps=-1.0)
+    with pytest.raises(leannorm.DtypeError):
+        functional.layer_norm(x, (3,), torch.ones(3, dtype=torch.int64))
+    with pytest.raises(leannorm.InputError):
+        nn.InstanceNorm2d(8)(torch.randn(2, 8, 1, 1))
+
+
+def test_a_batch_that_is_not_finite_moves_nothing():
+    layer, x = nn.BatchNorm2d(8), torch.randn(IMAGE)
+    x[0, 0, 0, 0] = float("inf")
+    y = layer(x.requires_grad_())
+    assert type(y.grad_fn).__name__ == "DirectChannelNormBackward"
+    assert layer.num_batches_tracked == 0
+    assert torch.equal(layer.running_mean, torch.zeros(8))
+
+
+def test_a_recompute_moves_nothing():
+    layer, x = nn.BatchNorm2d(8), torch.randn(IMAGE, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    checkpoint(layer, x, use_reentrant=True).sum().backward()
+    assert layer.num_batches_tracked == 2
+
+
+def test_statistics_that_autograd_saved_are_seen_to_change():
+    layer, x = nn.BatchNorm2d(8), torch.randn(IMAGE)
+    factor = torch.ones(8, requires_grad=True)
+    product = factor * layer.running_mean
+    layer(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_buffers_of_inference_mode():
+    with torch.inference_mode():
+        layer, x = nn.BatchNorm2d(8), torch.randn(IMAGE)
+        layer(x)
+        assert layer.num_batches_tracked == 1
+    with pytest.raises(leannorm.InputError):
+        layer(torch.randn(IMAGE))
+    assert layer.num_batches_tracked == 1
+
+
+def test_an_error_behind_the_kernel_is_raised_once():
+    with torch.inference_mode():
+        x = torch.randn(IMAGE)  # which cannot be saved for a backward pass
+    layer = nn.BatchNorm2d(8)
+    with pytest.raises(RuntimeError, match="saved for backward"):
+        layer(x)
+    assert layer.num_batches_tracked == 1
+
+
+def test_a_count_that_is_no_int64():
+    layer = nn.BatchNorm2d(8)
+    layer.num_batches_tracked = torch.tensor(0.0)
+    layer(torch.randn(IMAGE))
+    assert layer.num_batches_tracked == 1
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+@pytest.mark.parametrize("name", ["batch", "group", "layer", "rms", "instance"])
+def test_parameters_that_lie_elsewhere(name):
+    make, shape = LAYERS[name]
+    layer, x = trained(make, torch.float32), torch.randn(shape)
+    twice = copy.deepcopy(layer)
+    with torch.no_grad():
+        twice.weight.mul_(2)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    assert torch.equal(layer(x), twice(x))
+    called = torch.func.functional_call(twice, {"weight": layer.weight}, x)
+    assert type(called.grad_fn).__name__.startswith("Direct")
+
+
+def test_within_transforms_and_tracers_the_whole_way_is_gone():
+    layer, x = nn.BatchNorm2d(8).eval(), torch.randn(IMAGE)
+    want = layer(x)
+    inside = torch.func.vmap(lambda v: layer(v[None])[0])(x)
+    torch.testing.assert_close(inside, want)
+    y, tangent = torch.func.jvp(layer, (x,), (torch.ones_like(x),))
+    torch.testing.assert_close(y, want)
+    assert tangent.abs().max() > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(layer, x)
+    assert "aten::batch_norm" in str(traced.inlined_graph)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_under_lean_are_the_same(name):
+    make, shape = LAYERS[name]
+    x = torch.randn(shape)
+
+    def gradients(within):
+        layer = trained(make, torch.float32)
+        leaf = x.clone().requires_grad_()
+        with within():
+            loss = layer(leaf * 2).square().sin().sum()
+        loss.backward()
+        return [leaf.grad, *(p.grad for p in layer.parameters()), *layer.buffers()]
+
+    for ours, stock in zip(gradients(leannorm.lean), gradients(nullcontext), strict=True):
+        assert torch.equal(ours, stock)
