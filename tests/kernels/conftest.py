@@ -28,8 +28,7 @@ def kernels(request, monkeypatch):
         tiling.planned.cache_clear()
         tape.forget()
         monkeypatch.setattr(tiling, "one_launch", lambda *_: False)  # and in small tiles, as large inputs
-        monkeypatch.setattr(tiling, "_IN_FLIGHT", 16)
-        monkeypatch.setattr(tiling, "_WARPS", 1)
+        monkeypatch.setattr(tiling, "DEFAULT", tiling.Choice(in_flight=16, warps=1))
     with use_backend(name), torch.device("cuda") if device == "cuda" else nullcontext():
         yield BACKENDS[name]
     if request.param == SEVERAL:

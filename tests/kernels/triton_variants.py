@@ -273,10 +273,13 @@ CALLS = [
     modulated_call((ROWS, 8192), 8, branch=True, sample=True),
     *(
         modulated_call((ROWS, n), groups, dtype, lines, rms, branch)
-        for n in (64, 384, 1024, 1152, 2048, 4096, 8192, 16384, 50000)
+        for n in (64, 384, 1152, 4096, 8192, 16384, 50000)
         for groups in (32, ROWS)
-        for dtype, lines in ((BF16, BF16), (BF16, F32), (F32, F32))
-        for rms, branch in ((False, False), (True, False), (False, True))
+        for dtype, lines, rms, branch in (
+            (BF16, BF16, False, True),
+            (BF16, F32, True, False),
+            (F32, F32, False, True),
+        )
     ),
     *(modulated_call((ROWS, n), groups, F64, F64, branch=True) for n in (512, 3000) for groups in (32, ROWS)),
     *(modulated_call((ROWS, 1025), groups, branch=True) for groups in (32, ROWS)),
@@ -285,11 +288,11 @@ CALLS = [
     gated_call((ROWS, 20000), sample=True),
     *(
         gated_call((ROWS, n), dtype, before=before)
-        for n in (64, 128, 1000, 1001, 1536, 2048, 4096, 8192, 16384)
+        for n in (64, 1001, 1536, 4096, 8192, 16384)
         for dtype in (BF16, F32)
         for before in (True, False)
     ),
-    *(gated_call((ROWS, 2048), act=act, before=before) for act in ACTS for before in (True, False)),
+    *(gated_call((ROWS, 2048), act=act, before=False) for act in ACTS),
     *(gated_call((ROWS, n), F64, act="gelu") for n in (512, 3000, 9000)),
     gated_call((1 << 22, 1024)),
     modulated_call((1 << 22, 1024), 1 << 22, BF16, BF16, branch=True),

@@ -17,7 +17,7 @@ from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
-from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, SUMS_REGISTERS, merging
+from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, merging
 from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
 
@@ -65,9 +65,11 @@ def _sums(
         *(dy, x, residual, out, dz, mean, rstd, scale, bias, part_dz, part_dz_xhat),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
-        registers=None if geometry.grouped else SUMS_REGISTERS,  # groups make many programs anyway
+        # groups make many programs anyway
+        registers=None if geometry.grouped else plan.choice.registers(plan.choice.sums),
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.sums_stages,
     )
     launch(
         merge_sums_kernel,
@@ -128,6 +130,7 @@ def _input_grad(
         ACT=act,
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.mapping_stages,
     )
 
 

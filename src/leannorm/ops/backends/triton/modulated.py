@@ -72,8 +72,9 @@ def row_ada_forward(
     plan = _plan(x)
     y, total = (empty(shape, x.dtype, x.device) for shape in (x.shape, (0,) if branch is None else x.shape))
     mean, rstd = (empty(x.shape[:1], compute_dtype(x), x.device) for _ in range(2))
-    given = x, _flat(branch), *(_lines(v, x) for v in (gate, factor, addend))
-    run_forward(*given, y, None if branch is None else total, mean, rstd, plan, eps, rms, one)
+    of_gate, of_factor, of_addend = (_lines(v, x) for v in (gate, factor, addend))
+    to = None if branch is None else total
+    run_forward(x, _flat(branch), of_gate, of_factor, of_addend, y, to, mean, rstd, plan, eps, rms, one)
     return y, total, mean, rstd
 
 
@@ -93,10 +94,9 @@ def row_ada_backward(
     plan, groups = _plan(x), factor.shape[0] if want_sums else 0
     dx = empty(x.shape, x.dtype, x.device)
     of_xhat, plain = (empty((groups, x.shape[1]), factor.dtype, x.device) for _ in range(2))
-    sums = (of_xhat, plain) if want_sums else (None, None)
-    dense = dy.contiguous(), _flat(dtotal), x
-    statistics = mean.contiguous(), rstd.contiguous()
-    run_backward(*dense, *statistics, _lines(factor, x), dx, *sums, plan, rms, one)
+    of_line = of_xhat if want_sums else None, plain if want_sums else None
+    dy, dtotal, mean, rstd = dy.contiguous(), _flat(dtotal), mean.contiguous(), rstd.contiguous()
+    run_backward(dy, dtotal, x, mean, rstd, _lines(factor, x), dx, *of_line, plan, rms, one)
     return dx, of_xhat, plain
 
 

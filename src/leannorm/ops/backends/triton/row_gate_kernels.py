@@ -32,7 +32,8 @@ def gate_backward(
     """The gradients of a gated branch and of its gate, for BLOCK values of a row.
 
     `parts` programs go through the `tiles` of each group of `rows`, which share a line of the gate; with EACH
-    every row has a line, whose gradient is written at once. Moves 3 s bytes an element in one launch; `sum_shares` adds the shares up.
+    every row has a line, whose gradient is written at once. Moves 3 s bytes an element in one launch;
+    `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = tl.float64 if dtotal.dtype.element_ty == tl.float64 else tl.float32
     ROWS: tl.constexpr = TILE.rows

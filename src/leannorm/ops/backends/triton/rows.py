@@ -147,10 +147,23 @@ def row_forward(
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    of_sum = _like(dense, residual), NO_LINE, Line(_flat(weight)), Line(_flat(bias))
-    results = y, None if residual is None else total, mean, rstd
-    how = eps, rms, weight_offset, cast_before
-    run_forward(dense, *of_sum, *results, plan, *how, view=view)
+    run_forward(
+        dense,
+        _like(dense, residual),
+        NO_LINE,
+        Line(_flat(weight)),
+        Line(_flat(bias)),
+        y,
+        None if residual is None else total,
+        mean,
+        rstd,
+        plan,
+        eps,
+        rms,
+        weight_offset,
+        cast_before,
+        view,
+    )
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
 
@@ -180,11 +193,20 @@ def row_backward(
     view = None if dtotal is not None else view_of(start, stop, dy, x, dx)
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     dx = dx if dense is x else empty_like(dense)
-    of_dense = (dy if view else _like(dense, dy)), _like(dense, dtotal), dense
-    wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
-    statistics = mean.contiguous(), rstd.contiguous()
     run_backward(
-        *(*of_dense, *statistics, Line(_flat(weight)), dx, *wanted, plan, rms, weight_offset), view=view
+        dy if view else _like(dense, dy),
+        _like(dense, dtotal),
+        dense,
+        mean.contiguous(),
+        rstd.contiguous(),
+        Line(_flat(weight)),
+        dx,
+        dweight if want_affine else None,
+        dbias if want_affine and not rms else None,
+        plan,
+        rms,
+        weight_offset,
+        view,
     )
     return _in_layout_of(x, dx, dense), dweight, dbias
 
@@ -207,11 +229,12 @@ def run_backward(
     """Launch the backward pass. Where weight has lines, dweight and dbias have a sum for each."""
     tensors = (2 if dtotal is None else 3) + (weight.each == 1)
     how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
-    given = dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, plan, rms, float(one)
+    of_sums, one = (dweight, dbias), float(one)
     if how is None:
-        _backward_long(*given)
+        _backward_long(dy, dtotal, x, mean, rstd, weight, dx, *of_sums, plan, rms, one)
     else:
-        _backward_tile(*given, how, view or NO_VIEW)
+        steps = view or NO_VIEW
+        _backward_tile(dy, dtotal, x, mean, rstd, weight, dx, *of_sums, plan, rms, one, how, steps)
 
 
 def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
