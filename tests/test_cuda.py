@@ -329,7 +329,7 @@ def test_rows_of_720_million_values():
 
 
 def of_both_backends(run, dtype, *given):
-    """What `run` and its gradients give on the kernels, beside the reference in float64 of the same numbers."""
+    """What `run` and its gradients give on the kernels, beside the reference in float64, same numbers."""
     leaves = [t.cuda().to(dtype).requires_grad_() for t in given]
     exact = [t.detach().double().requires_grad_() for t in leaves]
     found = []
@@ -414,7 +414,6 @@ def test_sums_of_groups_repeat_bit_for_bit():
 def test_every_way_to_launch_the_channel_loops_is_right(last):
     """All numbers that a tuned file may have, one after the other: they compile, fit and agree."""
     from benchmarks.gpu.tune import launched_by
-
     from leannorm.ops.backends.triton import tuned
     from leannorm.ops.backends.triton.tiling import Choice
 

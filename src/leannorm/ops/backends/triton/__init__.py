@@ -134,7 +134,6 @@ class Triton(CompiledModulated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
-    has_blocks = False
     narrow_lines = True  # a copy in another dtype would be one more launch
 
     def __init__(self) -> None:

@@ -37,8 +37,12 @@ def plan_of(x: Tensor, groups: int) -> Launches:
     return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device), choice)
 
 
-def groups_of(mean: Tensor) -> int:
-    return mean.shape[1] if mean.dim() == 2 else 0
+def groups_of(x: Tensor, mean: Tensor) -> int:
+    """The `groups` that x was given with, by the shape of its statistics."""
+    if mean.dim() == 1:
+        return 0
+    same = mean.shape[0] == x.shape[0]  # every sample has its own
+    return mean.shape[1] if same else -(x.shape[0] // mean.shape[0])
 
 
 def _dense(x: Tensor) -> bool:
@@ -132,7 +136,7 @@ def _normalized(
     y = empty_like(x)
     if x.numel() == 0:
         return y
-    plan = plan_of(x, groups_of(mean))
+    plan = plan_of(x, groups_of(x, mean))
     launch(
         normalize_kernel,
         plan.programs(plan.mapping),

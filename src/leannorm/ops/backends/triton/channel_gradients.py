@@ -48,7 +48,7 @@ def _sums(
     want_means: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """p and q; writes the sums of dz and dz * xhat of every channel of every segment, and dz where given."""
-    plan = plan_of(x, groups_of(mean))
+    plan = plan_of(x, groups_of(x, mean))
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
     bias, residual, out = _needed(act, bias, residual, out)
@@ -96,7 +96,7 @@ def channel_grad_sums(
     act: str,
 ) -> tuple[Tensor, Tensor]:
     check(act, x, dy, residual, out, weight=weight, bias=bias)
-    shape = tuple(x.shape[1:2] if mean.dim() == 1 else x.shape[:2])
+    shape = (*mean.shape[:-1], x.shape[1])
     if x.numel() == 0:
         return zeros(x, shape), zeros(x, shape)
     sums = new_statistics(x, shape), new_statistics(x, shape)
@@ -119,7 +119,7 @@ def _input_grad(
     act: str,
     dz: Tensor | None,
 ) -> None:
-    plan = plan_of(x, groups_of(mean))
+    plan = plan_of(x, groups_of(x, mean))
     bias, residual, out = _needed(act, bias, residual, out)
     launch(
         input_grad_kernel,

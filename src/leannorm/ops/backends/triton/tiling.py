@@ -52,7 +52,7 @@ DEFAULT = Choice()
 
 
 class Geometry(NamedTuple):
-    """A tensor (N, C, *) as segments (the batch, or one sample), of samples, of channels, of inner values."""
+    """A tensor (N, C, *) as segments (the batch, some of it, or one sample), of samples, channels, values."""
 
     segments: int
     samples: int
@@ -103,10 +103,13 @@ class Tiling(NamedTuple):
 
 
 def geometry(shape: Sequence[int], groups: int, contiguous: bool) -> Geometry:
-    """`groups=0`: statistics of the batch; else of each group of each sample."""
+    """`groups=0`: statistics of the batch; -B: of every B samples; else of each group of each sample."""
     n, c, inner = shape[0], shape[1], prod(shape[2:])
     columns = inner == 1 or not contiguous
-    return Geometry(1, n, c, inner, c, columns) if groups == 0 else Geometry(n, 1, c, inner, groups, columns)
+    if groups <= 0:
+        samples = -groups or n
+        return Geometry(n // samples, samples, c, inner, c, columns)
+    return Geometry(n, 1, c, inner, groups, columns)
 
 
 def power_of_two(n: int) -> int:
@@ -243,8 +246,10 @@ def planned(
 ) -> Launches:
     """The launches for an input of this shape, which is not empty."""
     choice = choice or DEFAULT
-    if groups and shape[1] % groups:
+    if groups > 0 and shape[1] % groups:
         raise RuntimeError(f"{shape[1]} channels cannot be divided into {groups} groups")
+    if groups < 0 and shape[0] % -groups:
+        raise RuntimeError(f"{shape[0]} samples cannot be divided into groups of {-groups}")
     seen = geometry(shape, groups, contiguous)
     tiles = tiling(seen, itemsize, choice=choice)
     moments, sums, mapping = (
