@@ -190,7 +190,7 @@ def gated_backward(kept: int, itemsize: int) -> Backward:
     warps = max(block // a_warp, 4)
     if warps > 8:
         return Backward(Tile(1, _LONG // 4, 4, whole=False), 1, fold=False)
-    programs = (8 if _scattered(kept, 1, itemsize) else 16) // warps
+    programs = 8 // warps  # with what the activation and its slope need, a thread takes some 250 registers
     limit = min(_REGISTERS // (32 * warps * programs), 255)
     tile = Tile(warps * a_warp // block, block, warps, registers=limit)
     return Backward(tile, programs, fold=False, stages=2 if warps * a_warp * itemsize <= 8192 else 1)
