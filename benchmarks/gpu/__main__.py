@@ -2,16 +2,20 @@
 
     python -m benchmarks.gpu [--only SECTION] [--minutes 8.5] [--out FOLDER] [--device cuda] [--smoke]
     python -m benchmarks.gpu --report [RESULTS.json] [--out FOLDER]
+    python -m benchmarks.gpu --tune [FILE.json]
 
 Needs torch, Triton, numpy and a copy of this tree, without an installation. Every result is first compared
 with float64's (allowed: twice torch's error plus one rounding; memory is filled with NaN before). Wrong
 results are reported, not timed, and the exit status is 1. Times are medians between device events, on inputs
 that are not in the cache; shares are relative to the bandwidth of a copy in the same run. The results file
 (benchmarks/results/gpu-NAME.json) is rewritten after every number. Measurements for which the time is not
-enough are left out, with a note. Sections: channels, rows, small, resnet50, vit, blocks (of a Llama, a ViT
+enough are left out, with a note. Sections: channels, rows, modern
+(norms with a scale and a shift, gates, offsets, of heads), small, resnet50, vit, blocks (of a Llama, a ViT
 and a UNet, parameters in bfloat16), and compiled (torch.compile of all). `--smoke` runs the same code on the
 CPU, at tiny sizes, with the kernels interpreted. `--report` writes the tables and two plots of a run from its
-file, of the newest in the folder if none is named, and measures nothing.
+file, of the newest in the folder if none is named, and measures nothing. `--tune` looks for the device's best
+tiles, programs and loads in flight of the per-channel kernels, and writes them where the kernels read them
+(`leannorm/tuned.json` in the user's cache folder, if no file is named).
 """
 
 from __future__ import annotations
@@ -34,14 +38,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
-from benchmarks.gpu import page, shapes, steps
+from benchmarks.gpu import page, shapes, steps, tune
 from benchmarks.gpu.blocks import BLOCKS
 from benchmarks.gpu.report import OutOfTimeError, Report
+from leannorm.ops.backends.triton import tuned
 from leannorm.report.memory import check_device
 from leannorm.report.timing import device_seconds
 
-NEWEST = Path("newest")
-SECTIONS = ("channels", "rows", "small", "resnet50", "vit", "blocks", "compiled")
+NEWEST, USERS = Path("newest"), Path("user's")
+SECTIONS = ("channels", "rows", "modern", "small", "resnet50", "vit", "blocks", "compiled")
 
 
 def copy_bandwidth(report: Report, smoke: bool) -> float:
@@ -88,7 +93,7 @@ def compiled(report: Report, smoke: bool) -> None:
         step = partial(steps.run_network, "resnet50", report, ("compile",), smoke)
         report.attempt("resnet50, compile", step)
     with config.patch(donated_buffer=False):  # each graph runs backward several times here
-        for case in (case for name in ("channels", "rows") for case in shapes.cases(smoke)[name]):
+        for case in (case for name in ("channels", "rows", "modern") for case in shapes.cases(smoke)[name]):
             if report.has(25, f"{case}, compile"):
                 report.attempt(f"{case}, compile", partial(shapes.run_case, case, report, True, smoke))
     if report.has(150, "vit, compile") or smoke:
@@ -154,6 +159,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--report", type=Path, nargs="?", const=NEWEST, metavar="RESULTS.json")
+    parser.add_argument("--tune", type=Path, nargs="?", const=USERS, metavar="FILE.json")
     options = parser.parse_args()
     if options.report is not None:
         for path in page.write(results_in(options.out, options.report), options.out):
@@ -163,7 +169,8 @@ def main() -> int:
     check_device(device)
     if options.smoke:
         torch.set_num_threads(1)
-    report = Report(torch.device(device), options.out, options.minutes, options.only)
+    only = "tune" if options.tune else options.only
+    report = Report(torch.device(device), options.out, options.minutes, only)
     print(", ".join(f"{k} {v}" for k, v in report.data.items() if isinstance(v, (str, int, float))))
 
     def stop(*_: Any) -> None:
@@ -173,7 +180,13 @@ def main() -> int:
     signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
     try:
         torch.manual_seed(0)
-        run(report, options.only, options.smoke)
+        if options.tune:
+            file = tuned.path() if options.tune == USERS else options.tune
+            if file is None:
+                raise SystemExit("LEANNORM_TUNED is empty: no file is read; name one, or unset it")
+            report.attempt("tune", partial(tune.tune, report, file, options.smoke))
+        else:
+            run(report, options.only, options.smoke)
     except (OutOfTimeError, KeyboardInterrupt) as stopped:
         report.note(f"stopped by {type(stopped).__name__}; all results in the file are complete")
     finally:

@@ -28,7 +28,7 @@ class Report:
 
     def __init__(self, device: torch.device, folder: Path, minutes: float, only: str) -> None:
         self.device, self.started, self.seconds = device, time.monotonic(), 60 * minutes
-        self.data: dict[str, Any] = {**environment(device), "rows": [], "steps": [], "small": []}
+        self.data: dict[str, Any] = {**environment(device), "rows": [], "steps": [], "small": [], "tuned": []}
         self.data |= {"notes": [], "wrong": []}
         name = re.sub(r"[^a-z0-9]+", "-", self.data["device"].lower()).strip("-")
         self.path = folder / f"gpu-{name}{'-' + only if only else ''}.json"

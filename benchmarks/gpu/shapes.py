@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.gpu import modern
 from benchmarks.gpu.report import Report
 from leannorm import functional
 from leannorm.ops.backends import BACKENDS
@@ -33,7 +34,7 @@ class Case(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    kind: str  # channel, layer, rms
+    kind: str  # channel, layer, rms, or one of modern.KINDS
     reach: tuple[float, float] = (0.0, 0.0)
     residual: bool = False
     channels_last: bool = True
@@ -51,6 +52,13 @@ def cases(smoke: bool) -> dict[str, list[Case]]:
     relu, add, batch, lines, lengths = _RELU, _ADD, 128, 32768, (1024, 4096, 8192, 16384)
     if smoke:
         relu, add, batch, lines, lengths = ((8, 5),), ((16, 3),), 2, 6, (40,)
+    # a DiT, Mamba-2, Gemma, Llama's queries, a UNet
+    tokens, inner, images, heads = (64, 512, 1152), (32768, 4096), (32, 256, 64, 64), (16, 2048, 32, 128)
+    if smoke:
+        tokens, inner, images, heads = (2, 3, 16), (6, 16), (2, 8, 4, 4), (2, 3, 2, 16)
+    of_modern = ("AdaLN", tokens), ("AdaLN of a token", tokens), ("gated residual + AdaLN", tokens)
+    of_modern += ("gated RMS norm", inner), ("RMS norm, 1 + w", inner), ("RMS norm of heads", heads)
+    of_modern += (("group norm + silu", images),)
     image, line = ((2, 8, 4, 4), (4, 40)) if smoke else ((2, 64, 28, 28), (64, 768))
     near = (0.80, 0.80)
     return {
@@ -61,6 +69,9 @@ def cases(smoke: bool) -> dict[str, list[Case]]:
         "rows": [
             *(Case("layer norm", (lines, n), "layer", (0.85, 0.75)) for n in lengths),
             *(Case("RMS norm", (lines, n), "rms", (0.88, 0.75)) for n in lengths),
+        ],
+        "modern": [
+            Case(name, shape, kind) for (name, shape), kind in zip(of_modern, modern.KINDS, strict=True)
         ],
         "small": [
             Case("batch norm + relu", image, "channel"),
@@ -86,7 +97,9 @@ class Set(NamedTuple):
     @property
     def leaves(self) -> list[Tensor]:
         return [
-            t for t in (self.x, self.weight, self.bias, self.residual) if t is not None and t.requires_grad
+            t
+            for t in (self.x, self.weight, self.bias, self.residual, self.mean)
+            if t is not None and t.requires_grad
         ]
 
 
@@ -95,6 +108,10 @@ Side = Callable[[Set], Tensor]
 
 def make_set(case: Case, dtype: torch.dtype, device: torch.device) -> Set:
     """Random tensors; weight and bias are float32 for channel norms, `dtype` for row norms."""
+    if case.kind in modern.KINDS:
+        made = Set(*modern.tensors(case.kind, case.shape, dtype, device))
+        unused = case.kind in ("gated", "offset", "heads")
+        return made._replace(bias=made.bias.detach()) if unused else made
 
     def full() -> Tensor:
         t = torch.randn(case.shape, device=device, dtype=dtype)
@@ -111,6 +128,8 @@ def make_set(case: Case, dtype: torch.dtype, device: torch.device) -> Set:
 
 
 def ours(kind: str) -> Side:
+    if kind in modern.KINDS:
+        return modern.ours(kind)
     return {
         "channel": lambda s: functional.batch_norm_act(
             s.x, s.mean, s.var, s.weight, s.bias, True, 0.1, EPS, act="relu", residual=s.residual
@@ -121,6 +140,9 @@ def ours(kind: str) -> Side:
 
 
 def torchs(kind: str) -> Side:
+    if kind in modern.KINDS:
+        return modern.formula(kind)
+
     def channel(s: Set) -> Tensor:  # in place, as torchvision's networks have it
         y = F.batch_norm(s.x, s.mean, s.var, s.weight, s.bias, True, 0.1, EPS)
         return F.relu_(y if s.residual is None else y.add_(s.residual))
@@ -145,6 +167,8 @@ def compiled(kind: str, smoke: bool) -> Side:
 
 def others(kind: str) -> dict[str, Side]:
     """Row norms of other libraries, if they can be imported."""
+    if kind in modern.KINDS:
+        return modern.others(kind)
     found: dict[str, Side] = {}
     try:
         from liger_kernel.ops.layer_norm import LigerLayerNormFunction
@@ -221,6 +245,8 @@ def moved(case: Case, itemsize: int, cache: int) -> dict[str, tuple[int, int]]:
     reads = t * (3 if residual else 2)
     again_backward = reads * (again and reads > cache)
     once = sum(forward), sum(backward)
+    if case.kind in modern.MOVED:
+        once = tuple(t * sizes for sizes in modern.MOVED[case.kind])
     passes = once[0] + again_forward, once[1] + again_backward
     return {
         "forward": (passes[0], once[0]),

@@ -28,8 +28,7 @@ def kernels(request, monkeypatch):
         tiling.planned.cache_clear()
         tape.forget()
         monkeypatch.setattr(tiling, "one_launch", lambda *_: False)  # and in small tiles, as large inputs
-        monkeypatch.setattr(tiling, "_IN_FLIGHT", 16)
-        monkeypatch.setattr(tiling, "_WARPS", 1)
+        monkeypatch.setattr(tiling, "DEFAULT", tiling.Choice(in_flight=16, warps=1))
     with use_backend(name), torch.device("cuda") if device == "cuda" else nullcontext():
         yield BACKENDS[name]
     if request.param == SEVERAL:
@@ -41,7 +40,7 @@ def kernels(request, monkeypatch):
 def interpreted_operators():
     """The operators once more, in a namespace where tensors of the CPU reach the interpreted kernels."""
     library = torch.library.Library("leannorm_interpreted", "DEF")
-    for definition in (*schema._SCHEMAS, *schema._BETWEEN):
+    for definition in (*schema._SCHEMAS, *schema._MODULATED, *schema._BETWEEN):
         name = library.define(definition)
         library.impl(name, getattr(triton._kernels, name), "CPU")
         fake = torch._library.simple_registry.singleton.find(f"leannorm::{name}").fake_impl.kernel.func

@@ -40,7 +40,9 @@ def test_smoke(tmp_path):
     assert found["wrong"] == []
     assert {row["backend"] for row in found["rows"] if row["side"] == "ours"} == {"triton"}
     kinds = {(row["case"], row["side"], row["direction"]) for row in found["rows"]}
-    for case in ("batch norm + relu", "batch norm + add + relu", "layer norm", "RMS norm"):
+    norms = "batch norm + relu", "batch norm + add + relu", "layer norm", "RMS norm"
+    modern = "AdaLN", "AdaLN of a token", "gated residual + AdaLN", "gated RMS norm", "RMS norm, 1 + w"
+    for case in (*norms, *modern, "RMS norm of heads", "group norm + silu"):
         assert {(case, side, "backward") for side in ("ours", "torch", "compile")} <= kinds
     steps = {(row["network"], row["setting"]) for row in found["steps"]}
     for network in ("resnet50", "vit"):

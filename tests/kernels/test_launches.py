@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(trit
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 BF16 = torch.bfloat16
 IMAGES, SMALL, ROWS = (64, 64, 56, 56), (2, 64, 14, 14), (4096, 1024)
+TOKENS = (8, 512, 1024)
 
 
 def no_grad(layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -36,6 +37,37 @@ def with_residual(layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tens
 def add_norm() -> Callable[[torch.Tensor], torch.Tensor]:
     weight = torch.ones(ROWS[-1:], dtype=BF16, requires_grad=True)
     return lambda x: functional.add_rms_norm(x, torch.empty_like(x), ROWS[-1:], weight)[0]
+
+
+def ada_norm(*places: int, rms: bool = False, summed: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A scale and a shift of these leading sizes, in 16 bits as a network makes them."""
+
+    def line() -> torch.Tensor:
+        return torch.empty(*places, TOKENS[-1], dtype=BF16, requires_grad=True)
+
+    scale, shift, gate = line(), line(), line()
+    if summed:
+        return lambda x: functional.add_ada_layer_norm(
+            x, torch.empty_like(x).requires_grad_(), gate, TOKENS[-1:], scale, shift
+        )[0]
+    if rms:
+        return lambda x: functional.ada_rms_norm(x, TOKENS[-1:], scale, shift=shift)
+    return lambda x: functional.ada_layer_norm(x, TOKENS[-1:], scale, shift)
+
+
+def gated_norm(before: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    weight = torch.ones(TOKENS[-1:], requires_grad=True)
+    return lambda x: functional.gated_rms_norm(
+        x, torch.empty_like(x).requires_grad_(), TOKENS[-1:], weight, norm_before_gate=before
+    )
+
+
+def heads() -> Callable[[torch.Tensor], torch.Tensor]:
+    """Every second of several heads, as in a projection of q, k and v."""
+    weight = torch.ones(64, dtype=BF16, requires_grad=True)
+    return lambda x: functional.rms_norm(
+        x.unflatten(2, (-1, 2, 64))[..., 1, :], (64,), weight, weight_offset=1.0, cast="before"
+    )
 
 
 def over_ranks() -> Callable[[torch.Tensor], torch.Tensor]:
@@ -67,8 +99,17 @@ CASES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tup
     "`LayerNorm`, bfloat16 parameters": (lambda: nn.LayerNorm(1024, dtype=BF16), ROWS),
     "`LayerNorm`, rows longer than a tile": (lambda: nn.LayerNorm(65536), (64, 65536)),
     "`SyncBatchNorm` over several ranks": (over_ranks, IMAGES),
+    "`ada_layer_norm`, of a sample": (lambda: ada_norm(8), TOKENS),
+    "`ada_layer_norm`, of a token": (lambda: ada_norm(8, 512), TOKENS),
+    "`ada_rms_norm`, of a sample": (lambda: ada_norm(8, rms=True), TOKENS),
+    "`add_ada_layer_norm`, of a sample": (lambda: ada_norm(8, summed=True), TOKENS),
+    "`add_ada_layer_norm`, of a token": (lambda: ada_norm(8, 512, summed=True), TOKENS),
     "`add_rms_norm`": (add_norm, ROWS),
+    "`gated_rms_norm`": (lambda: gated_norm(True), TOKENS),
+    "`gated_rms_norm`, behind the gate": (lambda: gated_norm(False), TOKENS),
+    "`group_norm_act`": (lambda: nn.GroupNormAct(32, 64, act="silu"), IMAGES),
     "`RMSNorm`": (lambda: nn.RMSNorm(1024), ROWS),
+    "`rms_norm` of strided heads": (heads, TOKENS),
     "`RMSNorm`, bfloat16 parameters": (lambda: nn.RMSNorm(1024, dtype=BF16), ROWS),
 }
 
@@ -81,7 +122,8 @@ class Counted(TorchDispatchMode):
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if not (func.is_view or "empty" in func.__name__ or func.__name__.startswith("detach")):
+        silent = "empty" in func.__name__ or func.__name__.startswith(("detach", "promote_types"))
+        if not (func.is_view or silent):
             self.seen.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -89,12 +131,19 @@ class Counted(TorchDispatchMode):
 @pytest.fixture
 def counted(monkeypatch):
     """The kernels are noted in place of being run, on tensors without memory."""
-    from leannorm.ops.backends.triton import channel, channel_gradients, rows, shares, statistics
+    from leannorm.ops.backends.triton import (
+        channel,
+        channel_gradients,
+        modulated,
+        rows,
+        shares,
+        statistics,
+    )
 
     mode = Counted()
     for module in (channel, channel_gradients, rows, shares, statistics):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: mode.seen.append(kernel.__name__))
-    for module in (channel, rows):
+    for module in (channel, modulated, rows):
         monkeypatch.setattr(module, "processors", lambda device: 132)
 
     def add_up(sums, count, *_):  # type: ignore[no-untyped-def]
@@ -123,7 +172,7 @@ def test_the_table_has_every_case():
 def test_launches_are_those_of_the_table(counted, name):
     make, shape = CASES[name]
     call, x = make(), torch.empty(shape, dtype=BF16, requires_grad=True)
-    dy = torch.empty(shape, dtype=BF16)
+    dy = torch.empty_like(call(x))
     call(x)  # what is launched once, for all later calls
     counted.seen.clear()
     with counted:

@@ -75,6 +75,69 @@ def row_call(
     return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
+def heads_call(kept: int, dtype: torch.dtype = BF16, rms: bool = True, sample: bool = False) -> Call:
+    """Layer or RMS norm of the heads of q in a projection of q, k and v, without a copy."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import rows
+
+        x = meta((8, 1024, 3, 16, kept), dtype)[:, :, 1]
+        dy, weight = meta((8, 16, 1024, kept), dtype).transpose(1, 2), meta((kept,), dtype)
+        bias = None if rms else weight
+        _, _, mean, rstd = rows.row_forward(x, None, weight, bias, 3, 4, 1e-5, rms, 1.0, False)
+        rows.row_backward(dy, None, x, mean, rstd, weight, 3, 4, rms, True, 1.0)
+
+    words = f"{'rms' if rms else 'layer'} {kept} of a view {dtype}"
+    return Call(words.replace("torch.", ""), run, sample)
+
+
+def modulated_call(
+    shape: tuple[int, int],
+    groups: int,
+    dtype: torch.dtype = BF16,
+    lines: torch.dtype = F32,
+    rms: bool = False,
+    branch: bool = False,
+    sample: bool = False,
+) -> Call:
+    """A norm with a scale and a shift for every group of rows, forward and backward; with a gated branch."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import modulated
+
+        x, line = meta(shape, dtype), meta((groups, shape[1]), lines)
+        other, gate = (x, line) if branch else (None, None)
+        _, _, mean, rstd = modulated.row_ada_forward(x, other, gate, line, line, 1.0, 1e-5, rms)
+        modulated.row_ada_backward(x, other, x, mean, rstd, line, 1.0, rms, True)
+        if branch:
+            modulated.row_gate_backward(x, x, line)
+
+    words = [f"ada {'rms' if rms else 'layer'} {shape[0]}x{shape[1]} {groups} lines {lines} {dtype}"]
+    return Call(" ".join(words + ["branch"] * branch).replace("torch.", ""), run, sample)
+
+
+def gated_call(
+    shape: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    act: str = "silu",
+    before: bool = True,
+    cast: bool = False,
+    sample: bool = False,
+) -> Call:
+    """RMS norm with a gate, a slice of a projection, forward and backward."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import modulated
+
+        x, gate = meta((shape[0], 2 * shape[1]), dtype).chunk(2, 1)
+        dy, weight = meta(shape, dtype), meta(shape[1:], F32)
+        _, rstd = modulated.row_gated_forward(x, gate, weight, 1e-5, act, before, cast)
+        modulated.row_gated_backward(dy, x, gate, rstd, weight, act, before, True)
+
+    words = ["gated", "x".join(map(str, shape)), act, str(dtype), "before" if before else "behind"]
+    return Call(" ".join(words + ["cast"] * cast).replace("torch.", ""), run, sample)
+
+
 def channel_call(
     shape: tuple[int, ...],
     dtype: torch.dtype = BF16,
@@ -202,6 +265,37 @@ CALLS = [
     row_call((128, 3, 224, 224), axis=1),
     row_call((128, 2048, 7, 7), axis=1),
     *(statistics_call(512, dtype) for dtype in (F32, F64, BF16)),
+    heads_call(128, sample=True),
+    *(heads_call(n, dtype, rms) for n in (64, 80, 256, 512, 2048) for dtype in (BF16, F32) for rms in (0, 1)),
+    heads_call(128, F64),
+    modulated_call((ROWS, 1152), 32, BF16, BF16, branch=True, sample=True),
+    modulated_call((ROWS, 3072), ROWS, BF16, BF16, branch=True, sample=True),
+    modulated_call((ROWS, 8192), 8, branch=True, sample=True),
+    *(
+        modulated_call((ROWS, n), groups, dtype, lines, rms, branch)
+        for n in (64, 384, 1152, 4096, 8192, 16384, 50000)
+        for groups in (32, ROWS)
+        for dtype, lines, rms, branch in (
+            (BF16, BF16, False, True),
+            (BF16, F32, True, False),
+            (F32, F32, False, True),
+        )
+    ),
+    *(modulated_call((ROWS, n), groups, F64, F64, branch=True) for n in (512, 3000) for groups in (32, ROWS)),
+    *(modulated_call((ROWS, 1025), groups, branch=True) for groups in (32, ROWS)),
+    gated_call((ROWS, 128), sample=True),
+    gated_call((ROWS, 4096), before=False, cast=True, sample=True),
+    gated_call((ROWS, 20000), sample=True),
+    *(
+        gated_call((ROWS, n), dtype, before=before)
+        for n in (64, 1001, 1536, 4096, 8192, 16384)
+        for dtype in (BF16, F32)
+        for before in (True, False)
+    ),
+    *(gated_call((ROWS, 2048), act=act, before=False) for act in ACTS),
+    *(gated_call((ROWS, n), F64, act="gelu") for n in (512, 3000, 9000)),
+    gated_call((1 << 22, 1024)),
+    modulated_call((1 << 22, 1024), 1 << 22, BF16, BF16, branch=True),
     *FAR,
 ]
 
@@ -233,7 +327,15 @@ def _specialized(
 
 def variants(architecture: int, calls: list[Call]) -> list[Variant]:
     """What the calls launch on such a GPU, each kernel of the same kind once."""
-    from leannorm.ops.backends.triton import channel, channel_gradients, launch, rows, shares, statistics
+    from leannorm.ops.backends.triton import (
+        channel,
+        channel_gradients,
+        launch,
+        modulated,
+        rows,
+        shares,
+        statistics,
+    )
 
     found: dict[str, Variant] = {}
     name = ""
@@ -263,7 +365,7 @@ def variants(architecture: int, calls: list[Call]) -> list[Variant]:
 
     for module in (channel, channel_gradients, rows, shares, statistics):
         module.launch = record
-    for module in (channel, rows):
+    for module in (channel, modulated, rows):
         module.processors = lambda device: PROCESSORS
     rows._device = lambda device: (architecture // 10, SHARED[architecture])
     for call in calls:
@@ -297,9 +399,10 @@ def compiled(variant: Variant, architecture: int, **options: Any) -> dict[str, i
 
 
 def main(architecture: str, which: str = "sample", limit: str = "") -> None:
-    """`which`: sample, all or one. With a `limit` of registers what is compiled spills."""
+    """`which`: sample, all, one, or a part of the calls' names. With a `limit` of registers it spills."""
     options = {"maxnreg": int(limit)} if limit else {}
-    calls = [call for call in CALLS if call.sample or which == "all"]
+    named = which not in ("sample", "all", "one")
+    calls = [call for call in CALLS if (which in call.name if named else call.sample or which == "all")]
     for variant in variants(int(architecture), calls[:1] if which == "one" else calls):
         used = compiled(variant, int(architecture), **options)
         about = {"name": variant.name, "kernel": variant.kernel.__name__, "programs": variant.programs}

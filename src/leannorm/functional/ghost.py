@@ -11,10 +11,9 @@ from leannorm.autograd.channel import channel_norm
 from leannorm.autograd.sync import Sharing
 from leannorm.distributed.collective import add_up
 from leannorm.ops.backends.reference import at_least_one
-from leannorm.ops.layout import in_blocks, out_of_blocks
 from leannorm.ops.modes import rebuilding
 from leannorm.ops.plan import values_per_channel
-from leannorm.ops.select import pick, transformed
+from leannorm.ops.select import pick
 
 
 def ghost_norm(input: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
@@ -42,12 +41,8 @@ def _groups(x: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tenso
     count = values_per_channel(x[:size].shape)
     if size == 1:
         y, mean, m2 = channel_norm(x, epilogue, eps, channels)
-    elif transformed(x) or pick(x).has_blocks:
-        y, mean, m2 = channel_norm(x, epilogue, eps, -size)
     else:
-        r = None if epilogue.residual is None else in_blocks(epilogue.residual, size)
-        y, mean, m2 = channel_norm(in_blocks(x, size), epilogue._replace(residual=r), eps, channels)
-        y = out_of_blocks(y, x)
+        y, mean, m2 = channel_norm(x, epilogue, eps, -size)
     return y, Moments(mean, m2, count)
 
 

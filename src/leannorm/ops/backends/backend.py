@@ -18,7 +18,6 @@ class Backend(ChannelVerbs, ModulatedVerbs, SumVerbs, ABC):
     """
 
     name: str
-    has_blocks = True  # serves statistics of every so many samples
 
     @abstractmethod
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:

@@ -46,15 +46,6 @@ def _by_group(wide: Tensor, x: Tensor, start: int) -> bool:
     return True
 
 
-def _lines(v: Tensor, x: Tensor, start: int, narrow: bool = True) -> Tensor:
-    """v as lines (groups, kept) of the arithmetic's dtype; where `narrow`, a line a row may stay as it is."""
-    wide, shape = spread(v, x, start), x.shape[start:]
-    if not _by_group(wide, x, start):
-        wide = wide.expand(*x.shape[:start], *shape)
-    stays = narrow and v.dtype == x.dtype and v.numel() == x.numel()
-    return _apart(wide, start, x.dtype if stays else compute_dtype(x))
-
-
 def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
     """Sums over each group's rows, of v's shape."""
     if lines.numel() == v.numel():
@@ -64,6 +55,16 @@ def _from_lines(lines: Tensor, v: Tensor, x: Tensor, start: int) -> Tensor:
 
 class CompiledModulated(Compiled):
     """Kernels for a scale and a shift, for a gated residual and for a gate."""
+
+    narrow_lines = False  # do the kernels take lines of x's dtype, and sum in the arithmetic's?
+
+    def _lines(self, v: Tensor, x: Tensor, start: int, narrow: bool = True) -> Tensor:
+        """v as lines (groups, kept) of the arithmetic's dtype; where `narrow`, a line a row may stay."""
+        wide, shape = spread(v, x, start), x.shape[start:]
+        stays = narrow and v.dtype == x.dtype and (self.narrow_lines or v.numel() == x.numel())
+        if not _by_group(wide, x, start):
+            wide, stays = wide.expand(*x.shape[:start], *shape), False
+        return _apart(wide, start, x.dtype if stays else compute_dtype(x))
 
     def ada_forward(
         self,
@@ -82,10 +83,12 @@ class CompiledModulated(Compiled):
         if x.numel() == 0 or _wider(branch, x):
             return super().ada_forward(x, branch, gate, scale, shift, weight, bias, start, eps, rms)
         narrow = weight is None and bias is None
-        factor, one = _lines(scale, x, start, narrow), 1.0
+        factor, one = self._lines(scale, x, start, narrow), 1.0
         kept, dtype = factor.shape[1], compute_dtype(x)
-        zeros = factor.new_zeros(1, kept, dtype=dtype)
-        addend = zeros if shift is None else _lines(shift, x, start, narrow)
+        if shift is None:
+            addend = factor.new_zeros(1, kept, dtype=dtype)
+        else:
+            addend = self._lines(shift, x, start, narrow)
         if weight is not None or bias is not None:
             factor, one = factor + 1, 0.0
             addend = (
@@ -94,7 +97,7 @@ class CompiledModulated(Compiled):
             factor = factor if weight is None else factor * weight.to(factor.dtype).view(kept)
         of_sum = (
             None if branch is None else _rows(branch, start, x.dtype),
-            None if gate is None else _lines(gate, x, start),
+            None if gate is None else self._lines(gate, x, start),
         )
         given = _rows(x, start, x.dtype), *of_sum, factor, addend, one, eps, rms
         y, total, mean, rstd = self.ops.row_ada_forward(*given)
@@ -121,7 +124,7 @@ class CompiledModulated(Compiled):
         wanted = want_modulation, want_affine
         if x.numel() == 0:
             return super().ada_backward(dy, dtotal, x, mean, rstd, scale, weight, bias, start, rms, *wanted)
-        factor, one = _lines(scale, x, start, weight is None and bias is None and not want_affine), 1.0
+        factor, one = self._lines(scale, x, start, weight is None and bias is None and not want_affine), 1.0
         w, b = (None if p is None else p.to(factor.dtype).view(-1) for p in (weight, bias))
         if w is not None or want_affine:
             factor, one = factor + 1, 0.0
@@ -144,7 +147,7 @@ class CompiledModulated(Compiled):
         if gate is None or dtotal.numel() == 0 or _wider(branch, dtotal):
             return super().add_gated_backward(dtotal, branch, gate, start)
         rows = [None if t is None else _rows(t, start, dtotal.dtype) for t in (dtotal, branch)]
-        dbranch, dgate = self.ops.row_gate_backward(*rows, _lines(gate, dtotal, start))
+        dbranch, dgate = self.ops.row_gate_backward(*rows, self._lines(gate, dtotal, start))
         found = None if branch is None else _from_lines(dgate, gate, dtotal, start)
         return dbranch.view(dtotal.shape), found
 

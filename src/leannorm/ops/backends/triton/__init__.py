@@ -1,9 +1,9 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `rows.py` and `statistics.py` implement every operator of `schema.py`,
-each under its name. They are registered for CUDA here and imported by the first call, since Triton
-takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels are
-interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
+`channel.py`, `channel_gradients.py`, `rows.py`, `modulated.py` and `statistics.py` implement every operator
+of `schema.py`, each under its name. They are registered for CUDA here and imported by the first call, since
+Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels
+are interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
 (`use_backend("triton")`), as that is slow.
 """
 
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from leannorm.ops import schema
-from leannorm.ops.backends.compiled import Compiled, dense, flat, like
+from leannorm.ops.backends.compiled import dense, flat, like
+from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 _OLDEST = 8  # compute capability; what Triton itself supports
@@ -58,12 +59,14 @@ _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _room(operator: str) -> str:
     if operator in schema.BETWEEN or operator == "message_of":
         return "statistics"
+    if operator.startswith(("row_ada", "row_gate")):
+        return "modulated"
     if operator.startswith("row"):
         return "rows"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
-_OPERATORS = (*schema.OPERATORS, *schema.BETWEEN)
+_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN)
 _FUNCTIONS = ("message_of", "channel_evaluate")  # kernels without an operator
 _NAMES = _OPERATORS + _FUNCTIONS
 
@@ -127,11 +130,11 @@ if _UNAVAILABLE is None:
     _register()
 
 
-class Triton(Compiled):
+class Triton(CompiledModulated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
-    has_blocks = False
+    narrow_lines = True  # a copy in another dtype would be one more launch
 
     def __init__(self) -> None:
         calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})

@@ -27,22 +27,22 @@ from leannorm.ops.backends.triton.channel_set_kernels import set_forward_kernel
 from leannorm.ops.backends.triton.launch import launch, processors
 from leannorm.ops.backends.triton.statistics import move_running_
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
-from leannorm.ops.backends.triton.tiling import (
-    MOMENTS_REGISTERS,
-    SET_REGISTERS,
-    Launches,
-    merging,
-    planned,
-)
+from leannorm.ops.backends.triton.tiling import SET_REGISTERS, Launches, merging, planned
+from leannorm.ops.backends.triton.tuned import choice_for
 from leannorm.ops.plan import channel_plan, statistics_shape
 
 
 def plan_of(x: Tensor, groups: int) -> Launches:
-    return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device))
+    choice = choice_for(x.device)
+    return planned(tuple(x.shape), groups, x.is_contiguous(), x.element_size(), processors(x.device), choice)
 
 
-def groups_of(mean: Tensor) -> int:
-    return mean.shape[1] if mean.dim() == 2 else 0
+def groups_of(x: Tensor, mean: Tensor) -> int:
+    """The `groups` that x was given with, by the shape of its statistics."""
+    if mean.dim() == 1:
+        return 0
+    same = mean.shape[0] == x.shape[0]  # every sample has its own
+    return mean.shape[1] if same else -(x.shape[0] // mean.shape[0])
 
 
 def _dense(x: Tensor) -> bool:
@@ -92,9 +92,10 @@ def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor,
         plan.programs(parts),
         x.device,
         *arguments,
-        registers=MOMENTS_REGISTERS,
+        registers=plan.choice.registers(plan.choice.moments),
         **plan.tiling.constants,
         DOUBLE=double,
+        STAGES=plan.choice.moments_stages,
     )
     launch(
         merge_moments_kernel,
@@ -120,6 +121,37 @@ def channel_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     return mean, m2
 
 
+def _normalized(
+    x: Tensor,
+    mean: Tensor,
+    spread: Tensor,
+    eps: float | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    act: str,
+) -> Tensor:
+    """`spread` is rstd or, with an eps, the variance."""
+    check(act, x, residual, weight=weight, bias=bias)
+    y = empty_like(x)
+    if x.numel() == 0:
+        return y
+    plan = plan_of(x, groups_of(x, mean))
+    launch(
+        normalize_kernel,
+        plan.programs(plan.mapping),
+        x.device,
+        *(x, residual, y, mean, spread, weight, bias),
+        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
+        ACT=act,
+        **plan.tiling.constants,
+        DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.mapping_stages,
+        EPS=eps,
+    )
+    return y
+
+
 @taped
 def channel_normalize(
     x: Tensor,
@@ -130,35 +162,7 @@ def channel_normalize(
     residual: Tensor | None,
     act: str,
 ) -> Tensor:
-    check(act, x, residual, weight=weight, bias=bias)
-    y = empty_like(x)
-    if x.numel() == 0:
-        return y
-    plan = plan_of(x, groups_of(mean))
-    arguments = (
-        x,
-        residual,
-        y,
-        mean,
-        rstd,
-        weight,
-        bias,
-        *plan.geometry.sizes,
-        *plan.mapping,
-        plan.geometry.groups,
-    )
-    double = x.dtype == torch.float64
-    launch(
-        normalize_kernel,
-        plan.programs(plan.mapping),
-        x.device,
-        *arguments,
-        ACT=act,
-        **plan.tiling.constants,
-        DOUBLE=double,
-        EPS=None,
-    )
-    return y
+    return _normalized(x, mean, rstd, None, weight, bias, residual, act)
 
 
 @taped
@@ -173,26 +177,10 @@ def channel_evaluate(
     act: str,
 ) -> Tensor:
     """`channel_normalize` by running statistics, whose rstd the kernel computes: no operator, one launch."""
-    check(act, x, residual, weight=weight, bias=bias)
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if not value.is_contiguous() or value.numel() != x.shape[1]:
             raise RuntimeError(f"{name} must be contiguous and have one value a channel")
-    y = empty_like(x)
-    if x.numel() == 0:
-        return y
-    plan = plan_of(x, 0)
-    launch(
-        normalize_kernel,
-        plan.programs(plan.mapping),
-        x.device,
-        *(x, residual, y, running_mean, running_var, weight, bias),
-        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
-        ACT=act,
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
-        EPS=float(eps),
-    )
-    return y
+    return _normalized(x, running_mean, running_var, float(eps), weight, bias, residual, act)
 
 
 @taped

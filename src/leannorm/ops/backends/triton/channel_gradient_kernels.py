@@ -27,7 +27,7 @@ def grad_sums_kernel(
     dy, x, residual, out, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat,
     C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sums of dz and dz * xhat of every channel in each part: `[segments, parts, C]`.
 
@@ -40,7 +40,7 @@ def grad_sums_kernel(
     high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
     total = tl.zeros((BC, BE), dtype)
     product = tl.zeros((BC, BE), dtype)
-    for t in range(t0, t1):
+    for t in tl.range(t0, t1, num_stages=STAGES):
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
         xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
         g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
@@ -106,7 +106,7 @@ def merge_sums_kernel(
 def input_grad_kernel(
     dy, x, residual, out, dx, dz, mean, rstd, weight, bias, p, q, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd * (weight * dz - p - xhat * q), and dz where it is given.
 
@@ -118,7 +118,7 @@ def input_grad_kernel(
     high, low, scale, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
     mean_dz = per_channel(p, place, exists, 0.0, DOUBLE)
     mean_dz_xhat = per_channel(q, place, exists, 0.0, DOUBLE)
-    for step in range(t0, t1):
+    for step in tl.range(t0, t1, num_stages=STAGES):
         t = t0 + t1 - 1 - step
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
         xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale

@@ -17,7 +17,7 @@ from leannorm.ops.backends.triton.channel_set_kernels import set_backward_kernel
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
-from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, SUMS_REGISTERS, merging
+from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS, merging
 from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
 
@@ -48,7 +48,7 @@ def _sums(
     want_means: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """p and q; writes the sums of dz and dz * xhat of every channel of every segment, and dz where given."""
-    plan = plan_of(x, groups_of(mean))
+    plan = plan_of(x, groups_of(x, mean))
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
     bias, residual, out = _needed(act, bias, residual, out)
@@ -65,9 +65,11 @@ def _sums(
         *(dy, x, residual, out, dz, mean, rstd, scale, bias, part_dz, part_dz_xhat),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
-        registers=None if geometry.grouped else SUMS_REGISTERS,  # groups make many programs anyway
+        # groups make many programs anyway
+        registers=None if geometry.grouped else plan.choice.registers(plan.choice.sums),
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.sums_stages,
     )
     launch(
         merge_sums_kernel,
@@ -94,7 +96,7 @@ def channel_grad_sums(
     act: str,
 ) -> tuple[Tensor, Tensor]:
     check(act, x, dy, residual, out, weight=weight, bias=bias)
-    shape = tuple(x.shape[1:2] if mean.dim() == 1 else x.shape[:2])
+    shape = (*mean.shape[:-1], x.shape[1])
     if x.numel() == 0:
         return zeros(x, shape), zeros(x, shape)
     sums = new_statistics(x, shape), new_statistics(x, shape)
@@ -117,7 +119,7 @@ def _input_grad(
     act: str,
     dz: Tensor | None,
 ) -> None:
-    plan = plan_of(x, groups_of(mean))
+    plan = plan_of(x, groups_of(x, mean))
     bias, residual, out = _needed(act, bias, residual, out)
     launch(
         input_grad_kernel,
@@ -128,6 +130,7 @@ def _input_grad(
         ACT=act,
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.mapping_stages,
     )
 
 

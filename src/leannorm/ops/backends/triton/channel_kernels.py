@@ -72,7 +72,7 @@ def squares_again(
 def moments_kernel(
     x, mean, m2, C, inner, samples, tiles, parts,
     COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
-    DOUBLE: tl.constexpr,
+    DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Mean and M2 of every channel in each of `parts` runs of `tiles` tiles: `[segments, parts, C]`.
 
@@ -88,7 +88,7 @@ def moments_kernel(
     shift = finite(tl.sum(read(x, start, offsets, inside, DOUBLE), 1) / in_first.to(dtype))
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
-    for t in range(t0, t1):
+    for t in tl.range(t0, t1, num_stages=STAGES):
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
         deviation = read(x, start, offsets, inside, DOUBLE) - shift[:, None]
         deviation = tl.where(inside, deviation, 0.0)
@@ -170,7 +170,7 @@ def merge_moments_kernel(
 def normalize_kernel(
     x, residual, y, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, EPS: tl.constexpr = None,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr = None,
 ):  # fmt: skip
     """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once.
 
@@ -182,7 +182,7 @@ def normalize_kernel(
     if EPS is not None:  # rounded as the constants that `constants_kernel` makes in a launch of its own
         variance = tl.load(rstd + place, mask=exists, other=1.0).to(tl.float64)
         scale = (1 / tl.sqrt(variance + EPS)).to(tl.float64 if DOUBLE else tl.float32)
-    for step in range(t0, t1):
+    for step in tl.range(t0, t1, num_stages=STAGES):
         t = t0 + t1 - 1 - step
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
         z = normalized(x, high, low, scale, w, b, residual, start, offsets, inside, ACT, DOUBLE)

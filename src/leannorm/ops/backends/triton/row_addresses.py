@@ -66,3 +66,32 @@ def divided(kept, inner, TILE: tl.constexpr):
 @triton.jit
 def parameter(p, k, kept, dtype: tl.constexpr):
     return tl.load(p + k[None, :], k[None, :] < kept, 0.0, eviction_policy="evict_last").to(dtype)
+
+
+@triton.jit
+def line(p, each, step, row, exists, k, kept, dtype: tl.constexpr, TILE: tl.constexpr):
+    """`parameter`; or of every row its own line of p, if `each` rows share one: lines begin `step` apart."""
+    if each is None:
+        value = parameter(p, k, kept, dtype)
+    else:
+        first = (row // each) * (step // TILE.vector * TILE.vector)
+        inside = exists[:, None] & (k < kept)[None, :]
+        value = tl.load(p + first[:, None] + k[None, :], inside, 0.0, eviction_policy="evict_last").to(dtype)
+    return value
+
+
+@triton.jit
+def begin_of(row, start, across, near, mid, by_far, by_mid, by_near, TILE: tl.constexpr):
+    """`start` and `across` of a tensor; with steps (far, mid, near) it is rows in a view of three axes."""
+    if by_near is None:
+        first = start
+        beside = across
+    else:
+        at = row.to(tl.int32)  # a view has fewer rows than 2^31
+        behind = at // near
+        far = (behind // mid).to(tl.int64) * (by_far // TILE.vector)
+        far += (behind % mid).to(tl.int64) * (by_mid // TILE.vector)
+        far += (at % near).to(tl.int64) * (by_near // TILE.vector)
+        first = tl.full((), 0, tl.int64)
+        beside = (far * TILE.vector)[:, None]
+    return first, beside

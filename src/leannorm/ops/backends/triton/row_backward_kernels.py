@@ -11,9 +11,10 @@ import triton.language as tl
 
 from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.row_addresses import (
+    begin_of,
     block_of_row,
     divided,
-    parameter,
+    line,
     rows_of,
     values,
     walk,
@@ -21,10 +22,10 @@ from leannorm.ops.backends.triton.row_addresses import (
 
 
 @triton.jit
-def _gradient(dy, x, mean, rstd, offset, inside, dtype: tl.constexpr):
+def _gradient(dy, of_dy, x, of_x, mean, rstd, inside, dtype: tl.constexpr):
     """dy and the normalized input, 0 outside."""
-    d = tl.load(dy + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
-    value = tl.load(x + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
+    d = tl.load(dy + of_dy, inside, 0.0, eviction_policy="evict_first").to(dtype)
+    value = tl.load(x + of_x, inside, 0.0, eviction_policy="evict_first").to(dtype)
     return d, (value - mean[:, None]) * rstd[:, None]
 
 
@@ -39,10 +40,43 @@ def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, RM
     tl.store(dx + offset, value.to(dx.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles"])
+@triton.jit
+def _factor(
+    weight, each, step, row, exists, k, kept, dtype: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr
+):
+    """ONE + weight."""
+    value = line(weight, each, step, row, exists, k, kept, dtype, TILE)
+    return value if ONE == 0.0 else ONE + value
+
+
+@triton.jit
+def _put_sums(dweight, dbias, offset, d, xhat, inside):
+    """Of a line a row, whose sums are over one row."""
+    tl.store(dweight + offset, rounded_for(dweight, d * xhat), inside)
+    tl.store(dbias + offset, rounded_for(dbias, d), inside)
+
+
+_INTEGERS = ["rows", "kept", "inner", "each", "step"]
+_STEPS = [
+    "near",
+    "mid",
+    "dy_far",
+    "dy_mid",
+    "dy_near",
+    "x_far",
+    "x_mid",
+    "x_near",
+    "dx_far",
+    "dx_mid",
+    "dx_near",
+]
+
+
+@triton.jit(do_not_specialize=[*_INTEGERS, "tiles", "parts", *_STEPS])
 def backward_tile(
-    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles,
-    RMS: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
+    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles, each, step, parts,
+    near, mid, dy_far, dy_mid, dy_near, x_far, x_mid, x_near, dx_far, dx_mid, dx_near,
+    RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: each program goes through tiles and adds up its share of dweight and dbias.
 
@@ -52,6 +86,9 @@ def backward_tile(
     are added up in every iteration, where each thread (or a few neighbours) holds them; else each row of the
     tile has its own sums until the end. With `halves` two programs share a row, as registers do not hold all
     of it: both sum over the whole row, of which one half comes from the cache, and each writes half of dx.
+
+    With `parts`, weight has a line for every `rows` rows, a group, and so have the sums: so many programs go
+    through a group's `tiles`. With `each` (1) it has a line a row; sums are then products, stored at once.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
@@ -65,28 +102,48 @@ def backward_tile(
         k = half * BLOCK + lane
         program, programs = program // 2, programs // 2
     kept_rows: tl.constexpr = 1 if HOW.fold else ROWS
-    if weight is not None:
-        w = parameter(weight, k, kept, dtype)
-    if dweight is not None:
+    share = program.to(tl.int64) * kept
+    if parts is not None:
+        group = (program // parts).to(tl.int64)
+        program, programs = program % parts, parts
+        dy += group * rows * kept
+        x += group * rows * kept
+        dx += group * rows * kept
+        if dtotal is not None:
+            dtotal += group * rows * kept
+        mean += group * rows
+        rstd += group * rows
+        weight += group * (step // TILE.vector * TILE.vector)
+    if weight is not None and each is None:
+        w = _factor(weight, None, None, None, None, k, kept, dtype, ONE, TILE)
+    if dweight is not None and each is None:
         sum_dweight = tl.zeros([kept_rows, BLOCK], dtype)
         sum_dbias = tl.zeros([kept_rows, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=HOW.stages):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
+        d_start, d_across = begin_of(row, start, across, near, mid, dy_far, dy_mid, dy_near, TILE)
+        x_start, x_across = begin_of(row, start, across, near, mid, x_far, x_mid, x_near, TILE)
+        start, across = begin_of(row, start, across, near, mid, dx_far, dx_mid, dx_near, TILE)
         offset, inside = values(k, exists, across, kept, inner, TILE)
+        of_dy, inside = values(k, exists, d_across, kept, inner, TILE)
+        of_x, inside = values(k, exists, x_across, kept, inner, TILE)
         centre = tl.load(mean + row, exists, 0.0)
         factor = tl.load(rstd + row, exists, 0.0)
         if HOW.halves:
             other = (1 - half) * BLOCK + lane
             where, there = values(other, exists, across, kept, inner, TILE)
-            other_g, other_xhat = _gradient(dy + start, x + start, centre, factor, where, there, dtype)
+            other_g, other_xhat = _gradient(dy + start, where, x + start, where, centre, factor, there, dtype)
             if weight is not None:
-                other_g *= parameter(weight, other, kept, dtype)
+                other_g *= _factor(weight, each, step, row, exists, other, kept, dtype, ONE, TILE)
             by_xhat = tl.sum(other_g * other_xhat, 1)
             by_one = tl.sum(other_g, 1)
-        d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        d, xhat = _gradient(dy + d_start, of_dy, x + x_start, of_x, centre, factor, inside, dtype)
         g = d
         if weight is not None:
-            g = d * w
+            if each is None:
+                g = d * w
+            else:
+                g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
         if HOW.halves:
             by_xhat += tl.sum(g * xhat, 1)
             by_one += tl.sum(g, 1)
@@ -100,25 +157,26 @@ def backward_tile(
         through = None if dtotal is None else dtotal + start
         _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, RMS)
         if dweight is not None:
-            if HOW.fold:
+            if each is not None:
+                _put_sums(dweight + start, dbias + start, offset, d, xhat, inside)
+            elif HOW.fold:
                 sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
                 sum_dbias += tl.sum(d, 0, keep_dims=True)
             else:
                 sum_dweight += d * xhat
                 sum_dbias += d
-    if dweight is not None:
-        share = program.to(tl.int64) * kept + k
-        tl.store(dweight + share, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
+    if dweight is not None and each is None:
+        tl.store(dweight + share + k, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
         if dbias is not None:
-            tl.store(dbias + share, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)
+            tl.store(dbias + share + k, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)
 
 
-@triton.jit(do_not_specialize=["rows", "kept", "inner"])
+@triton.jit(do_not_specialize=_INTEGERS)
 def backward_long(
-    dy, dtotal, x, mean, rstd, weight, dx, rows, kept, inner,
-    RMS: tl.constexpr, TILE: tl.constexpr,
+    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, each, step,
+    RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The input's gradient of rows longer than a tile.
+    """The input's gradient of rows longer than a tile; and dweight and dbias, where they have a line a row.
 
     Moves 3 s bytes an element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
     """
@@ -135,9 +193,9 @@ def backward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        g, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
         if weight is not None:
-            g *= parameter(weight, k, kept, dtype)
+            g *= _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
         sum_xhat += g * xhat
         sum_one += g
     by_xhat = tl.sum(sum_xhat, 1) / kept
@@ -145,39 +203,48 @@ def backward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
+        g = d
         if weight is not None:
-            g *= parameter(weight, k, kept, dtype)
+            g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
+        if dweight is not None:
+            _put_sums(dweight + start, dbias + start, offset, d, xhat, inside)
         through = None if dtotal is None else dtotal + start
         _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, RMS)
 
 
-@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "programs"])
+@triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "parts", "groups"])
 def backward_shares(
-    dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, programs,
+    dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, parts, groups,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program's share of dweight and dbias, for BLOCK values of rows longer than a tile.
+    """Each program's share of a group's dweight and dbias, for BLOCK values of rows longer than a tile.
 
-    Moves 2 s bytes an element, in one launch; `sum_shares` adds the shares up.
+    `parts` programs go through the `tiles` of each group of `rows`. Moves 2 s bytes an element,
+    in one launch; `sum_shares` adds the shares up.
     """
     dtype: tl.constexpr = mean.dtype.element_ty
     ROWS: tl.constexpr = TILE.rows
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
-    program = tl.program_id(0) % programs
-    k = block_of_row(tl.program_id(0) // programs, kept, TILE)
+    program = tl.program_id(0) % (parts * groups)
+    k = block_of_row(tl.program_id(0) // (parts * groups), kept, TILE)
+    share = program.to(tl.int64) * kept + k
+    first = (program // parts).to(tl.int64) * rows
+    dy += first * kept * inner
+    x += first * kept * inner
+    mean += first
+    rstd += first
     sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
-    for at in tl.range(program, tiles, programs, num_stages=2):
+    for at in tl.range(program % parts, tiles, parts, num_stages=2):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
         offset, inside = values(k, exists, across, kept, inner, TILE)
         centre = tl.load(mean + row, exists, 0.0)
         factor = tl.load(rstd + row, exists, 0.0)
-        d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
         sum_dweight += d * xhat
         sum_dbias += d
-    share = program.to(tl.int64) * kept + k
     tl.store(dweight + share, rounded_for(dweight, tl.sum(sum_dweight, 0)), k < kept)
     if dbias is not None:
         tl.store(dbias + share, rounded_for(dbias, tl.sum(sum_dbias, 0)), k < kept)

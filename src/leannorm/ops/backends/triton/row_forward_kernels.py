@@ -9,21 +9,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.row_addresses import divided, parameter, rows_of, values, walk
+from leannorm.ops.backends.triton.row_addresses import begin_of, divided, line, rows_of, values, walk
 
 
 @triton.jit
-def _input(x, residual, offset, inside, dtype: tl.constexpr):
-    """x, or x + residual rounded to x's dtype: what is normalized; zeros outside."""
+def _input(
+    x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept,
+    dtype: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """x, or x + gate * residual rounded to x's dtype: what is normalized; zeros outside."""
     value = tl.load(x + offset, inside, 0.0, eviction_policy="evict_first")
     if residual is not None:
-        other = tl.load(residual + offset, inside, 0.0, eviction_policy="evict_first")
-        value = (value.to(dtype) + other.to(dtype)).to(value.dtype)
+        other = tl.load(residual + offset, inside, 0.0, eviction_policy="evict_first").to(dtype)
+        if gate is not None:
+            other = line(gate, gate_each, gate_step, row, exists, k, kept, dtype, TILE) * other
+        value = (value.to(dtype) + other).to(value.dtype)
     return value
 
 
 @triton.jit
-def _beyond_float32(square, exists, CHECKED: tl.constexpr):
+def beyond_float32(square, exists, CHECKED: tl.constexpr):
     """Is a row's sum of squares outside of the range where float32 is exact? (0 may be an underflow.)"""
     if CHECKED:
         within = (square >= 2.0**-80) & (square <= 2.0**100)  # False for NaN, which infinities lead to
@@ -33,13 +38,13 @@ def _beyond_float32(square, exists, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def _scale(largest):
+def scale_of(largest):
     """A power of two that brings deviations of this size to where their squares are float32."""
     return tl.where(largest > 2.0**40, 2.0**-78, tl.where(largest < 2.0**-40, 2.0**60, 1.0))
 
 
 @triton.jit
-def _rstd(square, scale, kept, EPS: tl.constexpr):
+def rstd_of(square, scale, kept, EPS: tl.constexpr):
     """1 / sqrt(variance + eps), from squares of `scale` times the deviations; variance 0 has no scale."""
     variance = square / kept
     eps = scale * EPS * scale
@@ -48,21 +53,34 @@ def _rstd(square, scale, kept, EPS: tl.constexpr):
 
 
 @triton.jit
-def _put(y, offset, centred, rstd, weight, bias, k, kept, inside, CAST: tl.constexpr):
+def _put(
+    y, offset, centred, rstd, weight, weight_each, weight_step, bias, bias_each, bias_step,
+    inside, row, exists, k, kept, ONE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The normalized value, times ONE + weight, plus bias."""
     value = centred * rstd[:, None]
     if CAST:
         value = value.to(y.dtype.element_ty).to(value.dtype)
     if weight is not None:
-        value *= parameter(weight, k, kept, value.dtype)
+        factor = line(weight, weight_each, weight_step, row, exists, k, kept, value.dtype, TILE)
+        value *= factor if ONE == 0.0 else ONE + factor
     if bias is not None:
-        value += parameter(bias, k, kept, value.dtype)
+        value += line(bias, bias_each, bias_step, row, exists, k, kept, value.dtype, TILE)
     tl.store(y + offset, value.to(y.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["rows", "kept", "inner"])
+_INTEGERS = ["rows", "kept", "inner", "gate_each", "gate_step"]
+_INTEGERS += ["weight_each", "weight_step", "bias_each", "bias_step"]
+_STEPS = ["near", "mid", "x_far", "x_mid", "x_near", "y_far", "y_mid", "y_near"]
+
+
+@triton.jit(do_not_specialize=_INTEGERS + _STEPS)
 def forward_tile(
-    x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+    x, residual, gate, weight, bias, y, total, mean, rstd, rows, kept, inner,
+    gate_each, gate_step, weight_each, weight_step, bias_each, bias_step,
+    near, mid, x_far, x_mid, x_near, y_far, y_mid, y_near,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr,
+    ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
 
@@ -74,10 +92,17 @@ def forward_tile(
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     k = tl.arange(0, BLOCK)
+    y_start, y_across = begin_of(row, start, across, near, mid, y_far, y_mid, y_near, TILE)
+    put, inside = values(k, exists, y_across, kept, inner, TILE)
+    y += y_start
+    start, across = begin_of(row, start, across, near, mid, x_far, x_mid, x_near, TILE)
     offset, inside = values(k, exists, across, kept, inner, TILE)
-    value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
+    x += start
     if residual is not None:
-        tl.store(total + start + offset, value, inside)
+        residual += start
+    value = _input(x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE)
+    if residual is not None:
+        tl.store(total + y_start + put, value, inside)
     centred = value.to(dtype)
     centre = tl.zeros([ROWS], dtype)
     rest = centre
@@ -90,25 +115,32 @@ def forward_tile(
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows need no registers for it
-        value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
+    if beyond_float32(square, exists, CHECKED):  # read again: ordinary rows need no registers for it
+        value = _input(
+            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+        )
         centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
-        scale = _scale(tl.max(tl.abs(centred), 1))
+        scale = scale_of(tl.max(tl.abs(centred), 1))
         square = tl.sum((centred * scale[:, None]) * (centred * scale[:, None]), 1)
-        factor = _rstd(square, scale, kept, EPS)
+        factor = rstd_of(square, scale, kept, EPS)
     else:
         factor = tl.rsqrt(square / kept + EPS)
         if not RMS:
             centred -= rest[:, None]
     # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
     tl.store(rstd + row, factor, exists)
-    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, CAST)
+    _put(
+        y, put, centred, factor, weight, weight_each, weight_step, bias, bias_each, bias_step,
+        inside, row, exists, k, kept, ONE, CAST, TILE,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "kept", "inner"])
+@triton.jit(do_not_specialize=_INTEGERS)
 def forward_long(
-    x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
-    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+    x, residual, gate, weight, bias, y, total, mean, rstd, rows, kept, inner,
+    gate_each, gate_step, weight_each, weight_step, bias_each, bias_step,
+    EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr,
+    ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
 
@@ -128,7 +160,9 @@ def forward_long(
     centre = tl.zeros([ROWS], dtype)
     if not RMS:
         offset, inside = values(lane, exists, across, kept, inner, TILE)
-        first = _input(x, residual, offset, inside, dtype).to(dtype)
+        first = _input(
+            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, lane, kept, dtype, TILE
+        ).to(dtype)
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
     lane_square = tl.zeros([ROWS, BLOCK], dtype)
@@ -136,7 +170,9 @@ def forward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        value = _input(x, residual, offset, inside, dtype).to(dtype)
+        value = _input(
+            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+        ).to(dtype)
         if RMS:
             lane_square += value * value
         else:
@@ -153,31 +189,40 @@ def forward_long(
         between = lane_mean - rest[:, None]
         square += tl.sum(count * between * between, 1)
     scale = tl.zeros([ROWS], dtype) + 1.0
-    if _beyond_float32(square, exists, CHECKED):
+    if beyond_float32(square, exists, CHECKED):
         largest = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
             offset, inside = values(k, exists, across, kept, inner, TILE)
-            value = _input(x, residual, offset, inside, dtype).to(dtype)
+            value = _input(
+                x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+            ).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
-        scale = _scale(tl.max(largest, 1))
+        scale = scale_of(tl.max(largest, 1))
         lane_square = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
             offset, inside = values(k, exists, across, kept, inner, TILE)
-            value = _input(x, residual, offset, inside, dtype).to(dtype)
+            value = _input(
+                x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+            ).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0) * scale[:, None]
             lane_square += deviation * deviation
         square = tl.sum(lane_square, 1)
-    factor = _rstd(square, scale, kept, EPS)
+    factor = rstd_of(square, scale, kept, EPS)
     tl.store(mean + row, centre + rest, exists)
     tl.store(rstd + row, factor, exists)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        value = _input(x, residual, offset, inside, dtype)
+        value = _input(
+            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+        )
         if residual is not None:
             tl.store(total + start + offset, value, inside)
         centred = value.to(dtype) - centre[:, None] - rest[:, None]
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, CAST)
+        _put(
+            y + start, offset, centred, factor, weight, weight_each, weight_step, bias, bias_each, bias_step,
+            inside, row, exists, k, kept, ONE, CAST, TILE,
+        )  # fmt: skip

@@ -8,9 +8,9 @@ import triton.language as tl
 from leannorm.ops.backends.triton.rounding import rounded_for
 
 
-@triton.jit(do_not_specialize=["count", "kept"])
-def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """dweight, and then dbias, as the sums of `count` shares each, always in the same order.
+@triton.jit(do_not_specialize=["count", "kept", "groups"])
+def sum_shares(shares, dweight, dbias, count, kept, groups, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """dweight, and then dbias, as the sums of `count` shares each, always in the same order; of each group.
 
     Reads `count` values of the statistics' dtype for each that it writes in the gradient's, in one launch.
     """
@@ -24,7 +24,8 @@ def sum_shares(shares, dweight, dbias, count, kept, COUNT: tl.constexpr, BLOCK: 
         inside = (at < count) & (k < kept)[None, :]
         sums += tl.load(shares + at.to(tl.int64) * kept + k[None, :], inside, 0.0)
     value = rounded_for(dweight, tl.sum(sums, 0))
+    to = (vector % groups).to(tl.int64) * kept + k
     if dbias is None:
-        tl.store(dweight + k, value, k < kept)
+        tl.store(dweight + to, value, k < kept)
     else:
-        tl.store(tl.where(vector == 0, dweight, dbias) + k, value, k < kept)
+        tl.store(tl.where(vector < groups, dweight, dbias) + to, value, k < kept)

@@ -93,13 +93,14 @@ def along(inner: int, itemsize: int) -> Tile:
     return Tile(rows, _LONG // rows, 8, whole=False, registers=128)
 
 
-def forward(kept: int, inner: int, itemsize: int, pressed: bool) -> Tile:
+def forward(kept: int, inner: int, itemsize: int, pressed: bool, lines: bool = False) -> Tile:
     """A thread holds 32 values (16 where they are wide or scattered), a program has up to 32 warps.
 
     `pressed`: registers hold more than x, a residual or wide parameters. Otherwise two of the largest
-    programs can share a multiprocessor, and a limit of registers makes them.
+    programs can share a multiprocessor, and a limit of registers makes them. `lines`: of the parameters.
     """
-    a_warp = 512 if itemsize == 8 or _scattered(kept, inner, itemsize) or inner > 1 else 1024
+    narrow = itemsize == 8 or inner > 1 or lines or _scattered(kept, inner, itemsize)
+    a_warp = 512 if narrow else 1024
     block = power_of_two(kept)
     if inner == 1:
         rows, most = max(a_warp // block, 1), {2: 32, 4: 16, 8: 16}[itemsize] * a_warp
@@ -164,3 +165,32 @@ def shares(inner: int, itemsize: int) -> Tile:
     """For the sums over rows that are longer than a tile."""
     rows = 4 if inner == 1 else _beside(inner, itemsize)
     return Tile(rows, 2048 // rows, 4, whole=False)
+
+
+def elementwise(kept: int) -> Tile:
+    """For what meets each value alone, and sums over rows."""
+    block = min(power_of_two(kept), 512)
+    return Tile(2048 // block, block, 4, whole=False)
+
+
+def gated(kept: int, itemsize: int) -> Tile:
+    """For a gate of the input's shape, forward: a thread holds 16 values of both, or 8 of wide ones."""
+    a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
+    block = power_of_two(kept)
+    rows = max(a_warp // block, 1)
+    if rows * block > 16 * a_warp:
+        return Tile(1, _LONG // 2, 8, whole=False)
+    return Tile(rows, block, max(rows * block // a_warp, 1))
+
+
+def gated_backward(kept: int, itemsize: int) -> Backward:
+    """The same for its backward pass: 16 values (8 where they are wide), of five tensors and the sums."""
+    a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
+    block = power_of_two(kept)
+    warps = max(block // a_warp, 4)
+    if warps > 8:
+        return Backward(Tile(1, _LONG // 4, 4, whole=False), 1, fold=False)
+    programs = 8 // warps  # with what the activation and its slope need, a thread takes some 250 registers
+    limit = min(_REGISTERS // (32 * warps * programs), 255)
+    tile = Tile(warps * a_warp // block, block, warps, registers=limit)
+    return Backward(tile, programs, fold=False, stages=2 if warps * a_warp * itemsize <= 8192 else 1)

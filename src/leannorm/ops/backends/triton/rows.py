@@ -5,12 +5,15 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
     forward      one launch, 2 S (4 S with a residual)
     backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
                  shares of dweight and dbias; for rows longer than a tile three, 5 S (6 S)
+
+Rows of a view that are lines of memory, such as the heads of q, k and v, are read where they are
+(`row_views`).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
+from leannorm.ops.backends.triton.row_views import NO_VIEW, View, view_of
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.layout import dense_rows
@@ -34,7 +38,18 @@ def _device(device: torch.device) -> tuple[int, int]:
     return found.major, getattr(found, "shared_memory_per_block_optin", 99 << 10)
 
 
-def _launch(
+class Line(NamedTuple):
+    """A parameter, or (groups, kept) lines of it: `each` rows share one, they begin `step` values apart."""
+
+    values: Tensor | None
+    each: int | None = None
+    step: int | None = None
+
+
+NO_LINE = Line(None)
+
+
+def run(
     kernel: object, programs: int, x: Tensor, tile: tiles.Tile, plan: Plan, *arguments: Any, **constants: Any
 ) -> None:
     """Launch with the constants of the tile and of the layout."""
@@ -68,9 +83,44 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def _shifted(x: Tensor, weight: Tensor | None, offset: float) -> Tensor | None:
-    """weight + offset in the dtype of the arithmetic: a launch of its own, of `kept` values, on no tape."""
-    return weight if weight is None or offset == 0 else weight.to(compute_dtype(x)) + offset
+def run_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Line,
+    weight: Line,
+    bias: Line,
+    y: Tensor,
+    total: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    plan: Plan,
+    eps: float,
+    rms: bool,
+    one: float,
+    cast_before: bool = False,
+    view: View | None = None,
+) -> None:
+    """Launch the forward pass of dense rows, or of those of a view."""
+    size = x.element_size()
+    parameters = max((p.values.element_size() for p in (weight, bias) if p.values is not None), default=0)
+    pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
+    lines = weight.each is not None
+    tile = tiles.forward(plan.kept, plan.inner, size, pressed or lines, lines)
+    kernel = row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long
+    of_lines = *gate[1:], *weight[1:], *bias[1:]
+    steps = (view or NO_VIEW).arguments(2) if tile.whole else ()
+    run(
+        kernel,
+        tile.needed(plan.outer, plan.inner),
+        *(x, tile, plan),
+        *(x, residual, gate.values, weight.values, bias.values, y, total, mean, rstd, *plan),
+        *(*of_lines, *steps),
+        EPS=eps,
+        RMS=rms,
+        CHECKED=x.dtype in (torch.float32, torch.bfloat16),
+        CAST=cast_before and size == 2,
+        ONE=float(one),
+    )
 
 
 @taped
@@ -92,24 +142,27 @@ def row_forward(
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
         return torch.empty_like(x), total, mean.zero_(), rstd.fill_(eps).rsqrt_()
-    dense, plan = _dense(x, start, stop)
-    outer, kept, inner = plan
-    y = empty_like(dense)
+    y = empty_like(x) if residual is None else None
+    view = None if y is None else view_of(start, stop, x, y)
+    dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
+    y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    weight = _shifted(x, weight, weight_offset)
-    parameters = max((p.element_size() for p in (weight, bias) if p is not None), default=0)
-    pressed = residual is not None or max(parameters, x.element_size()) > 2 or _device(x.device)[0] < 9
-    tile = tiles.forward(kept, inner, x.element_size(), pressed)
-    _launch(
-        row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long,
-        tile.needed(outer, inner),
-        *(x, tile, plan),
-        *(dense, _like(dense, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
-        *(mean, rstd, *plan),
-        EPS=eps,
-        RMS=rms,
-        CHECKED=x.dtype in (torch.float32, torch.bfloat16),
-        CAST=cast_before and x.element_size() == 2,
+    run_forward(
+        dense,
+        _like(dense, residual),
+        NO_LINE,
+        Line(_flat(weight)),
+        Line(_flat(bias)),
+        y,
+        None if residual is None else total,
+        mean,
+        rstd,
+        plan,
+        eps,
+        rms,
+        weight_offset,
+        cast_before,
+        view,
     )
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
@@ -136,19 +189,59 @@ def row_backward(
     dweight, dbias = affine(want_affine), affine(want_affine and not rms)
     if x.numel() == 0:
         return torch.empty_like(x), dweight.zero_(), dbias.zero_()
-    dense, plan = _dense(x, start, stop)
-    dx = empty_like(dense)
-    statistics = mean.contiguous(), rstd.contiguous()
-    weight = _flat(_shifted(x, weight, weight_offset))
-    given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, weight)
-    wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
-    tensors = 2 if dtotal is None else 3
-    how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
-    if how is None:
-        _backward_long(*given, dx, *wanted, plan, rms)
-    else:
-        _backward_tile(*given, dx, *wanted, plan, rms, how)
+    dx = empty_like(x)
+    view = None if dtotal is not None else view_of(start, stop, dy, x, dx)
+    dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
+    dx = dx if dense is x else empty_like(dense)
+    run_backward(
+        dy if view else _like(dense, dy),
+        _like(dense, dtotal),
+        dense,
+        mean.contiguous(),
+        rstd.contiguous(),
+        Line(_flat(weight)),
+        dx,
+        dweight if want_affine else None,
+        dbias if want_affine and not rms else None,
+        plan,
+        rms,
+        weight_offset,
+        view,
+    )
     return _in_layout_of(x, dx, dense), dweight, dbias
+
+
+def run_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Line,
+    dx: Tensor,
+    dweight: Tensor | None,
+    dbias: Tensor | None,
+    plan: Plan,
+    rms: bool,
+    one: float,
+    view: View | None = None,
+) -> None:
+    """Launch the backward pass. Where weight has lines, dweight and dbias have a sum for each."""
+    tensors = (2 if dtotal is None else 3) + (weight.each == 1)
+    how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
+    of_sums, one = (dweight, dbias), float(one)
+    if how is None:
+        _backward_long(dy, dtotal, x, mean, rstd, weight, dx, *of_sums, plan, rms, one)
+    else:
+        steps = view or NO_VIEW
+        _backward_tile(dy, dtotal, x, mean, rstd, weight, dx, *of_sums, plan, rms, one, how, steps)
+
+
+def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
+    """Groups of rows that share a line and follow each other, and the rows of each."""
+    if weight.each is None or weight.each == 1:
+        return 1, plan.outer
+    return plan.outer // weight.each, weight.each
 
 
 def _backward_tile(
@@ -157,25 +250,33 @@ def _backward_tile(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    weight: Tensor | None,
+    weight: Line,
     dx: Tensor,
     dweight: Tensor | None,
     dbias: Tensor | None,
     plan: Plan,
     rms: bool,
+    one: float,
     how: tiles.Backward,
+    view: View,
 ) -> None:
-    outer, kept, inner = plan
-    count = how.tile.needed(outer, inner)
-    parts = 2 if how.halves else 1
-    programs = min(count, max(processors(x.device) * how.programs // parts, 1))
-    shares = Shares(dweight, dbias, programs, kept, mean.dtype)
-    _launch(
+    _, kept, inner = plan
+    groups, rows = _grouped(weight, plan)
+    count = how.tile.needed(rows, inner)
+    halves = 2 if how.halves else 1
+    parts = min(count, max(processors(x.device) * how.programs // halves // groups, 1))
+    in_lines = weight.each is not None and weight.each > 1
+    by_row = dweight is None or weight.each == 1  # no sums over rows
+    shares = Shares(dweight, dbias, 1 if by_row else parts, kept, mean.dtype, groups)
+    lines = (None if in_lines else weight.each), weight.step, (parts if in_lines else None)
+    run(
         row_backward_kernels.backward_tile,
-        programs * parts,
+        groups * parts * halves,
         *(x, how.tile, plan),
-        *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, *plan, count),
+        *(dy, dtotal, x, mean, rstd, weight.values, dx, shares.dweight, shares.dbias, rows, kept, inner),
+        *(count, *lines, *view.arguments(3)),
         RMS=rms,
+        ONE=one,
         HOW=how,
     )
     shares.add_up()
@@ -187,23 +288,27 @@ def _backward_long(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
-    weight: Tensor | None,
+    weight: Line,
     dx: Tensor,
     dweight: Tensor | None,
     dbias: Tensor | None,
     plan: Plan,
     rms: bool,
+    one: float,
 ) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
-    arguments = (dy, dtotal, x, mean, rstd, weight, dx, *plan)
-    _launch(row_backward_kernels.backward_long, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms)
-    if dweight is None:
+    at_once = (dweight, dbias) if weight.each == 1 else (None, None)
+    arguments = (dy, dtotal, x, mean, rstd, weight.values, dx, *at_once, *plan, *weight[1:])
+    kernel = row_backward_kernels.backward_long
+    run(kernel, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms, ONE=one)
+    if dweight is None or weight.each == 1:
         return
+    groups, rows = _grouped(weight, plan)
     tile = tiles.shares(inner, x.element_size())
-    count, blocks = tile.needed(outer, inner), -(-kept // tile.block)
-    programs = min(count, max(4 * processors(x.device) // blocks, 1))
-    shares = Shares(dweight, dbias, programs, kept, mean.dtype)
-    of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
-    _launch(row_backward_kernels.backward_shares, programs * blocks, x, tile, plan, *of_shares)
+    count, blocks = tile.needed(rows, inner), -(-kept // tile.block)
+    parts = min(count, max(4 * processors(x.device) // blocks // groups, 1))
+    shares = Shares(dweight, dbias, parts, kept, mean.dtype, groups)
+    of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, rows, kept, inner, count, parts, groups)
+    run(row_backward_kernels.backward_shares, parts * groups * blocks, x, tile, plan, *of_shares)
     shares.add_up()

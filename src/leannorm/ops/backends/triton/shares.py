@@ -14,17 +14,26 @@ _MANY, _FEW = {"COUNT": 256, "BLOCK": 16}, {"COUNT": 16, "BLOCK": 256}
 
 
 class Shares:
-    """The `count` shares in dweight and dbias, of this dtype, until `add_up`; one is the gradient itself."""
+    """The `count` shares in dweight and dbias, of this dtype, until `add_up`; one is the gradient itself.
+
+    With `groups` so many of each, for every group's.
+    """
 
     def __init__(
-        self, dweight: Tensor | None, dbias: Tensor | None, count: int, kept: int, dtype: torch.dtype
+        self,
+        dweight: Tensor | None,
+        dbias: Tensor | None,
+        count: int,
+        kept: int,
+        dtype: torch.dtype,
+        groups: int = 1,
     ) -> None:
-        self.wanted, self.count, self.kept = (dweight, dbias), count, kept
+        self.wanted, self.count, self.kept, self.groups = (dweight, dbias), count, kept, groups
         self.dweight, self.dbias = dweight, dbias
         if count == 1 or dweight is None:
             return
         vectors = 1 if dbias is None else 2
-        self.all = empty((vectors, count, kept), dtype, dweight.device)
+        self.all = empty((vectors, groups * count, kept), dtype, dweight.device)
         self.dweight, self.dbias = self.all[0], None if dbias is None else self.all[1]
 
     def add_up(self) -> None:
@@ -32,6 +41,6 @@ class Shares:
         if self.count == 1 or dweight is None:
             return
         tile = _FEW if self.count <= _FEW["COUNT"] else _MANY
-        programs = len(self.all) * -(-self.kept // tile["BLOCK"])
-        arguments = (self.all, *self.wanted, self.count, self.kept)
+        programs = len(self.all) * self.groups * -(-self.kept // tile["BLOCK"])
+        arguments = (self.all, *self.wanted, self.count, self.kept, self.groups)
         launch(sum_shares, programs, dweight.device, *arguments, warps=8, **tile)

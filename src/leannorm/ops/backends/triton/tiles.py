@@ -1,6 +1,7 @@
 """How the per-channel kernels see a tensor of either layout: as tiles of channels by values.
 
-A *segment* is what shares its statistics: the whole batch, or one sample for group and instance norm. The
+A *segment* is what shares its statistics: the whole batch, every so many samples of it, or one sample for
+group and instance norm. The
 values of a segment's channel are cut into tiles of BE, taken for BC neighbouring channels at a time:
 
     COLUMNS (channels last, or one value a channel): a tile is BE rows of memory, BC wide

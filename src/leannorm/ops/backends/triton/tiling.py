@@ -11,31 +11,48 @@ from functools import lru_cache
 from math import gcd, prod
 from typing import NamedTuple
 
-_IN_FLIGHT = 32  # bytes of each tensor that a thread loads before it uses them: two loads of 16
 _LINE = 128  # bytes of a cache line: as many neighbouring channels are read, in channels_last
 _LOAD = 16  # bytes that a thread reads at once
 _PLANES = 4  # (sample, channel) planes that a thread holds values of
-_WARPS = 4  # of small programs, many of which are resident at once
 _SET_WARPS = 8  # of programs that read a whole set, which are few
 _FEW_TILES = 8  # tiles that one program reads twice in less time than two more launches take
 _CACHE = 24 << 20  # bytes of the L2 cache for values that are read a second time
-# programs for each multiprocessor: of kernels that write partial results, as many as are resident at once by
-# their registers, since a remainder would run alone; of the others, many
-_MOMENTS = 5
-_SUMS = 4
-_MAPPING = 16
+_MERGED = 1024  # partial results that a program of the merging kernels holds at a time
 # limits of registers for a thread, so that so many programs are resident; without one the compiler chooses
 # its own, and may spill for it. Of programs that read a whole set, two (SET), or one (PRESSED) where they
 # hold more than two tensors of a group, or load values one by one
-MOMENTS_REGISTERS, SUMS_REGISTERS = (
-    65536 // (32 * _WARPS * programs) // 8 * 8 for programs in (_MOMENTS, _SUMS)
-)
 SET_REGISTERS, PRESSED_REGISTERS = 65536 // (32 * _SET_WARPS * 2), 255
-_MERGED = 1024  # partial results that a program of the merging kernels holds at a time
+
+
+class Choice(NamedTuple):
+    """What a device may want otherwise than another: `benchmarks.gpu --tune` measures it (`tuned.py`).
+
+    `in_flight`: bytes of each tensor that a thread loads before it uses them. `warps`: of small programs,
+    many of which are resident at once. Programs for each multiprocessor: of kernels that write partial
+    results (moments, sums), as many as are resident at once by their registers, since a remainder would run
+    alone; of the others, many. Stages: how many tiles are on their way, of which all but one wait in shared
+    memory.
+    """
+
+    in_flight: int = 32
+    warps: int = 4
+    moments: int = 5
+    sums: int = 4
+    mapping: int = 16
+    moments_stages: int = 1
+    sums_stages: int = 1
+    mapping_stages: int = 1
+
+    def registers(self, programs: int) -> int:
+        """A thread's, where so many programs are to be resident."""
+        return min(65536 // (32 * self.warps * programs) // 8 * 8, 255)
+
+
+DEFAULT = Choice()
 
 
 class Geometry(NamedTuple):
-    """A tensor (N, C, *) as segments (the batch, or one sample), of samples, of channels, of inner values."""
+    """A tensor (N, C, *) as segments (the batch, some of it, or one sample), of samples, channels, values."""
 
     segments: int
     samples: int
@@ -86,10 +103,13 @@ class Tiling(NamedTuple):
 
 
 def geometry(shape: Sequence[int], groups: int, contiguous: bool) -> Geometry:
-    """`groups=0`: statistics of the batch; else of each group of each sample."""
+    """`groups=0`: statistics of the batch; -B: of every B samples; else of each group of each sample."""
     n, c, inner = shape[0], shape[1], prod(shape[2:])
     columns = inner == 1 or not contiguous
-    return Geometry(1, n, c, inner, c, columns) if groups == 0 else Geometry(n, 1, c, inner, groups, columns)
+    if groups <= 0:
+        samples = -groups or n
+        return Geometry(n // samples, samples, c, inner, c, columns)
+    return Geometry(n, 1, c, inner, groups, columns)
 
 
 def power_of_two(n: int) -> int:
@@ -102,12 +122,17 @@ def _least_padding(extent: int, candidates: Sequence[int]) -> int:
     return min(candidates, key=lambda block: -(-extent // block) * block)
 
 
-def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling:
+def tiling(
+    geometry: Geometry, itemsize: int, whole_set: bool = False, choice: Choice | None = None
+) -> Tiling:
     """The tiles of programs that share a set (all values of one statistic), or read a `whole_set` each."""
-    warps = _SET_WARPS if whole_set else _WARPS
+    choice = choice or DEFAULT
+    warps = _SET_WARPS if whole_set else choice.warps
     columns = geometry.columns
     scattered = (geometry.channels if columns else geometry.inner) * itemsize % _LOAD
-    in_flight = _IN_FLIGHT // 2 if scattered else _IN_FLIGHT  # smaller loads take more addresses and masks
+    in_flight = (
+        choice.in_flight // 2 if scattered else choice.in_flight
+    )  # smaller loads take more addresses and masks
     values = in_flight // itemsize * 32 * warps
     together = geometry.channels // geometry.groups if whole_set and geometry.grouped else geometry.channels
     narrow = whole_set and not geometry.grouped  # few channels for each program: more programs
@@ -126,7 +151,12 @@ def tiling(geometry: Geometry, itemsize: int, whole_set: bool = False) -> Tiling
         elements = _least_padding(contiguous, shorter) if shorter and not narrow else longest
         # a thread also holds the constants of each plane that it has values of
         planes = (
-            32 * warps * in_flight // _IN_FLIGHT * min(gcd(contiguous, 16), _LOAD // itemsize) // elements
+            32
+            * warps
+            * in_flight
+            // choice.in_flight
+            * min(gcd(contiguous, 16), _LOAD // itemsize)
+            // elements
         )
         channels = min(power_of_two(together), values // elements, _PLANES * max(planes, 1))
         if narrow:
@@ -194,6 +224,7 @@ class Launches(NamedTuple):
     sums: Parts
     mapping: Parts
     sets: Tiling | None
+    choice: Choice
 
     def programs(self, parts: Parts) -> int:
         return self.geometry.segments * self.tiling.blocks(self.geometry) * parts.parts
@@ -206,17 +237,25 @@ class Launches(NamedTuple):
 
 @lru_cache(4096)
 def planned(
-    shape: tuple[int, ...], groups: int, contiguous: bool, itemsize: int, processors: int
+    shape: tuple[int, ...],
+    groups: int,
+    contiguous: bool,
+    itemsize: int,
+    processors: int,
+    choice: Choice | None = None,
 ) -> Launches:
     """The launches for an input of this shape, which is not empty."""
-    if groups and shape[1] % groups:
+    choice = choice or DEFAULT
+    if groups > 0 and shape[1] % groups:
         raise RuntimeError(f"{shape[1]} channels cannot be divided into {groups} groups")
+    if groups < 0 and shape[0] % -groups:
+        raise RuntimeError(f"{shape[0]} samples cannot be divided into groups of {-groups}")
     seen = geometry(shape, groups, contiguous)
-    tiles = tiling(seen, itemsize)
+    tiles = tiling(seen, itemsize, choice=choice)
     moments, sums, mapping = (
-        parts(seen, tiles, programs * processors * _WARPS // tiles.warps)
-        for programs in (_MOMENTS, _SUMS, _MAPPING)
+        parts(seen, tiles, programs * processors * choice.warps // tiles.warps)
+        for programs in (choice.moments, choice.sums, choice.mapping)
     )
     sets = tiling(seen, itemsize, whole_set=True)
     fits = one_launch(seen, sets, itemsize, processors)
-    return Launches(seen, tiles, moments, sums, mapping, sets if fits else None)
+    return Launches(seen, tiles, moments, sums, mapping, sets if fits else None, choice)

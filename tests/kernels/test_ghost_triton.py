@@ -1,0 +1,51 @@
+"""Statistics of every so many samples on Triton, interpreted: the reference's numbers, without a copy."""
+
+import pytest
+import torch
+from kernel_cases import EVERY
+from test_launches import counted  # noqa: F401  (a fixture)
+
+from leannorm import nn
+from leannorm.ops.backends import REFERENCE, triton
+
+pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("kernels", EVERY[1:], indirect=True)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shape", [(6, 5, 4, 3), (8, 16), (6, 3, 40, 1)])
+def test_the_reference(kernels, shape, last):
+    for dtype, act, wanted in ((F32, "silu", True), (BF16, "relu", False)):
+        x, dy, residual = (torch.randn(shape).to(dtype) for _ in range(3))
+        if last and len(shape) == 4:
+            x, dy, residual = (t.to(memory_format=torch.channels_last) for t in (x, dy, residual))
+        weight, bias = torch.rand(shape[1]) + 0.5, torch.randn(shape[1])
+        found = []
+        for backend in (kernels, REFERENCE):
+            y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, 1e-5, act, -2)
+            again = backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+            given = dy, x, mean, rstd, weight, bias, residual, None, act
+            sums = backend.channel_grad_sums(*given)
+            grads = backend.channel_backward(*given, -2, wanted)
+            alone = backend.channel_moments(x, -2)
+            found.append((y, mean, m2, rstd, again, *sums, *grads, alone.mean, alone.m2))
+        for got, want in zip(*found, strict=True):
+            assert (got is None) == (want is None)
+            if got is not None:
+                assert got.shape == want.shape
+                scale = want.abs().max().item() + 1
+                limit = (2 * torch.finfo(got.dtype).eps + 1e-5) * scale
+                assert (got.double() - want.double()).abs().max().item() <= limit
+
+
+def test_it_takes_the_launches_of_batch_norm(counted):  # noqa: F811
+    layer, plain = nn.BatchNorm2d(16, group_size=4), nn.BatchNorm2d(16)
+    x = torch.empty(16, 16, 64, 64, dtype=BF16, requires_grad=True)
+    found = []
+    for made in (layer, plain):
+        made(x)
+        counted.seen.clear()
+        made(x)
+        found.append([name for name in counted.seen if name.endswith("_kernel") and "move" not in name])
+    assert found[0] in (found[1], ["set_forward_kernel"])
