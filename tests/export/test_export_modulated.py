@@ -191,7 +191,9 @@ def test_it_leaves_as_torchs(name):
             assert error_of(g, w) <= budget * torch.finfo(g.dtype).eps
 
 
-@pytest.mark.parametrize("name", ["ada_layer_norm of a sample", "gated_rms_norm silu, gate behind, cast after"])
+@pytest.mark.parametrize(
+    "name", ["ada_layer_norm of a sample", "gated_rms_norm silu, gate behind, cast after"]
+)
 def test_a_size_may_be_free(name):
     model, given, _ = case(name)
     sizes = tuple({1: torch.export.Dim("length")} if x.dim() == 3 else {} for x in given)

@@ -38,6 +38,10 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
             return seen  # type: ignore[no-any-return]
         return group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
+    def _normalize(self, input: Tensor, act: str = "identity") -> Tensor:
+        """With an activation that another layer computes."""
+        return group_norm_act(input, self.num_groups, self.weight, self.bias, self.eps, act=act)
+
 
 @lists_activations
 class GroupNormAct(GroupNorm):
