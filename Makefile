@@ -36,8 +36,10 @@ wheel: $(VENV)/.ready
 	    --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tests/matrix.py --bare
 
-# Every architecture of timm and torchvision that trains here; hours, where `make test` runs a sample.
+# Every architecture of timm and torchvision that trains here, and the norms of transformers and diffusers;
+# hours, where `make test` runs a sample. Only this needs diffusers.
 conformance: $(VENV)/.ready
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps diffusers
 	$(BIN)/python -m pytest -m conformance
 	$(BIN)/python -m benchmarks.program
 	$(BIN)/python -m benchmarks.fold

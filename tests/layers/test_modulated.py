@@ -155,6 +155,14 @@ def test_first_and_second_derivatives(given, wide, rms):
     assert torch.autograd.gradgradcheck(function, some, fast_mode=True)
 
 
+def test_an_rms_norm_keeps_one_statistic_a_row():
+    x, branch, _, scale, shift, *_ = tensors((N, L, C), (N, C), False)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        functional.add_ada_rms_norm(x, branch, None, (C,), scale, shift=shift)
+    assert sorted(t.numel() for t in kept) == [N * L, N * C, N * L * C]
+
+
 def test_kept_are_the_sum_and_two_statistics_a_row():
     x, branch, gate, scale, shift, *_ = tensors((N, L, C), (N, C), False)
 

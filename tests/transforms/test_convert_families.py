@@ -122,16 +122,21 @@ def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
 
 @needs
 @pytest.mark.filterwarnings("ignore")
-def test_a_converted_llama_saves_less():
+@pytest.mark.parametrize(("fuse", "recompute", "share"), [
+    ("certain", "norm", 1.0), ("trace", "norm", 1.0), ("certain", "conv", 0.85), ("trace", "conv", 0.85),
+])  # fmt: skip
+def test_a_converted_llama_saves_less(fuse, recompute, share):
+    """Under `lean()`, too: by "norm" both hold each norm's input and one statistic a row."""
     import torch
 
     from leannorm import convert, lean
 
     saved, kept = {}, {}
+    tokens = torch.randint(3, 100, (8, 96), generator=torch.Generator().manual_seed(0))  # no small pass
     for converted in (False, True):
-        model, tokens = whole("Llama", torch.bfloat16)
+        model, _ = whole("Llama", torch.bfloat16)
         if converted:
-            convert(model)
+            convert(model, fuse=fuse)
         sizes = []
 
         def pack(tensor, sizes=sizes):
@@ -140,12 +145,12 @@ def test_a_converted_llama_saves_less():
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(input_ids=tokens, labels=tokens)
-        with lean() as record:
+        with lean(recompute) as record:
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         saved[converted], kept[converted] = sum(sizes), record.kept_bytes
     assert saved[True] < 0.92 * saved[False]
-    assert kept[True] < 1.01 * kept[False]
+    assert kept[True] <= share * kept[False]
 
 
 TIMMS = ["LayerNormFp32", "LayerNorm2dFp32", "RmsNormFp32", "RmsNorm2dFp32"]

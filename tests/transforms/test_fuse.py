@@ -116,7 +116,7 @@ FUSED = {
     "hook on the norm": (lambda: hooked(0), 0),
     "hook on the activation": (lambda: hooked(1), 0),
     "a forward of its own": (lambda: Taps(stock.BatchNorm2d(4), stock.ReLU()), 0),
-    "group norm": (lambda: stock.Sequential(stock.GroupNorm(2, 4), stock.ReLU()), 0),
+    "group norm": (lambda: stock.Sequential(stock.GroupNorm(2, 4), stock.ReLU()), 1),
     "a block of unknown class": (Function, 0),
     "a norm at the end of a Sequential": (
         lambda: stock.Sequential(stock.Sequential(stock.BatchNorm2d(4)), stock.Identity(), stock.ReLU()),

@@ -9,7 +9,7 @@ from formula_cases import GateBehind, GemmaNorm, LlamaNorm
 from torch import nn as stock
 
 from leannorm import convert, nn
-from leannorm.transforms import steps
+from leannorm.transforms import row_steps
 
 
 class Block(stock.Module):
@@ -97,14 +97,14 @@ UNFUSED = [in_place, read_between, another_input, with_alpha]
 @pytest.fixture
 def fused(monkeypatch):
     """The number of additions that ran in a norm's pass."""
-    calls, before = [], steps._added_and_normalized
+    calls, before = [], row_steps._added_and_normalized
 
-    def counting(a, b, norm):
-        found = before(a, b, norm)
+    def counting(a, b, norm, *modulation):
+        found = before(a, b, norm, *modulation)
         calls.extend([norm] * (found is not None))
         return found
 
-    monkeypatch.setattr(steps, "_added_and_normalized", counting)
+    monkeypatch.setattr(row_steps, "_added_and_normalized", counting)
     return calls
 
 

@@ -27,10 +27,10 @@ def _in_dtypes(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
 
 
 class KeptByAdaNorm(NamedTuple):
-    """What a modulated norm saves; with a branch `x` is the sum."""
+    """What a modulated norm saves; with a branch `x` is the sum. An RMS norm has no mean."""
 
     x: Tensor
-    mean: Tensor
+    mean: Tensor | None
     rstd: Tensor
     scale: Tensor
     weight: Tensor | None
@@ -53,7 +53,7 @@ class AdaNorm(torch.autograd.Function):
         gate_learns = gate is not None and ctx.needs_input_grad[2]
         ctx.save_for_backward(
             *KeptByAdaNorm(
-                *(x if branch is None else total, mean, rstd, scale, weight, bias),
+                *(x if branch is None else total, None if rows[2] else mean, rstd, scale, weight, bias),
                 *(branch if gate_learns else None, gate),
             )
         )
@@ -71,6 +71,7 @@ class AdaNorm(torch.autograd.Function):
             mean, rstd = REFERENCE.row_moments(x, start, x.dim(), eps, rms)
         dx, others = dtotal, (None,) * 4
         if dy is not None:
+            mean = torch.zeros_like(rstd) if mean is None else mean
             wanted = needed[3] or needed[4], needed[5] or needed[6]
             statistics = x, mean, rstd, scale, weight, bias, start, rms
             dx, *others = backend.ada_backward(dy, dtotal, *statistics, *wanted)

@@ -15,10 +15,10 @@ from leannorm.ops.select import pick, transformed
 
 
 class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm save; with a residual `x` is the sum."""
+    """What layer and RMS norm save; with a residual `x` is the sum. An RMS norm has no mean."""
 
     x: Tensor
-    mean: Tensor
+    mean: Tensor | None
     rstd: Tensor
     weight: Tensor | None
 
@@ -26,8 +26,8 @@ class KeptByRowNorm(NamedTuple):
 class RowNorm(torch.autograd.Function):
     """y (and x + residual) of `row_forward`.
 
-    Saves x (with a residual: the sum, which is an output anyway) and two statistics a row, in float32 or
-    float64: 0 bytes per element beside the input, which the caller holds already.
+    Saves x (with a residual: the sum, which is an output anyway) and two statistics a row (an RMS norm one),
+    in float32 or float64: 0 bytes per element beside the input, which the caller holds already.
     """
 
     Kept = KeptByRowNorm
@@ -37,7 +37,9 @@ class RowNorm(torch.autograd.Function):
         residual, weight, bias, rows = given
         backend = ctx.backend = pick(x, residual, weight, bias)
         y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *rows)
-        ctx.save_for_backward(x if residual is None else total, mean, rstd, weight)  # KeptByRowNorm
+        ctx.save_for_backward(
+            *KeptByRowNorm(x if residual is None else total, None if rows[3] else mean, rstd, weight)
+        )
         ctx.rows = rows
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         ctx.set_materialize_grads(False)
@@ -55,6 +57,7 @@ class RowNorm(torch.autograd.Function):
             # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
             mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
+        mean = torch.zeros_like(rstd) if mean is None else mean
         weight = for_both_gradients(weight, *ctx.dtypes[2:])
         how = start, stop, rms, want_affine, weight_offset
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, *how)

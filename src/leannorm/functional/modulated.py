@@ -89,7 +89,8 @@ def ada_rms_norm(
 
     scale and shift are those of `ada_layer_norm`, weight and eps those of `rms_norm`.
 
-    Shapes, Dtypes, Kept, Raises: as `ada_layer_norm`.
+    Shapes, Dtypes, Raises: as `ada_layer_norm`.
+    Kept: as `ada_layer_norm`, with 4 bytes a row (8 in float64).
     Source: as `ada_layer_norm`.
 
     >>> import torch
@@ -157,7 +158,8 @@ def add_ada_rms_norm(
 
     Returns y and r. `gate` is that of `add_ada_layer_norm`, the others are those of `ada_rms_norm`.
 
-    Shapes, Dtypes, Kept, Raises: as `add_ada_layer_norm`.
+    Shapes, Dtypes, Raises: as `add_ada_layer_norm`.
+    Kept: as `add_ada_layer_norm`, with 4 bytes a row (8 in float64).
     Source: as `ada_layer_norm`.
 
     >>> import torch

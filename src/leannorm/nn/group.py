@@ -40,6 +40,10 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
             input, self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         )
 
+    def _normalize(self, input: Tensor, act: str = "identity") -> Tensor:
+        """With an activation that another layer computes."""
+        return group_norm_act(input, self.num_groups, self.weight, self.bias, self.eps, act=act)
+
 
 @lists_activations
 class GroupNormAct(GroupNorm):

@@ -65,7 +65,7 @@ class AdaRMSNorm(RMSNorm):
 
     Shapes: as `functional.ada_layer_norm`.
     Dtypes: as `functional.ada_layer_norm`.
-    Kept: as `functional.ada_layer_norm`.
+    Kept: as `functional.ada_rms_norm`.
     Raises, Source: as `functional.ada_layer_norm`.
 
     >>> import torch

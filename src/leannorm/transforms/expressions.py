@@ -1,8 +1,9 @@
-"""Rewrites expressions in which a norm's output goes straight into an activation as calls of `steps`.
+"""Rewrites expressions in which a norm's output goes straight on as calls of `steps`.
 
-There are two kinds of expression. The value of a deferred one may be a norm that has not run yet: the norm's
-call, an `Identity` around it, a sum with it. The value of a finished one is a tensor: the activation of a
-deferred one. The parts of an expression are evaluated in their original order.
+There are three kinds of expression. The value of a deferred one may be a norm that has not run yet: the
+norm's call, an `Identity` around it, a sum with it. The value of a finished one is a tensor: the activation
+of a deferred one. A modulated one is `norm(x) * (1 + scale) + shift`. The parts of an expression are
+evaluated in their original order, but for views of names, which are made before the norm runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from leannorm.transforms.steps import METHODS, is_activation_function
 class Roles(NamedTuple):
     """Attribute paths below `self` of the modules that may be fused.
 
-    Batch norms, activations, identities; `rows` are layer and RMS norms, which may have an addition before.
+    Batch and group norms, activations, identities; `rows` are layer and RMS norms, which may have an addition
+    before them or a modulation behind.
     """
 
     norms: frozenset[str]
@@ -139,21 +141,87 @@ def finished(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr 
     return inner and scope.call("finish", call.func, inner, keywords=call.keywords)
 
 
+class Modulation(NamedTuple):
+    """`value * (one + scale) + shift`; without shift a product."""
+
+    value: ast.expr
+    one: ast.expr
+    scale: ast.expr
+    shift: ast.expr | None
+
+    def arguments(self) -> list[ast.expr]:
+        return [self.one, self.scale, *([] if self.shift is None else [self.shift])]
+
+
+def modulation(scope: Scope, node: ast.expr) -> Modulation | None:
+    """The node, if it is one whose scale and shift are names, or views of them."""
+    shift, product = None, node
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        product, shift = node.left, node.right
+    if not isinstance(product, ast.BinOp) or not isinstance(product.op, ast.Mult):
+        return None
+    factor: ast.expr = product.right
+    index: ast.expr | None = None
+    if isinstance(factor, ast.Subscript):  # (1 + scale)[:, None] is 1 + scale[:, None]
+        index, factor = factor.slice, factor.value
+    if not isinstance(factor, ast.BinOp) or not isinstance(factor.op, ast.Add):
+        return None
+    one, scale = factor.left, factor.right
+    if not isinstance(one, ast.Constant) or type(one.value) not in (int, float) or one.value != 1:
+        return None
+    if index is not None:
+        scale = ast.copy_location(ast.Subscript(scale, index, ast.Load()), scale)
+    if not _is_view(scope, scale) or (shift is not None and not _is_view(scope, shift)):
+        return None
+    return Modulation(product.left, one, scale, shift)
+
+
+def _is_view(scope: Scope, node: ast.expr) -> bool:
+    """Is it a name, or a name's `[:, None]` or `.unsqueeze(1)`?"""
+    if isinstance(node, ast.Subscript):
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        return _is_view(scope, node.value) and all(map(_is_fixed, parts))
+    if isinstance(node, ast.Call):
+        is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "unsqueeze"
+        fixed = not node.keywords and all(map(_is_fixed, node.args))
+        return is_method and fixed and _is_view(scope, node.func.value)  # type: ignore[attr-defined]
+    return scope.is_local(node) or scope.path(node) is not None
+
+
+def _is_fixed(node: ast.expr) -> bool:
+    """Is it an index of constants?"""
+    if isinstance(node, ast.Slice):
+        return all(part is None or _is_fixed(part) for part in (node.lower, node.upper, node.step))
+    if isinstance(node, ast.UnaryOp):
+        return _is_fixed(node.operand)
+    return isinstance(node, ast.Constant)
+
+
+def modulated(scope: Scope, node: ast.expr) -> ast.expr | None:
+    """The modulation of a layer or RMS norm's call, rewritten; None if it is no such one."""
+    found = modulation(scope, node)
+    call = None if found is None else unary(found.value)
+    if found is None or call is None or call.keywords or scope.path(call.func) not in scope.roles.rows:
+        return None
+    x = with_steps(scope, call.args[0])
+    return scope.call("norm_then_modulate", call.func, x, *found.arguments())
+
+
 def with_steps(scope: Scope, node: ast.expr) -> ast.expr:
-    """The expression with every finished expression in it rewritten."""
-    new = finished(scope, node)
+    """The expression with every finished or modulated expression in it rewritten."""
+    new = finished(scope, node) or modulated(scope, node)
     return _Inside(scope).generic_visit(node) if new is None else new  # type: ignore[return-value]
 
 
 class _Inside(ast.NodeTransformer):
-    """Rewrites finished expressions among an expression's parts, into new nodes."""
+    """Rewrites finished and modulated expressions among an expression's parts, into new nodes."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
 
     def visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, ast.expr):
-            new = finished(self.scope, node)
+            new = finished(self.scope, node) or modulated(self.scope, node)
             if new is not None:
                 return new
         return self.generic_visit(node)

@@ -142,6 +142,33 @@ def add_and_compute(form: Form, tensors: Mapping[str, Tensor], a: Tensor, b: Ten
     return total, y
 
 
+class RowNorm(NamedTuple):
+    """A layer or RMS norm of the last axes, which may be modulated."""
+
+    rms: bool
+    sizes: tuple[int, ...]
+    eps: float | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def as_row_norm(form: Form, tensors: Mapping[str, Tensor], x: Tensor) -> RowNorm | None:
+    """The form as one; None where it is another norm, or its output has another dtype than x."""
+    if (
+        form.kind not in ("rms", "layer")
+        or form.groups > 1
+        or form.gate
+        or form.offset
+        or form.dim is not None
+    ):
+        return None
+    weight = None if form.weight is None else tensors[form.weight]
+    if form.cast == "before" and weight is not None and weight.dtype != x.dtype:
+        return None
+    bias = None if form.bias is None else tensors[form.bias]
+    return RowNorm(form.kind == "rms", _sizes(form, x), form.eps, weight, bias)
+
+
 def _rms_norm(form: Form, weight: Tensor | None, x: Tensor, gate: Tensor | None) -> Tensor:
     sizes, offset = _sizes(form, x), form.offset
     if gate is None or form.gate is None:

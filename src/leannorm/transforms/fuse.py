@@ -18,10 +18,10 @@ from torch.nn import Module
 from leannorm.transforms.expressions import Roles
 from leannorm.transforms.norm_classes import CERTAIN_BLOCKS
 from leannorm.transforms.rewrite import inside, rewritten
+from leannorm.transforms.row_steps import is_row_norm
 from leannorm.transforms.steps import (
     FUSABLE,
     activation_of,
-    is_row_norm,
     name_of,
     runs_in_order,
     sequential_forward,

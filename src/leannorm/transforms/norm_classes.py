@@ -70,6 +70,14 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
 # blocks in which `fuse="certain"` fuses calls; their source is read from the installed package
 CERTAIN_BLOCKS = frozenset(
     {
+        "diffusers.models.normalization.AdaLayerNorm",
+        "diffusers.models.normalization.AdaLayerNormContinuous",
+        "diffusers.models.normalization.AdaLayerNormZero",
+        "diffusers.models.normalization.AdaLayerNormZeroSingle",
+        "diffusers.models.normalization.CogVideoXLayerNormZero",
+        "diffusers.models.normalization.LuminaLayerNormContinuous",
+        "diffusers.models.normalization.LuminaRMSNormZero",
+        "diffusers.models.resnet.ResnetBlock2D",
         "timm.models.resnet.BasicBlock",
         "timm.models.resnet.Bottleneck",
         "timm.models.resnet.ResNet",

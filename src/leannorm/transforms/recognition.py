@@ -213,7 +213,7 @@ def _runs(
                 if key not in found:
                     try:
                         found[key] = _run(twin, shape, dtype, own, tensors, gated)
-                    except Exception:  # unknown, or it fails: its own code will run
+                    except (UnknownFormError, Exception):  # the first is no Exception; its own code will run
                         continue
     return found
 

@@ -18,7 +18,17 @@ from typing import Any
 from torch.nn import Module
 
 from leannorm.transforms import steps
-from leannorm.transforms.expressions import Roles, Scope, deferred, finished, loads, stores, unary, with_steps
+from leannorm.transforms.expressions import (
+    Roles,
+    Scope,
+    deferred,
+    finished,
+    loads,
+    modulation,
+    stores,
+    unary,
+    with_steps,
+)
 from leannorm.transforms.text import can_be_rewritten, function_like, read
 
 _STEPS = "__leannorm_steps__"
@@ -88,13 +98,13 @@ class Statements:
         """The statements with every chain rewritten."""
         new, at = list[ast.stmt](), 0
         while at < len(body):
-            chain, taken = self.added_norm(body, at) or self.chain(body, at)
+            chain, taken = self.added_norm(body, at) or self.modulated_norm(body, at) or self.chain(body, at)
             new += chain or [self.single(body[at])]
             at += max(taken, 1)
         return new
 
     def added_norm(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
-        """`total = a + b`, perhaps `kept = total`, then `y = norm(total)`, as one step."""
+        """`total = a + b`, perhaps `kept = total`, then `y = norm(total)`, perhaps modulated, as one step."""
         total, value = _assigned(body[at]), getattr(body[at], "value", None)
         if (
             total not in self.scope.local
@@ -114,12 +124,17 @@ class Statements:
         if not _is_name(call.args[0], names[0]) or y in names[1:]:
             return None
         sides = (with_steps(self.scope, side) for side in (value.left, value.right))
-        step = self.scope.call("add_then_norm", *sides, call.func)
+        behind, after = list[ast.expr](), _assigned(body[next_at + 1]) if next_at + 1 < len(body) else None
+        found = self.modulation_of(body, next_at + 1, str(y))
+        read = {name for part in found for name in loads(part)}
+        if found and after in self.scope.local and after not in names[1:] and not read & {total, *names}:
+            behind, y, next_at = found, after, next_at + 1
+        step = self.scope.call("add_then_norm", *sides, call.func, *behind)
         first = names[-1] if y == total else names[0]
         targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in (first, str(y))]
         if y == total and len(names) == 1:  # the sum itself is read by nobody else
             step = ast.Subscript(step, ast.Constant(1), ast.Load())
-            return [ast.copy_location(ast.Assign(targets[1:], step), body[at])], 2
+            return [ast.copy_location(ast.Assign(targets[1:], step), body[at])], next_at + 1 - at
         new = [ast.Assign([ast.Tuple(targets, ast.Store())], step)]
         new += [
             ast.Assign([ast.Name(n, ast.Store())], ast.Name(first, ast.Load()))
@@ -127,6 +142,32 @@ class Statements:
             if n not in (first, y)
         ]
         return [ast.copy_location(s, body[at]) for s in new], next_at + 1 - at
+
+    def modulated_norm(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
+        """`y = norm(x)`, then `z = y * (1 + scale) + shift`, as one step."""
+        y = _assigned(body[at])
+        call = unary(body[at].value) if y in self.scope.local else None  # type: ignore[attr-defined]
+        if call is None or call.keywords or self.scope.path(call.func) not in self.scope.roles.rows:
+            return None
+        found = self.modulation_of(body, at + 1, str(y))
+        if not found:
+            return None
+        x = with_steps(self.scope, call.args[0])
+        step = self.scope.call("norm_then_modulate", call.func, x, *found)
+        return [_with_value(body[at + 1], step)], 2
+
+    def modulation_of(self, body: list[ast.stmt], at: int, name: str) -> list[ast.expr]:
+        """1, scale and shift of the statement at `at`, if it modulates the value of `name`, which nothing
+        else reads; else nothing."""
+        statement = body[at] if at < len(body) else None
+        if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
+            return []
+        target, found = _assigned(statement), modulation(self.scope, statement.value)
+        if found is None or not _is_name(found.value, name) or loads(statement.value)[name] != 1:
+            return []
+        if isinstance(statement, ast.Assign) and target != name and (target is None or self.count[name] != 1):
+            return []
+        return found.arguments()
 
     def single(self, statement: ast.stmt) -> ast.stmt:
         """A statement that starts no chain, with the expressions and statements in it rewritten."""

@@ -15,18 +15,18 @@ import torch.nn
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules import module as _module
 from torch.nn.modules.conv import _ConvNd
-from torch.overrides import _get_current_function_mode_stack
 
 from leannorm import nn
-from leannorm.functional.layer import add_layer_norm, add_rms_norm
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import leaving
+from leannorm.transforms.observed import is_plain_tensor, is_unobserved
+from leannorm.transforms.row_steps import add_then_norm as add_then_norm
+from leannorm.transforms.row_steps import norm_then_modulate as norm_then_modulate
 
-_ROW_NORMS = (nn.LayerNorm, nn.RMSNorm)
-FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
+_FORWARDS = (BatchNormBase.forward, nn.GroupNorm.forward)
 
 _COMPUTED = {name: activation for name, activation in ACTIVATIONS.items() if name != "identity"}
 _ACTIVATIONS_BESIDE_TORCHS = {
@@ -49,7 +49,7 @@ _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 class Deferred:
     """A norm's call that has not run yet, and a residual to add to its output. It runs once."""
 
-    def __init__(self, norm: BatchNormBase, input: Tensor) -> None:
+    def __init__(self, norm: BatchNormBase | nn.GroupNorm, input: Tensor) -> None:
         self.norm, self.input, self.has_run = norm, input, False
         self.residual: Tensor | None = None
         self.in_place = False
@@ -60,6 +60,8 @@ class Deferred:
 
     def run_fused(self, act: str) -> Tensor:
         self.has_run = True
+        if isinstance(self.norm, nn.GroupNorm):
+            return self.norm._normalize(self.input, act)
         return self.norm._normalize(self.input, act, self.residual)
 
     def run_unfused(self) -> Tensor:
@@ -76,14 +78,14 @@ class Deferred:
 def step(call: Any, value: Any, **options: Any) -> Any:
     """`call(value)`; if `call` is a norm, perhaps a `Deferred`, which may only be passed to another step."""
     if type(value) is Deferred:
-        if type(call) is torch.nn.Identity and not options and _is_unobserved(call):
+        if type(call) is torch.nn.Identity and not options and is_unobserved(call):
             return value
         name = activation_name(call, options)
         # with a residual, only relu's fused backward pass keeps the same tensors as torch's
         if name is not None and (value.residual is None or name == "relu"):
             return value.run_fused(name)
         value = value.run_unfused()
-    if not options and _is_plain_tensor(value):
+    if not options and is_plain_tensor(value):
         if is_fusable(call):
             return Deferred(call, value)
         if ends_with_norm(call):
@@ -148,38 +150,6 @@ def plus_in_place(value: Any, other: Any) -> Any:
     return value
 
 
-def add_then_norm(a: Any, b: Any, norm: Any) -> Any:
-    """`r = a + b` and `norm(r)`: in one pass, if the norm is leannorm's and both are plain tensors alike."""
-    found = _added_and_normalized(a, b, norm) if is_row_norm(type(norm)) else None
-    if found is not None:
-        return found
-    r = a + b
-    return r, norm(r)
-
-
-def _added_and_normalized(a: Any, b: Any, norm: Any) -> Any:
-    if not (_is_plain_tensor(a) and _is_plain_tensor(b) and _is_unobserved(norm)) or leaving():
-        return None
-    if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device) or not a.is_floating_point():
-        return None
-    if type(norm) not in _ROW_NORMS:
-        return norm.add_and_normalize(a, b)
-    if not all(t is None or _is_plain_tensor(t) for t in norm._parameters.values()):
-        return None
-    given = (a, b, norm.normalized_shape, norm.weight)
-    if type(norm) is nn.LayerNorm:
-        y, r = add_layer_norm(*given, norm.bias, norm.eps, dim=norm.dim)
-    else:
-        how = {"dim": norm.dim, "weight_offset": norm.weight_offset, "cast": norm.cast}
-        y, r = add_rms_norm(*given, norm.eps, **how)
-    return r, y
-
-
-def is_row_norm(cls: type) -> bool:
-    """Is it a class of leannorm's whose layers can be computed with an addition before them?"""
-    return cls in _ROW_NORMS or hasattr(cls, "add_and_normalize")
-
-
 def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
     """The forward of a Sequential, with its layers called as steps."""
     cls: Any = type(self)
@@ -192,7 +162,7 @@ def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
 
 def norm_drop_act(norm: BatchNormBase, input: Any, drop: Any, act: Any) -> Tensor:
     """`act(drop(norm(input)))` from within the norm's own forward."""
-    deferred = Deferred(norm, input) if _is_plain_tensor(input) else norm._normalize(input)
+    deferred = Deferred(norm, input) if is_plain_tensor(input) else norm._normalize(input)
     y: Tensor = finish(act, step(drop, deferred))
     return y
 
@@ -201,7 +171,7 @@ def activation_name(call: Any, options: Mapping[str, Any]) -> str | None:
     """The kernels' name of this activation with these options; None if they lack it, or it has hooks."""
     if isinstance(call, Module):
         cls, name = type(call), None if options else activation_of(call)
-        if name is None or cls.forward.__module__ != cls.__module__ or not _is_unobserved(call):
+        if name is None or cls.forward.__module__ != cls.__module__ or not is_unobserved(call):
             return None
         called = _CALLED[name]
         return name if getattr(F, called.__name__) is called else None
@@ -241,8 +211,8 @@ def activation_of(module: Module) -> str | None:
 
 
 def is_fusable(call: Any) -> bool:
-    """Is it a leannorm batch norm with its class's forward and without hooks?"""
-    return type(call) in FUSABLE and type(call).forward is BatchNormBase.forward and _is_unobserved(call)
+    """Is it a leannorm batch or group norm with its class's forward and without hooks?"""
+    return type(call) in FUSABLE and type(call).forward in _FORWARDS and is_unobserved(call)
 
 
 def runs_in_order(module: Any) -> bool:
@@ -261,33 +231,7 @@ def ends_with_norm(call: Any) -> bool:
     if not (isinstance(call, torch.nn.Sequential) and call._modules):
         return False
     end = next(reversed(call._modules.values()))
-    return runs_in_order(call) and _is_unobserved(call) and (is_fusable(end) or ends_with_norm(end))
-
-
-def has_hooks(module: Module) -> bool:
-    """Has the module hooks? Those marked `sees_nothing` do not count: they ignore inputs and outputs."""
-    return any(
-        not getattr(hook, "sees_nothing", False)
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        for hook in hooks.values()
-    )
-
-
-def _is_unobserved(module: Module) -> bool:
-    """Has the module no hooks, its own or global ones, and no `forward` set on the instance?"""
-    return not (
-        "forward" in vars(module)
-        or has_hooks(module)
-        or _module._global_forward_hooks
-        or _module._global_forward_pre_hooks
-        or _module._global_backward_hooks
-        or _module._global_backward_pre_hooks
-    )
+    return runs_in_order(call) and is_unobserved(call) and (is_fusable(end) or ends_with_norm(end))
 
 
 def _is_independent(layer: Any, norm: Any) -> bool:
@@ -302,7 +246,7 @@ def _runs_library_code(module: Any) -> bool:
     """Is its forward torch's or leannorm's, without hooks?"""
     if not isinstance(module, Module):
         return False
-    return type(module).forward.__module__.startswith(("torch.nn.modules.", "leannorm.")) and _is_unobserved(
+    return type(module).forward.__module__.startswith(("torch.nn.modules.", "leannorm.")) and is_unobserved(
         module
     )
 
@@ -323,22 +267,8 @@ def _can_add(deferred: Deferred, other: Any) -> bool:
     input = deferred.input
     return (
         deferred.residual is None
-        and _is_plain_tensor(other)
+        and not isinstance(deferred.norm, nn.GroupNorm)
+        and is_plain_tensor(other)
         and not leaving()
         and (other.shape, other.dtype, other.device) == (input.shape, input.dtype, input.device)
-    )
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    """Is it a tensor without `__torch_function__` overrides, its own or of an active mode?"""
-    if not isinstance(value, Tensor):
-        return False
-    cls = type(value)
-    if cls not in (Tensor, torch.nn.Parameter) and (
-        cls.__torch_function__ is not torch._C._disabled_torch_function_impl
-    ):
-        return False
-    return torch._C._len_torch_function_stack() == 0 or all(
-        type(mode).__module__.split(".")[0] in ("torch", "leannorm")
-        for mode in _get_current_function_mode_stack()
     )

@@ -67,7 +67,7 @@ def dropout(node: Any, output: int, given: Given, like: Tensor | None) -> Step |
     return Step(_dropout, (x, mask), (), (p,))
 
 
-def _add_to(a: Tensor, b: Tensor) -> Tensor:
+def add_to(a: Tensor, b: Tensor) -> Tensor:
     return a.add_(b) if a.shape == b.shape and a.dtype == b.dtype else a + b
 
 
@@ -76,4 +76,4 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     a, b = given(0), given(1)
     if a is None or b is None or node._saved_alpha != 1:
         return None
-    return Step(torch.add, (a, b), in_place=_add_to, kind="sum")
+    return Step(torch.add, (a, b), in_place=add_to, kind="sum")

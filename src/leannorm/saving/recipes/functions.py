@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
@@ -15,6 +16,7 @@ from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
 from leannorm.ops.backends import CPU, Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
+from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.values import Step, Value
@@ -34,10 +36,7 @@ def _kept(node: Any) -> Any:
     record = type(node)._forward_cls.Kept
     values = saved_by_function(node, len(record._fields))
     kept = None if values is None else record(*values)
-    missing = (
-        kept is None or kept.x is None or kept.rstd is None or ("mean" in kept._fields and kept.mean is None)
-    )
-    return None if missing else kept
+    return None if kept is None or kept.x is None or kept.rstd is None else kept
 
 
 @recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
@@ -85,10 +84,20 @@ def _row_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, backend:
     return y
 
 
+def _sum(node: Any, given: Given) -> Step | None:
+    """The second output of a row norm: its input and what was added to it."""
+    a, b = given(0), given(1)
+    if a is None or b is None or node.dtypes[0] != node.dtypes[1]:
+        return None
+    return Step(torch.add, (a, b), in_place=add_to, kind="sum")
+
+
 @recipe(kind_of_function(RowNorm))
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    if output:
+        return _sum(node, given)
     kept = _kept(node)
-    if output or kept is None:
+    if kept is None:
         return None
     *before_bias, has_bias = (dtype is not None for dtype in node.dtypes)
     known, bias = _bias(None, sum(before_bias), given, has_bias)
@@ -119,8 +128,10 @@ def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
 @recipe(kind_of_function(AdaNorm))
 def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """From x or the sum; scale and shift may be as large, so they are inputs and no copies."""
+    if output:
+        return _sum(node, given) if node.dtypes[2] is None else None  # without a gate
     kept = _kept(node)
-    if output or kept is None or kept.scale is None:
+    if kept is None or kept.scale is None:
         return None
     *before_shift, has_shift, _, _ = (dtype is not None for dtype in node.dtypes)
     inputs = [kept.x, kept.scale]
