@@ -1,0 +1,122 @@
+"""`mask=` and `lengths=`, checked, as one description of the positions that are data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+from leannorm._errors import InputError
+from leannorm._types import Valid
+from leannorm.ops.modes import transformed
+
+Lengths = Tensor | Sequence[int]
+FILLS = ("zero", "normalize")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def valid_positions(
+    input: Tensor,
+    mask: Tensor | None,
+    lengths: Lengths | None,
+    fill: str = "zero",
+    kept: tuple[int, int] = (1, 2),
+) -> Valid | None:
+    """Which positions of `input` are data; None where all are, as far as the host knows.
+
+    A position is an index of all axes but `kept[0]` to `kept[1] - 1`: the channel, or what a row norm
+    normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
+    last of them, one a sample. Values are checked where the host has them; else a length is clamped.
+    """
+    _checks.one_of("fill", fill, FILLS)
+    if mask is None and lengths is None:
+        return None
+    if mask is not None and lengths is not None:
+        raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
+    shape = tuple(input.shape)
+    positions = shape[: kept[0]] + shape[kept[1] :]
+    if not positions:
+        raise InputError(f"mask and lengths need an axis of positions, got an input of shape {shape}")
+    if mask is not None:
+        found, count = _of_mask(input, mask, positions, kept)
+    else:
+        assert lengths is not None
+        found, count = _of_lengths(input, lengths, positions)
+    if count is not None and count == prod(positions):
+        return None
+    flat = found.expand(positions).reshape(positions[0], prod(positions[1:])).contiguous()
+    return Valid(flat, count, fill == "zero")
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Can its values be read at once, and be relied on the next time this code runs?"""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    return not transformed(tensor)
+
+
+def _of_mask(
+    input: Tensor, mask: Tensor, positions: tuple[int, ...], kept: tuple[int, int]
+) -> tuple[Tensor, int | None]:
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"mask must be a bool tensor, True where there is data, got {what}; pass mask.bool()"
+        )
+    _checks.same_device("mask", mask, input)
+    first, stop = kept
+    without = mask
+    if mask.dim() == input.dim():  # the kept axes are there too
+        if any(size != 1 for size in mask.shape[first:stop]):
+            raise InputError(_wrong_shape(input, mask, positions))
+        without = mask.reshape(mask.shape[:first] + mask.shape[stop:])
+    sizes = zip(reversed(without.shape), reversed(positions), strict=False)
+    if without.dim() > len(positions) or any(size not in (1, of_input) for size, of_input in sizes):
+        raise InputError(_wrong_shape(input, mask, positions))
+    if not _on_host(without):
+        return without, None
+    repeats = prod(positions) // max(without.numel(), 1)
+    return without, int(torch.count_nonzero(without)) * repeats
+
+
+def _wrong_shape(input: Tensor, mask: Tensor, positions: tuple[int, ...]) -> str:
+    return (
+        f"mask must broadcast to the input's positions {positions} (input {tuple(input.shape)}), got "
+        f"{tuple(mask.shape)}; a mask has no channels: one value says whether a position is data"
+    )
+
+
+def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> tuple[Tensor, int | None]:
+    if len(positions) < 2:
+        raise InputError(
+            f"lengths run along a last axis of positions, got an input of shape {tuple(input.shape)} without "
+            "one; pass mask, one value a sample"
+        )
+    given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+    samples, longest = positions[0], positions[-1]
+    if given.dtype not in _INTEGERS and given.numel():
+        raise InputError(f"lengths must be integers, got {given.dtype}; pass lengths.long()")
+    if given.shape != (samples,):
+        raise InputError(
+            f"lengths must have one value a sample, shape ({samples},) for input {tuple(input.shape)}, got "
+            f"{tuple(given.shape)}; for anything else pass mask"
+        )
+    if given.device.type != "cpu":
+        _checks.same_device("lengths", given, input)
+    count = None
+    if _on_host(given):
+        values = given.tolist()
+        if values and not (min(values) >= 0 and max(values) <= longest):
+            worst = min(values) if min(values) < 0 else max(values)
+            raise InputError(
+                f"lengths must be from 0 to {longest}, the size of the input's last axis of positions, got "
+                f"{worst}; behind a layer with a stride or padding compute them again"
+            )
+        count = int(sum(values)) * prod(positions[1:-1])
+    given = given.to(input.device)
+    index = torch.arange(longest, device=input.device, dtype=torch.int64)
+    found = index < given.to(torch.int64).unsqueeze(-1)
+    return found.reshape(samples, *(1,) * (len(positions) - 2), longest), count
