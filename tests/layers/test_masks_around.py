@@ -26,11 +26,9 @@ def step(layer, call, x, dy, **masking):
     """Forward and backward: the output, every gradient and buffer."""
     leaf = x.detach().requires_grad_()
     y = call(leaf, **masking)
-    return [
-        y.detach(),
-        *torch.autograd.grad(y, [leaf, *layer.parameters()], dy),
-        *(b.clone() for b in layer.buffers()),
-    ]
+    y.backward(dy)
+    gradients = [leaf.grad, *(p.grad for p in layer.parameters())]
+    return [y.detach(), *gradients, *(b.clone() for b in layer.buffers())]
 
 
 def given(kind="random"):
