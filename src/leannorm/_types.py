@@ -43,6 +43,19 @@ class Epilogue(NamedTuple):
     act: str = "identity"
 
 
+class Valid(NamedTuple):
+    """Which positions of an input are data; what is at the others is never read into a statistic.
+
+    `mask` is bool, (N, positions of a sample), contiguous. `total` are the positions that are data, in all;
+    None where only the device knows. `zero`: are results 0 at the others? Else they are normalized too, by
+    the statistics of the data.
+    """
+
+    mask: Tensor
+    total: int | None
+    zero: bool = True
+
+
 class Rows(NamedTuple):
     """Which axes a row norm normalizes, start..stop-1, and how.
 

@@ -1,0 +1,162 @@
+"""`mask=` and `lengths=`, checked, as one description of the positions that are data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from leannorm import _checks
+from leannorm._errors import InputError
+from leannorm._types import Valid
+from leannorm.ops.modes import transformed
+
+Lengths = Tensor | Sequence[int]
+# the arguments mask, lengths and fill of a call, and those of one without a mask
+Masking = tuple[Tensor | None, Lengths | None, str]
+UNMASKED: Masking = (None, None, "zero")
+FILLS = ("zero", "normalize")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
+    """Is this a call without a mask, of which no rule has to be checked?"""
+    return mask is None and lengths is None and fill == "zero"
+
+
+def valid_positions(
+    input: Tensor,
+    mask: Tensor | None,
+    lengths: Lengths | None,
+    fill: str = "zero",
+    kept: tuple[int, int] = (1, 2),
+) -> Valid | None:
+    """Which positions of `input` are data; None where all are, as far as the host knows.
+
+    A position is an index of all axes but `kept[0]` to `kept[1] - 1`: the channel, or what a row norm
+    normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
+    last of them, one a sample. Values are checked where the host has them; else a length is clamped.
+    """
+    if fill != "zero":
+        _checks.one_of("fill", fill, FILLS)
+    if mask is None and lengths is None:
+        return None
+    if mask is not None and lengths is not None:
+        raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
+    shape = tuple(input.shape)
+    positions = shape[: kept[0]] + shape[kept[1] :]
+    if not positions:
+        raise InputError(f"mask and lengths need an axis of positions, got an input of shape {shape}")
+    if mask is not None:
+        found, count = _of_mask(input, mask, positions, kept)
+    else:
+        assert lengths is not None
+        found, count = _of_lengths(input, lengths, positions)
+    if count is not None and count == prod(positions):
+        return None
+    if found.shape != positions or found.dim() != 2:
+        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
+    return Valid(found.contiguous(), count, fill == "zero")
+
+
+def _on_host(tensor: Tensor) -> bool:
+    """Can its values be read at once, and be relied on the next time this code runs?"""
+    if torch.compiler.is_compiling() or type(tensor) is not Tensor or tensor.device.type != "cpu":
+        return False
+    return not transformed(tensor)
+
+
+def _of_mask(
+    input: Tensor, mask: Tensor, positions: tuple[int, ...], kept: tuple[int, int]
+) -> tuple[Tensor, int | None]:
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+        what = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(
+            f"mask must be a bool tensor, True where there is data, got {what}; pass mask.bool()"
+        )
+    _checks.same_device("mask", mask, input)
+    first, stop = kept
+    without = mask
+    if mask.dim() == input.dim():  # the kept axes are there too
+        if any(size != 1 for size in mask.shape[first:stop]):
+            raise InputError(_wrong_shape(input, mask, positions))
+        without = mask.reshape(mask.shape[:first] + mask.shape[stop:])
+    sizes = zip(reversed(without.shape), reversed(positions), strict=False)
+    if without.dim() > len(positions) or any(size not in (1, of_input) for size, of_input in sizes):
+        raise InputError(_wrong_shape(input, mask, positions))
+    if not _on_host(without):
+        return without, None
+    repeats = prod(positions) // max(without.numel(), 1)
+    return without, int(torch.count_nonzero(without)) * repeats
+
+
+def _wrong_shape(input: Tensor, mask: Tensor, positions: tuple[int, ...]) -> str:
+    return (
+        f"mask must broadcast to the input's positions {positions} (input {tuple(input.shape)}), got "
+        f"{tuple(mask.shape)}; a mask has no channels: one value says whether a position is data"
+    )
+
+
+def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> tuple[Tensor, int | None]:
+    if len(positions) < 2:
+        raise InputError(
+            f"lengths run along a last axis of positions, got an input of shape {tuple(input.shape)} without "
+            "one; pass mask, one value a sample"
+        )
+    given = lengths if isinstance(lengths, Tensor) else torch.as_tensor(lengths)
+    samples, longest = positions[0], positions[-1]
+    if given.dtype not in _INTEGERS and given.numel():
+        raise InputError(f"lengths must be integers, got {given.dtype}; pass lengths.long()")
+    if given.shape != (samples,):
+        raise InputError(
+            f"lengths must have one value a sample, shape ({samples},) for input {tuple(input.shape)}, got "
+            f"{tuple(given.shape)}; for anything else pass mask"
+        )
+    if given.device.type != "cpu":
+        _checks.same_device("lengths", given, input)
+    count = None
+    if _on_host(given):
+        values = given.tolist()
+        if values and not (min(values) >= 0 and max(values) <= longest):
+            worst = min(values) if min(values) < 0 else max(values)
+            raise InputError(
+                f"lengths must be from 0 to {longest}, the size of the input's last axis of positions, got "
+                f"{worst}; behind a layer with a stride or padding compute them again"
+            )
+        count = int(sum(values)) * prod(positions[1:-1])
+    index = torch.arange(longest, device=input.device)
+    found = index < given.to(input.device, torch.int64).unsqueeze(-1)
+    if len(positions) > 2:
+        found = found.reshape(samples, *(1,) * (len(positions) - 2), longest)
+    return found, count
+
+
+def of_one_sample(lengths: Lengths | int) -> Lengths:
+    """The length of an input without a batch axis, as those of a batch of one."""
+    if isinstance(lengths, Tensor):
+        return lengths.reshape(1) if lengths.numel() == 1 else lengths
+    return [lengths] if isinstance(lengths, int) else lengths
+
+
+def refuse_to_leave_masked(mask: object, lengths: object) -> None:
+    """No graph that leaves has statistics of the valid positions of a batch."""
+    if mask is not None or lengths is not None:
+        raise InputError(
+            "a norm by the statistics of a batch with mask= or lengths= cannot be exported or traced; export "
+            "the model in evaluation mode, with running statistics"
+        )
+
+
+def leaving_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
+    """What evaluation leaves at padding, for a graph that leaves: torch's functions, no size is looked at."""
+    if fill == "normalize" or (mask is None and lengths is None):
+        return y
+    if mask is None:
+        given = torch.as_tensor(lengths, device=y.device)
+        index = torch.arange(y.shape[-1], device=y.device)
+        mask = (index < given.unsqueeze(-1)).reshape(-1, *(1,) * (y.dim() - 2), y.shape[-1])
+    elif mask.dim() == y.dim() - 1:
+        mask = mask.unsqueeze(1)
+    return y.masked_fill(~mask, 0)
