@@ -89,8 +89,9 @@ def ada_rms_norm(
 
     scale and shift are those of `ada_layer_norm`, weight and eps those of `rms_norm`.
 
-    Shapes, Dtypes, Raises: as `ada_layer_norm`.
+    Shapes, Dtypes: as `ada_layer_norm`.
     Kept: as `ada_layer_norm`, with 4 bytes a row (8 in float64).
+    Raises: as `ada_layer_norm`.
     Source: as `ada_layer_norm`.
 
     >>> import torch
@@ -158,8 +159,9 @@ def add_ada_rms_norm(
 
     Returns y and r. `gate` is that of `add_ada_layer_norm`, the others are those of `ada_rms_norm`.
 
-    Shapes, Dtypes, Raises: as `add_ada_layer_norm`.
+    Shapes, Dtypes: as `add_ada_layer_norm`.
     Kept: as `add_ada_layer_norm`, with 4 bytes a row (8 in float64).
+    Raises: as `add_ada_layer_norm`.
     Source: as `ada_layer_norm`.
 
     >>> import torch
