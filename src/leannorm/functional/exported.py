@@ -213,15 +213,21 @@ def _weighted(x: Tensor, weight: Tensor | None, cast: str) -> Tensor:
     return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
+def _cast(eps: Any = None, dim: Any = None, weight_offset: Any = 0.0, cast: str = "after", *rest: Any) -> str:
+    return cast
+
+
 def _like_rms(x: Tensor, shape: Any, weight: Tensor | None, *rest: Any) -> Tensor:
-    return _weighted(x, weight, rest[-1])
+    return _weighted(x, weight, _cast(*rest))
 
 
 def _like_add_rms(x: Tensor, residual: Tensor, shape: Any, weight: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _weighted(x, weight, rest[-1]), torch.empty_like(x)
+    return _weighted(x, weight, _cast(*rest)), torch.empty_like(x)
 
 
-_OF_RMS = "float? eps, int? dim, float weight_offset=0.0, str cast='after'"
+_MASKED = "Tensor? mask=None, Tensor? lengths=None"
+_OF_RMS = f"float? eps, int? dim, float weight_offset=0.0, str cast='after', {_MASKED}"
+_OF_LAYER = f"Tensor? bias, float eps, int? dim, {_MASKED}"
 
 
 def _declare_row_norm(
@@ -240,11 +246,9 @@ def _declare_row_norm(
     OPERATORS[function] = lambda *given, **by_name: operator(*given, *by_name.values())
 
 
-_declare_row_norm(layer_norm, "Tensor x", "Tensor? bias, float eps, int? dim", _like)
+_declare_row_norm(layer_norm, "Tensor x", _OF_LAYER, _like)
 _declare_row_norm(rms_norm, "Tensor x", _OF_RMS, _like_rms)
-_declare_row_norm(
-    add_layer_norm, "Tensor x, Tensor residual", "Tensor? bias, float eps, int? dim", _like_twice
-)
+_declare_row_norm(add_layer_norm, "Tensor x, Tensor residual", _OF_LAYER, _like_twice)
 _declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", _OF_RMS, _like_add_rms)
 
 

@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leannorm._errors import InputError
 from leannorm._types import Epilogue, Running
+from leannorm.functional.valid import Lengths
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
@@ -74,11 +76,19 @@ def row_norm(
     rms: bool,
     weight_offset: float = 0.0,
     cast_before: bool = False,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and input + residual; a single axis that is not the last is moved there and back."""
     input, residual, weight, bias = tensors
     x = input if residual is None else (input + residual).to(input.dtype)
     shape, last = tuple(normalized_shape), x.dim() - 1
+    if mask is not None or lengths is not None:
+        start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
+        padding = ~valid_positions(x, mask, lengths, start, start + len(shape))
+        tensors = x.masked_fill(padding, 0), None, weight, bias
+        y, x = row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast_before)
+        return y.masked_fill(padding, 0), x if residual is not None else input
     axis = last if dim is None else dim % x.dim()
     moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)
     if rms:
@@ -100,6 +110,22 @@ def row_norm(
         layout = memory_format(x)  # which what follows may count on
         y = y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
     return y, x
+
+
+def valid_positions(x: Tensor, mask: Tensor | None, lengths: Lengths | None, start: int, stop: int) -> Tensor:
+    """Which positions are data, as a mask that broadcasts against x; start..stop-1 are no positions."""
+    if mask is not None and lengths is not None:
+        raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
+    if mask is None:
+        axis = max(d for d in range(x.dim()) if not start <= d < stop)
+        given = torch.as_tensor(lengths, device=x.device)
+        index = torch.arange(x.shape[axis], device=x.device).view(-1, *(1,) * (x.dim() - 1 - axis))
+        return index < given.view(-1, *(1,) * (x.dim() - 1))
+    behind = x.dim() - stop
+    if behind <= mask.dim() < x.dim():
+        for _ in range(stop - start):
+            mask = mask.unsqueeze(-behind - 1)
+    return mask
 
 
 def ada_norm(

@@ -9,9 +9,11 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.jagged import channels
+from leannorm.functional.overridden import hand_over, takes_jagged
 
 
+@takes_jagged(channels)
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -49,7 +51,10 @@ def sync_batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
+    if (
+        has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
+        or input.is_nested
+    ):
         return hand_over(sync_batch_norm, locals())
     _checks.timeout(timeout)
     if not training:

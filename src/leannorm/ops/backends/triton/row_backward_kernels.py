@@ -13,6 +13,8 @@ from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.row_addresses import (
     block_of_row,
     divided,
+    live,
+    of_live,
     parameter,
     rows_of,
     values,
@@ -29,19 +31,19 @@ def _gradient(dy, x, mean, rstd, offset, inside, dtype: tl.constexpr):
 
 
 @triton.jit
-def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, RMS: tl.constexpr):
+def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, read, RMS: tl.constexpr):
     value = g - xhat * by_xhat[:, None]
     if not RMS:
         value -= by_one[:, None]
     value *= rstd[:, None]
     if dtotal is not None:
-        value += tl.load(dtotal + offset, inside, 0.0, eviction_policy="evict_first").to(value.dtype)
+        value += tl.load(dtotal + offset, read, 0.0, eviction_policy="evict_first").to(value.dtype)
     tl.store(dx + offset, value.to(dx.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles"])
 def backward_tile(
-    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles,
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, rows, kept, inner, tiles,
     RMS: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: each program goes through tiles and adds up its share of dweight and dbias.
@@ -72,18 +74,20 @@ def backward_tile(
         sum_dbias = tl.zeros([kept_rows, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=HOW.stages):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
+        there = live(valid, row, exists)
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        centre = tl.load(mean + row, exists, 0.0)
-        factor = tl.load(rstd + row, exists, 0.0)
+        read = of_live(inside, valid, there)
+        centre = tl.load(mean + row, there, 0.0)
+        factor = tl.load(rstd + row, there, 0.0)
         if HOW.halves:
             other = (1 - half) * BLOCK + lane
-            where, there = values(other, exists, across, kept, inner, TILE)
-            other_g, other_xhat = _gradient(dy + start, x + start, centre, factor, where, there, dtype)
+            where, of_other = values(other, there, across, kept, inner, TILE)
+            other_g, other_xhat = _gradient(dy + start, x + start, centre, factor, where, of_other, dtype)
             if weight is not None:
                 other_g *= parameter(weight, other, kept, dtype)
             by_xhat = tl.sum(other_g * other_xhat, 1)
             by_one = tl.sum(other_g, 1)
-        d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        d, xhat = _gradient(dy + start, x + start, centre, factor, offset, read, dtype)
         g = d
         if weight is not None:
             g = d * w
@@ -98,7 +102,7 @@ def backward_tile(
         if not RMS:
             mean_one = by_one / kept
         through = None if dtotal is None else dtotal + start
-        _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, RMS)
+        _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, read, RMS)
         if dweight is not None:
             if HOW.fold:
                 sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
@@ -115,7 +119,7 @@ def backward_tile(
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def backward_long(
-    dy, dtotal, x, mean, rstd, weight, dx, rows, kept, inner,
+    dy, dtotal, x, mean, rstd, valid, weight, dx, rows, kept, inner,
     RMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The input's gradient of rows longer than a tile.
@@ -127,14 +131,15 @@ def backward_long(
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
-    centre = tl.load(mean + row, exists, 0.0)
-    factor = tl.load(rstd + row, exists, 0.0)
+    there = live(valid, row, exists)
+    centre = tl.load(mean + row, there, 0.0)
+    factor = tl.load(rstd + row, there, 0.0)
     lane, end = walk(kept, TILE)
     sum_xhat = tl.zeros([ROWS, BLOCK], dtype)
     sum_one = tl.zeros([ROWS, BLOCK], dtype)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, TILE)
+        offset, inside = values(k, there, across, kept, inner, TILE)
         g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         if weight is not None:
             g *= parameter(weight, k, kept, dtype)
@@ -145,16 +150,17 @@ def backward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        g, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
+        read = of_live(inside, valid, there)
+        g, xhat = _gradient(dy + start, x + start, centre, factor, offset, read, dtype)
         if weight is not None:
             g *= parameter(weight, k, kept, dtype)
         through = None if dtotal is None else dtotal + start
-        _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, RMS)
+        _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, read, RMS)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "programs"])
 def backward_shares(
-    dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, programs,
+    dy, x, mean, rstd, valid, dweight, dbias, rows, kept, inner, tiles, programs,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of dweight and dbias, for BLOCK values of rows longer than a tile.
@@ -171,9 +177,10 @@ def backward_shares(
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program, tiles, programs, num_stages=2):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
-        offset, inside = values(k, exists, across, kept, inner, TILE)
-        centre = tl.load(mean + row, exists, 0.0)
-        factor = tl.load(rstd + row, exists, 0.0)
+        there = live(valid, row, exists)
+        offset, inside = values(k, there, across, kept, inner, TILE)
+        centre = tl.load(mean + row, there, 0.0)
+        factor = tl.load(rstd + row, there, 0.0)
         d, xhat = _gradient(dy + start, x + start, centre, factor, offset, inside, dtype)
         sum_dweight += d * xhat
         sum_dbias += d

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.row_addresses import divided, parameter, rows_of, values, walk
+from leannorm.ops.backends.triton.row_addresses import (
+    divided,
+    live,
+    of_live,
+    parameter,
+    rows_of,
+    values,
+    walk,
+)
 
 
 @triton.jit
@@ -48,7 +56,7 @@ def _rstd(square, scale, kept, EPS: tl.constexpr):
 
 
 @triton.jit
-def _put(y, offset, centred, rstd, weight, bias, k, kept, inside, CAST: tl.constexpr):
+def _put(y, offset, centred, rstd, weight, bias, k, kept, inside, valid, read, CAST: tl.constexpr):
     value = centred * rstd[:, None]
     if CAST:
         value = value.to(y.dtype.element_ty).to(value.dtype)
@@ -56,12 +64,14 @@ def _put(y, offset, centred, rstd, weight, bias, k, kept, inside, CAST: tl.const
         value *= parameter(weight, k, kept, value.dtype)
     if bias is not None:
         value += parameter(bias, k, kept, value.dtype)
+    if valid is not None:
+        value = tl.where(read, value, 0.0)
     tl.store(y + offset, value.to(y.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_tile(
-    x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
+    x, residual, weight, bias, y, total, mean, rstd, valid, rows, kept, inner,
     EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows that fit on chip: read once, written once.
@@ -74,8 +84,10 @@ def forward_tile(
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
     k = tl.arange(0, BLOCK)
+    there = live(valid, row, exists)
     offset, inside = values(k, exists, across, kept, inner, TILE)
-    value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
+    read = of_live(inside, valid, there)
+    value = _input(x + start, None if residual is None else residual + start, offset, read, dtype)
     if residual is not None:
         tl.store(total + start + offset, value, inside)
     centred = value.to(dtype)
@@ -83,16 +95,16 @@ def forward_tile(
     rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
-        centred = tl.where(inside, centred - centre[:, None], 0.0)
+        centred = tl.where(read, centred - centre[:, None], 0.0)
         # the deviations' mean, 0 in exact arithmetic, corrects the rounding of the mean
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if _beyond_float32(square, exists, CHECKED):  # read again: ordinary rows need no registers for it
-        value = _input(x + start, None if residual is None else residual + start, offset, inside, dtype)
-        centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
+    if _beyond_float32(square, there, CHECKED):  # read again: ordinary rows need no registers for it
+        value = _input(x + start, None if residual is None else residual + start, offset, read, dtype)
+        centred = tl.where(read, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = _scale(tl.max(tl.abs(centred), 1))
         square = tl.sum((centred * scale[:, None]) * (centred * scale[:, None]), 1)
         factor = _rstd(square, scale, kept, EPS)
@@ -102,12 +114,12 @@ def forward_tile(
             centred -= rest[:, None]
     # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
     tl.store(rstd + row, factor, exists)
-    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, CAST)
+    _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, valid, read, CAST)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner"])
 def forward_long(
-    x, residual, weight, bias, y, total, mean, rstd, rows, kept, inner,
+    x, residual, weight, bias, y, total, mean, rstd, valid, rows, kept, inner,
     EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Rows longer than a tile: read twice, the second time from the cache if that holds all rows in flight.
@@ -121,13 +133,14 @@ def forward_long(
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
+    there = live(valid, row, exists)
     x += start
     if residual is not None:
         residual += start
     lane, end = walk(kept, TILE)
     centre = tl.zeros([ROWS], dtype)
     if not RMS:
-        offset, inside = values(lane, exists, across, kept, inner, TILE)
+        offset, inside = values(lane, there, across, kept, inner, TILE)
         first = _input(x, residual, offset, inside, dtype).to(dtype)
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
@@ -135,7 +148,7 @@ def forward_long(
     seen = 0.0
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, TILE)
+        offset, inside = values(k, there, across, kept, inner, TILE)
         value = _input(x, residual, offset, inside, dtype).to(dtype)
         if RMS:
             lane_square += value * value
@@ -153,11 +166,11 @@ def forward_long(
         between = lane_mean - rest[:, None]
         square += tl.sum(count * between * between, 1)
     scale = tl.zeros([ROWS], dtype) + 1.0
-    if _beyond_float32(square, exists, CHECKED):
+    if _beyond_float32(square, there, CHECKED):
         largest = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, TILE)
+            offset, inside = values(k, there, across, kept, inner, TILE)
             value = _input(x, residual, offset, inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0)
             largest = tl.maximum(largest, tl.abs(deviation))
@@ -165,7 +178,7 @@ def forward_long(
         lane_square = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, TILE)
+            offset, inside = values(k, there, across, kept, inner, TILE)
             value = _input(x, residual, offset, inside, dtype).to(dtype)
             deviation = tl.where(inside, value - centre[:, None] - rest[:, None], 0.0) * scale[:, None]
             lane_square += deviation * deviation
@@ -176,8 +189,9 @@ def forward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        value = _input(x, residual, offset, inside, dtype)
+        read = of_live(inside, valid, there)
+        value = _input(x, residual, offset, read, dtype)
         if residual is not None:
             tl.store(total + start + offset, value, inside)
         centred = value.to(dtype) - centre[:, None] - rest[:, None]
-        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, CAST)
+        _put(y + start, offset, centred, factor, weight, bias, k, kept, inside, valid, read, CAST)

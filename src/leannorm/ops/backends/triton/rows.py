@@ -85,6 +85,7 @@ def row_forward(
     rms: bool,
     weight_offset: float = 0.0,
     cast_before: bool = False,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
@@ -105,7 +106,7 @@ def row_forward(
         tile.needed(outer, inner),
         *(x, tile, plan),
         *(dense, _like(dense, residual), _flat(weight), _flat(bias), y, None if residual is None else total),
-        *(mean, rstd, *plan),
+        *(mean, rstd, valid, *plan),
         EPS=eps,
         RMS=rms,
         CHECKED=x.dtype in (torch.float32, torch.bfloat16),
@@ -128,6 +129,7 @@ def row_backward(
     rms: bool,
     want_affine: bool,
     weight_offset: float = 0.0,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
@@ -138,7 +140,7 @@ def row_backward(
         return torch.empty_like(x), dweight.zero_(), dbias.zero_()
     dense, plan = _dense(x, start, stop)
     dx = empty_like(dense)
-    statistics = mean.contiguous(), rstd.contiguous()
+    statistics = mean.contiguous(), rstd.contiguous(), valid
     weight = _flat(_shifted(x, weight, weight_offset))
     given = (_like(dense, dy), _like(dense, dtotal), dense, *statistics, weight)
     wanted = (dweight if want_affine else None, dbias if want_affine and not rms else None)
@@ -157,6 +159,7 @@ def _backward_tile(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    valid: Tensor | None,
     weight: Tensor | None,
     dx: Tensor,
     dweight: Tensor | None,
@@ -174,7 +177,7 @@ def _backward_tile(
         row_backward_kernels.backward_tile,
         programs * parts,
         *(x, how.tile, plan),
-        *(dy, dtotal, x, mean, rstd, weight, dx, shares.dweight, shares.dbias, *plan, count),
+        *(dy, dtotal, x, mean, rstd, valid, weight, dx, shares.dweight, shares.dbias, *plan, count),
         RMS=rms,
         HOW=how,
     )
@@ -187,6 +190,7 @@ def _backward_long(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    valid: Tensor | None,
     weight: Tensor | None,
     dx: Tensor,
     dweight: Tensor | None,
@@ -196,7 +200,7 @@ def _backward_long(
 ) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
-    arguments = (dy, dtotal, x, mean, rstd, weight, dx, *plan)
+    arguments = (dy, dtotal, x, mean, rstd, valid, weight, dx, *plan)
     _launch(row_backward_kernels.backward_long, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms)
     if dweight is None:
         return
@@ -204,6 +208,6 @@ def _backward_long(
     count, blocks = tile.needed(outer, inner), -(-kept // tile.block)
     programs = min(count, max(4 * processors(x.device) // blocks, 1))
     shares = Shares(dweight, dbias, programs, kept, mean.dtype)
-    of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, *plan, count, programs)
+    of_shares = (dy, x, mean, rstd, valid, shares.dweight, shares.dbias, *plan, count, programs)
     _launch(row_backward_kernels.backward_shares, programs * blocks, x, tile, plan, *of_shares)
     shares.add_up()
