@@ -148,6 +148,22 @@ def more_than_one_value(input: Tensor, count: int) -> None:
         )
 
 
+def more_than_one_valid(input: Tensor, total: int | None) -> None:
+    """`total`: the positions that are data, where the host knows."""
+    if total is not None and total < 2:
+        raise InputError(
+            f"Expected more than 1 value per channel when training, got {total} valid position"
+            f"{'s' * (total != 1)} in input size {tuple(input.shape)}; use a larger batch, or evaluation mode"
+        )
+
+
+def no_groups_of_samples(group_size: int | None) -> None:
+    if group_size is not None:
+        raise InputError(
+            f"group_size must be None with mask or lengths, got {group_size}; leave one of them out"
+        )
+
+
 def activation(act: str) -> None:
     if act not in ACTIVATIONS:
         raise InputError(f"act must be one of {', '.join(ACTIVATIONS)}; got {act!r}")

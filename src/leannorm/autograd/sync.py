@@ -65,7 +65,7 @@ class AddUp(torch.autograd.Function):
     """`add_up`, differentiable any number of times: its gradient adds up over the ranks as well."""
 
     @staticmethod
-    def forward(sums: Tensor, count: int, group: str, call: Call) -> Tensor:
+    def forward(sums: Tensor, count: int | Tensor, group: str, call: Call) -> Tensor:
         return add_up((sums,), count, group, call).clone()
 
     @staticmethod
@@ -101,7 +101,7 @@ class SyncNorm(torch.autograd.Function):
         weight, bias, residual, act, eps, sharing = given
         ctx.backend = pick(x, weight, bias, residual)
         local = ctx.backend.channel_moments(x)
-        total = _shared(ctx.backend.sums_of(local), local.count, sharing, x)
+        total = shared(ctx.backend.sums_of(local), local.count, sharing, x)
         mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
         y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, count)
@@ -137,7 +137,7 @@ class SyncNorm(torch.autograd.Function):
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
 
 
-def _shared(sums: Tensor, count: int, sharing: Sharing, x: Tensor) -> Tensor:
+def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; a recompute of a forward pass gets the sums of that pass."""
     if sharing.seen is None:
         return add_up((sums,), count, sharing.group, sharing.forward_call(x))
@@ -167,6 +167,13 @@ def _may_be_repeated() -> bool:
     )
 
 
+def repeatable(sharing: Sharing) -> Sharing:
+    """`sharing`, which remembers this forward pass only where it may be recomputed."""
+    if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
+        sharing = sharing._replace(seen=None)
+    return sharing
+
+
 def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mean, M2, rstd and count of all ranks' inputs, in plain torch operations that can be differentiated."""
     local = REFERENCE.channel_moments(x)
@@ -182,7 +189,6 @@ def sync_norm(
     if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
         return REFERENCE.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
-    if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
-        sharing = sharing._replace(seen=None)
+    sharing = repeatable(sharing)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(x, *epilogue, eps, sharing)
     return result

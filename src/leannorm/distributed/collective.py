@@ -14,13 +14,16 @@ from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
 
 
-def add_up(sums: Sequence[Tensor], count: int, group: str, call: Call) -> Tensor:
+def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) -> Tensor:
     """The count followed by the float64 sums, each summed over the ranks of the process group named `group`.
+
+    The count is a tensor where the host may not know it.
 
     The result is a view of the whole message: clone it before keeping it.
     """
     if torch.compiler.is_compiling():
-        total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, count, group, *call)
+        known, counted = (0, count) if isinstance(count, Tensor) else (count, None)
+        total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, known, group, *call, counted)
         return total
     return statistics_group(group, call).all_reduce(sums, count, call)
 
@@ -38,10 +41,12 @@ def _add_up_over_ranks(
     eps: float,
     momentum: float | None,
     tracks: bool,
+    counted: Tensor | None = None,
 ) -> Tensor:
     """Opaque to the compiler: a functional collective would lose the checks, which run on the host."""
     call = Call(layer, what, channels, timeout, debug, eps, momentum, tracks)
-    return statistics_group(group, call).all_reduce(sums, count, call).clone()
+    of_rank = count if counted is None else counted
+    return statistics_group(group, call).all_reduce(sums, of_rank, call).clone()
 
 
 @_add_up_over_ranks.register_fake
@@ -57,6 +62,7 @@ def _(
     eps: float,
     momentum: float | None,
     tracks: bool,
+    counted: Tensor | None = None,
 ) -> Tensor:
     return sums[0].new_empty(sum(len(s) for s in sums) + 1)
 

@@ -81,7 +81,7 @@ class StatisticsGroup:
         ranks, name = dist.get_process_group_ranks(parent), f"{generation}/{parent.group_name}"
         self.communicator = beside(parent, ranks, name)
 
-    def all_reduce(self, sums: Sequence[Tensor], count: int, call: Call) -> Tensor:
+    def all_reduce(self, sums: Sequence[Tensor], count: int | Tensor, call: Call) -> Tensor:
         """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
         device = sums[0].device
         if self.broken is not None:
@@ -134,7 +134,7 @@ class StatisticsGroup:
         return torch.device(there.type, torch.accelerator.current_device_index())
 
     def _exchange(
-        self, sums: Sequence[Tensor], count: int, call: Call, device: torch.device, size: int = 0
+        self, sums: Sequence[Tensor], count: int | Tensor, call: Call, device: torch.device, size: int = 0
     ) -> Tensor:
         call, token = self._known(call)
         if size:

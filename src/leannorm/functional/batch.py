@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Pool, Running
+from leannorm._types import Epilogue, Pool, Running, Valid
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
+from leannorm.autograd.masked import masked_affine, masked_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
@@ -22,6 +23,13 @@ from leannorm.functional.running import (
     running_mean_and_rstd,
     staying,
     update_running_statistics,
+)
+from leannorm.functional.valid import (
+    Lengths,
+    Masking,
+    leaving_at_data,
+    refuse_to_leave_masked,
+    valid_positions,
 )
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import leaving
@@ -39,6 +47,10 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """Normalize each channel over the batch and all positions; as `torch.nn.functional.batch_norm`.
 
@@ -47,7 +59,12 @@ def batch_norm(
     In training E and the biased Var are the batch's, and `running_mean` and `running_var` (unbiased) move
     towards them by `momentum`; in evaluation they are the running ones.
 
-    Shapes: input (N, C, *); weight, bias and running statistics (C,); output as input, in its memory layout.
+    `mask` (True: data) or `lengths` (along the last axis) leave out padding: it is never read, E and Var are
+    of the other positions, and the output and the input's gradient are 0 there. With `fill="normalize"` the
+    output at padding is normalized too, by the same statistics.
+
+    Shapes: input (N, C, *); weight, bias and running statistics (C,); mask (N, *) or what broadcasts to it,
+    lengths (N,); output as input, in its memory layout.
     Dtypes: float32, float64, bfloat16 or float16 input, any floating vectors; the output has the input's
     dtype. Elements are computed in float32 (float64 for float64), statistics in float64.
     Kept: the input (4 bytes an element in float32) and 16 bytes a channel; in evaluation the input only for
@@ -69,7 +86,7 @@ def batch_norm(
     if leaving() and training:
         return as_operator(batch_norm, locals())
     running = Running(running_mean, running_var, None, momentum)
-    return _by_number(input, running, Epilogue(weight, bias), training, eps)
+    return _by_number(input, running, Epilogue(weight, bias), training, eps, (mask, lengths, fill))
 
 
 @takes_jagged(channels)
@@ -86,6 +103,9 @@ def batch_norm_act(
     *,
     act: str = "relu",
     residual: Tensor | None = None,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """Batch norm, plus a residual, through an activation, as one operation.
 
@@ -119,20 +139,24 @@ def batch_norm_act(
     if leaving() and training:
         return as_operator(batch_norm_act, locals())
     running = Running(running_mean, running_var, None, momentum)
-    return _by_number(input, running, Epilogue(weight, bias, residual, act), training, eps)
+    epilogue = Epilogue(weight, bias, residual, act)
+    return _by_number(input, running, epilogue, training, eps, (mask, lengths, fill))
 
 
-def _by_number(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> Tensor:
+def _by_number(
+    input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float, masking: Masking
+) -> Tensor:
     """For functions that have no counter of batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
     if leaving():
         _checks.running_statistics(*running[:2], training)
         _checks.activation(epilogue.act)
-        return stock.batch_norm(input, running, epilogue, eps)
+        return leaving_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
     _check(input, running, epilogue, training, eps)
+    valid = valid_positions(input, *masking)
     if training:
-        return _by_batch(input, running, epilogue, eps)
-    return _by_running(input, running, epilogue, eps)
+        return _by_batch(input, running, epilogue, eps, valid=valid)
+    return _by_running(input, running, epilogue, eps, valid)
 
 
 @takes_jagged(channels)
@@ -153,6 +177,9 @@ def tracked_batch_norm(
     *,
     pool: Pool | None = None,
     group_size: int | None = None,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """What the layers call: `batch_norm_act`, which also counts batches and may share statistics.
 
@@ -173,8 +200,11 @@ def tracked_batch_norm(
         if training:
             return as_operator(tracked_batch_norm, locals())
         _checks.dim(input, dims)
+        if running_mean is None:
+            refuse_to_leave_masked(mask, lengths)
         running = Running(running_mean, running_var, None, momentum)
-        return stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
+        y = stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
+        return leaving_at_data(y, mask, lengths, fill)
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
@@ -187,12 +217,17 @@ def tracked_batch_norm(
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
+    valid = valid_positions(input, mask, lengths, fill)
     if use_batch:
-        return _by_batch(input, running, epilogue, eps, sharing, pool, group_size)
-    return _by_running(input, running, epilogue, eps)
+        return _by_batch(input, running, epilogue, eps, sharing, pool, group_size, valid)
+    return _by_running(input, running, epilogue, eps, valid)
 
 
-def _by_running(input: Tensor, running: Running, epilogue: Epilogue, eps: float) -> Tensor:
+def _by_running(
+    input: Tensor, running: Running, epilogue: Epilogue, eps: float, valid: Valid | None = None
+) -> Tensor:
+    if valid is not None and valid.zero:
+        return masked_affine(input, valid, *running_mean_and_rstd(running, eps), epilogue)
     y = channel_evaluated(input, running, eps, epilogue)
     return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue) if y is None else y
 
@@ -221,8 +256,11 @@ def _by_batch(
     sharing: Sharing | None = None,
     pool: Pool | None = None,
     group_size: int | None = None,
+    valid: Valid | None = None,
 ) -> Tensor:
     count: int | Tensor
+    if valid is not None:
+        return _by_valid(input, valid, running, epilogue, eps, sharing, pool, group_size)
     if group_size is not None:
         y, moments = ghost_norm(input, epilogue, eps, group_size)
         moments = of_all_ranks(moments, sharing, input)
@@ -238,4 +276,26 @@ def _by_batch(
     else:
         y, mean, m2, count = sync_norm(input, epilogue, eps, sharing)
     update_running_statistics(running, mean, m2, count, pool)
+    return y
+
+
+def _by_valid(
+    input: Tensor,
+    valid: Valid,
+    running: Running,
+    epilogue: Epilogue,
+    eps: float,
+    sharing: Sharing | None,
+    pool: Pool | None,
+    group_size: int | None,
+) -> Tensor:
+    """By the positions that are data; with fewer than two on all ranks the running statistics stay."""
+    _checks.no_groups_of_samples(group_size)
+    if sharing is None:
+        _checks.more_than_one_valid(input, valid.total)
+    y, moments = masked_norm(input, valid, epilogue, eps, 0, sharing)
+    count = moments.count
+    if pool is None and isinstance(count, Tensor):
+        count = count * (count > 1)
+    update_running_statistics(running, moments.mean, moments.m2, count, pool)
     return y

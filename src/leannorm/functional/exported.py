@@ -39,6 +39,7 @@ from leannorm.functional.operator import batch_norm_op, checked_batch_norm_op
 from leannorm.functional.overridden import OPERATORS, parameters_of
 from leannorm.functional.running import refuse_to_leave
 from leannorm.functional.sync import sync_batch_norm
+from leannorm.functional.valid import refuse_to_leave_masked
 
 _STATE = "Tensor(a!)? running_mean, Tensor(b!)? running_var"
 _TRACKED = f"{_STATE}, Tensor(c!)? num_batches_tracked"
@@ -191,16 +192,26 @@ def _call_instance(x: Tensor, *given: Any) -> Any:
     return ops.layer_instance_norm(x, *given, x.dim(), x.shape[1])
 
 
+def _unmasked(call: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator has no mask: a call with one is refused."""
+
+    def checked(*given: Any, mask: Any = None, lengths: Any = None, fill: str = "zero", **named: Any) -> Any:
+        refuse_to_leave_masked(mask, lengths)
+        return call(*given, **named)
+
+    return checked
+
+
 OPERATORS.update(
     {
-        tracked_batch_norm: _call_tracked,
-        batch_norm: _call_act,
-        batch_norm_act: _call_act,
-        sync_batch_norm: _call_sync,
+        tracked_batch_norm: _unmasked(_call_tracked),
+        batch_norm: _unmasked(_call_act),
+        batch_norm_act: _unmasked(_call_act),
+        sync_batch_norm: _unmasked(_call_sync),
         conv_batch_norm: _call_conv,
         group_norm: ops.group_norm,
-        layer_instance_norm: ops.layer_instance_norm,
-        instance_norm: _call_instance,
+        layer_instance_norm: _unmasked(ops.layer_instance_norm),
+        instance_norm: _unmasked(_call_instance),
         batch_norm_op: partial(checked_batch_norm_op, ops.batch_norm_op.default),
     }
 )

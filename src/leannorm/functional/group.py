@@ -5,16 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, Running, Valid
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.masked import masked_affine, masked_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
+from leannorm.functional.valid import (
+    Lengths,
+    leaving_at_data,
+    of_one_sample,
+    refuse_to_leave_masked,
+    valid_positions,
+)
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import leaving
 from leannorm.ops.plan import channel_plan
@@ -116,6 +125,10 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    *,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """Normalize each channel of each sample over all positions; as `torch.nn.functional.instance_norm`.
 
@@ -123,9 +136,11 @@ def instance_norm(
 
     With `use_input_stats` E and the biased Var are each sample's own, and `running_mean` and `running_var`
     (unbiased), where given, move towards their averages over the samples by `momentum`; without, they are the
-    running ones.
+    running ones. `mask`, `lengths` and `fill` are those of `batch_norm`; samples with fewer than two valid
+    positions do not count for the running statistics.
 
-    Shapes: input (N, C, *); weight, bias and running statistics (C,); output as input, in its memory layout.
+    Shapes: input (N, C, *); weight, bias and running statistics (C,); mask and lengths as `batch_norm`;
+    output as input, in its memory layout.
     Dtypes: as `batch_norm`.
     Kept: the input (4 bytes an element in float32) and 16 bytes a channel of a sample (running statistics: 16
     bytes a channel).
@@ -147,8 +162,11 @@ def instance_norm(
         if moves_its_statistics(locals()):
             return as_operator(instance_norm, locals())
         _checks.running_statistics(running_mean, running_var, use_input_stats)
+        if use_input_stats:
+            refuse_to_leave_masked(mask, lengths)
         running = Running(running_mean, running_var, None, momentum)
-        return stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
+        y = stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
+        return leaving_at_data(y, mask, lengths, fill)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -156,16 +174,42 @@ def instance_norm(
     _checks.non_negative_eps(eps)
     _checks.momentum(momentum)
     running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(weight, bias)
+    valid = valid_positions(input, mask, lengths, fill)
     if not use_input_stats:
+        if valid is not None and valid.zero:
+            return masked_affine(input, valid, *running_mean_and_rstd(running, eps), epilogue)
         return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
     _checks.more_than_one_spatial_element(input)
     channels = input.shape[1]
     if channels == 0:  # no channels, so no groups: the input is empty
         return input.clone()
+    if valid is not None:
+        return _instances_of_valid(input, valid, running, epilogue, eps)
     y, mean, m2 = channel_norm(input, epilogue, eps, channels)
     if running_mean is not None and input.numel():
         inner = channel_plan(input.shape, channels).inner
         update_running_statistics(running, mean.mean(0), m2.mean(0), inner)
+    return y
+
+
+def _instances_of_valid(
+    input: Tensor, valid: Valid, running: Running, epilogue: Epilogue, eps: float
+) -> Tensor:
+    _checks.more_than_one_valid(input, valid.total)
+    y, moments = masked_norm(input, valid, epilogue, eps, input.shape[1])
+    if running.mean is not None and input.numel():
+        count = moments.count
+        assert isinstance(count, Tensor)
+        enough = count > 1
+        samples = enough.sum()
+
+        def average(of_samples: Tensor) -> Tensor:
+            found = torch.where(enough, of_samples, torch.zeros_like(of_samples))
+            return found.sum(0) / samples.clamp_min(1)
+
+        variance = average(moments.m2 / (count - 1).clamp_min(1))
+        two = 2.0 * (samples > 0).to(variance.dtype)  # of two values M2 is the variance
+        update_running_statistics(running, average(moments.mean), variance, two)
     return y
 
 
@@ -180,10 +224,15 @@ def layer_instance_norm(
     eps: float,
     rank: int,
     num_features: int,
+    *,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """What the layers call: `instance_norm`, which also checks the number of axes and of channels.
 
-    `rank` is the number of axes of a batch; an input with one axis less is one sample.
+    `rank` is the number of axes of a batch; an input with one axis less is one sample, and its mask and
+    length have one axis less, too.
     """
     if use_input_stats and staying():
         running_mean = running_var = None
@@ -208,5 +257,8 @@ def layer_instance_norm(
         use_input_stats,
         0.0 if momentum is None else momentum,
         eps,
+        mask=mask.unsqueeze(0) if one_sample and mask is not None else mask,
+        lengths=of_one_sample(lengths) if one_sample and lengths is not None else lengths,
+        fill=fill,
     )
     return y.squeeze(0) if one_sample else y

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
@@ -11,6 +13,7 @@ from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
 from leannorm.functional.jagged import channels
 from leannorm.functional.overridden import hand_over, takes_jagged
+from leannorm.functional.valid import Lengths
 
 
 @takes_jagged(channels)
@@ -30,6 +33,9 @@ def sync_batch_norm(
     timeout: float | None = None,
     debug_consistency: bool = False,
     name: str = "sync_batch_norm",
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """`batch_norm_act` by the statistics of all ranks' inputs together.
 
@@ -38,7 +44,8 @@ def sync_batch_norm(
     In training E and Var are over the batches of all ranks in `process_group`; groups, cost, `timeout` and
     `debug_consistency` are those of `leannorm.nn.SyncBatchNorm`. Evaluation is `batch_norm_act`. Errors
     between ranks call this use by `name`, and ranks that share statistics must use the same name. The layer
-    alone remembers the sums for a pass that checkpointing repeats; this function adds them up again.
+    alone remembers the sums for a pass that checkpointing repeats; this function adds them up again. `mask`,
+    `lengths` and `fill` are those of `batch_norm`, of this rank's input.
 
     Shapes, Dtypes: as `batch_norm_act`.
     Kept: as `batch_norm_act`, and 8 bytes.
@@ -57,11 +64,12 @@ def sync_batch_norm(
     ):
         return hand_over(sync_batch_norm, locals())
     _checks.timeout(timeout)
+    masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
     if not training:
-        return batch_norm_act(
-            input, running_mean, running_var, weight, bias, False, momentum, eps, act=act, residual=residual
-        )
+        given = input, running_mean, running_var, weight, bias, False, momentum, eps
+        return batch_norm_act(*given, act=act, residual=residual, **masking)
     _checks.momentum_is_a_number(momentum)
     sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
     tensors = (input, running_mean, running_var, None, weight, bias)
-    return tracked_batch_norm(*tensors, training, momentum, eps, (2, 3, 4, 5), act, residual, sharing)
+    how: Any = (training, momentum, eps, (2, 3, 4, 5), act, residual, sharing)
+    return tracked_batch_norm(*tensors, *how, **masking)

@@ -14,6 +14,9 @@ from leannorm._types import Valid
 from leannorm.ops.modes import transformed
 
 Lengths = Tensor | Sequence[int]
+# the arguments mask, lengths and fill of a call, and those of one without a mask
+Masking = tuple[Tensor | None, Lengths | None, str]
+UNMASKED: Masking = (None, None, "zero")
 FILLS = ("zero", "normalize")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -31,7 +34,8 @@ def valid_positions(
     normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
     last of them, one a sample. Values are checked where the host has them; else a length is clamped.
     """
-    _checks.one_of("fill", fill, FILLS)
+    if fill != "zero":
+        _checks.one_of("fill", fill, FILLS)
     if mask is None and lengths is None:
         return None
     if mask is not None and lengths is not None:
@@ -120,3 +124,32 @@ def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> 
     index = torch.arange(longest, device=input.device, dtype=torch.int64)
     found = index < given.to(torch.int64).unsqueeze(-1)
     return found.reshape(samples, *(1,) * (len(positions) - 2), longest), count
+
+
+def of_one_sample(lengths: Lengths | int) -> Lengths:
+    """The length of an input without a batch axis, as those of a batch of one."""
+    if isinstance(lengths, Tensor):
+        return lengths.reshape(1) if lengths.numel() == 1 else lengths
+    return [lengths] if isinstance(lengths, int) else lengths
+
+
+def refuse_to_leave_masked(mask: object, lengths: object) -> None:
+    """No graph that leaves has statistics of the valid positions of a batch."""
+    if mask is not None or lengths is not None:
+        raise InputError(
+            "a norm by the statistics of a batch with mask= or lengths= cannot be exported or traced; export "
+            "the model in evaluation mode, with running statistics"
+        )
+
+
+def leaving_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
+    """What evaluation leaves at padding, for a graph that leaves: torch's functions, no size is looked at."""
+    if fill == "normalize" or (mask is None and lengths is None):
+        return y
+    if mask is None:
+        given = torch.as_tensor(lengths, device=y.device)
+        index = torch.arange(y.shape[-1], device=y.device)
+        mask = (index < given.unsqueeze(-1)).reshape(-1, *(1,) * (y.dim() - 2), y.shape[-1])
+    elif mask.dim() == y.dim() - 1:
+        mask = mask.unsqueeze(1)
+    return y.masked_fill(~mask, 0)

@@ -12,6 +12,7 @@ from leannorm import _checks
 from leannorm._types import Pool
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
+from leannorm.functional.valid import UNMASKED, Lengths, Masking
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
 
@@ -54,7 +55,13 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         """The ranks that this layer shares its statistics with; None but for SyncBatchNorm."""
         return None
 
-    def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
+    def _normalize(
+        self,
+        input: Tensor,
+        act: str = "identity",
+        residual: Tensor | None = None,
+        masking: Masking = UNMASKED,
+    ) -> Tensor:
         # nothing here may depend on the input: it may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()
@@ -76,18 +83,30 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             self._sharing() if self.training else None,
             pool=self._pool,
             group_size=self.group_size,
+            mask=masking[0],
+            lengths=masking[1],
+            fill=masking[2],
         )
 
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return said if self.group_size is None else f"{said}, group_size={self.group_size}"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
         """`input` (N, C, ...), normalized for each channel.
 
         In training with the batch's own statistics, which move the running ones; in evaluation with the
-        running ones, or with the batch's own where `track_running_stats` is False.
+        running ones, or with the batch's own where `track_running_stats` is False. `mask` or `lengths` leave
+        out padding, as in `functional.batch_norm`.
         """
-        if quantizing(input) and (seen := quantized(self, input)) is not None:
+        masked = mask is not None or lengths is not None
+        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
-        return self._normalize(input)
+        return self._normalize(input, masking=(mask, lengths, fill))

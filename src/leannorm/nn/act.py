@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import BatchNormBase
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from leannorm.ops.activation import lists_activations
@@ -36,9 +37,20 @@ class BatchNormActBase(BatchNormBase):
         super().__init__(*given, bias=bias, stats_dtype=stats_dtype, group_size=group_size)
         self.activation = act
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """act(norm(input) + residual) in one pass; `residual`, if given, has the shape of `input`."""
-        return self._normalize(input, self.activation, residual)
+    def forward(
+        self,
+        input: Tensor,
+        residual: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
+        """act(norm(input) + residual) in one pass; `residual`, if given, has the shape of `input`.
+
+        `mask` or `lengths` leave out padding, as in `functional.batch_norm`.
+        """
+        return self._normalize(input, self.activation, residual, (mask, lengths, fill))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.activation}"

@@ -8,6 +8,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from leannorm import _checks
 from leannorm.functional.group import layer_instance_norm
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
@@ -32,13 +33,22 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         super().__init__(*given, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
         """`input` (N, C, ...) or (C, ...), normalized for each sample and channel.
 
-        With `track_running_stats` evaluation uses the running statistics, which training moves.
+        With `track_running_stats` evaluation uses the running statistics, which training moves. `mask` or
+        `lengths` leave out padding, as in `functional.instance_norm`.
         """
         # nothing here may depend on the input: it may be a proxy of torch.fx
-        if quantizing(input) and (seen := quantized(self, input)) is not None:
+        masked = mask is not None or lengths is not None
+        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
         if self.stats_dtype is not None:
             self._cast_back()
@@ -53,6 +63,9 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
             self.eps,
             self._get_no_batch_dim() + 1,
             self.num_features,
+            mask=mask,
+            lengths=lengths,
+            fill=fill,
         )
 
 

@@ -15,6 +15,7 @@ from leannorm import _checks
 from leannorm.autograd.sync import Shared, Sharing
 from leannorm.distributed.group import note_evaluation
 from leannorm.distributed.membership import SharesStatistics, sharing_group
+from leannorm.functional.valid import UNMASKED, Masking
 from leannorm.nn._base import BatchNormBase
 
 _constructed = itertools.count(1)
@@ -52,12 +53,18 @@ class Synchronized(SharesStatistics, BatchNormBase):
             "", self.layer_name, self.timeout or 0.0, self.debug_consistency, seen, self.process_group
         )
 
-    def _normalize(self, input: Tensor, act: str = "identity", residual: Tensor | None = None) -> Tensor:
+    def _normalize(
+        self,
+        input: Tensor,
+        act: str = "identity",
+        residual: Tensor | None = None,
+        masking: Masking = UNMASKED,
+    ) -> Tensor:
         if not (self.training or torch.compiler.is_compiling()):
             group = sharing_group(self.process_group)
             if group is not None:
                 note_evaluation(group, self.layer_name)
-        return super()._normalize(input, act, residual)
+        return super()._normalize(input, act, residual, masking)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Synchronized:
         """The copy shares with the same ranks (a process group cannot be copied) and remembers no passes."""

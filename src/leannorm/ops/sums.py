@@ -49,7 +49,7 @@ class SumVerbs:
         sums: Sequence[Tensor],
         token: tuple[int, int],
         asked: int,
-        count: int,
+        count: int | Tensor,
         size: int,
         device: torch.device,
     ) -> Tensor:
@@ -59,15 +59,20 @@ class SumVerbs:
         the host wait for the device, and caching one for every count would grow without end.
         """
         t, u = token
-        header = 1, t, t * t, u, u * u, asked, count
+        known = 0 if isinstance(count, Tensor) else count
+        header = 1, t, t * t, u, u * u, asked, known
         room = HEADER + sum(s.numel() for s in sums)
         if device.type == "cpu":
             rest = torch.zeros(size - room, dtype=torch.float64)
             front = torch.frombuffer(array("d", header), dtype=torch.float64)
+            if isinstance(count, Tensor):
+                front[HEADER - 1] = count
             return torch.cat((front, *sums, rest))
         message = torch.zeros(size, dtype=torch.float64, device=device)
         for place, value in enumerate(header):
             message.narrow(0, place, 1).fill_(value)
+        if isinstance(count, Tensor):
+            message[HEADER - 1].copy_(count)
         if sums:
             torch.cat(tuple(sums), out=message.narrow(0, HEADER, room - HEADER))
         return message

@@ -27,7 +27,7 @@ class _ThenAct(Module):
 class BatchNorm2dThenAct(_ThenAct, nn.BatchNorm2d):
     """`act(drop(batch_norm(x)))`, in one pass if `drop` is an identity and no hooks are set."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         if quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
         return norm_drop_act(self, input, self.drop, self.act)

@@ -181,12 +181,12 @@ class Triton(Compiled):
         sums: Sequence[Tensor],
         token: tuple[int, int],
         asked: int,
-        count: int,
+        count: int | Tensor,
         size: int,
         device: torch.device,
     ) -> Tensor:
         """One launch for up to two tensors. Not an operator: compilers see only the sum over the ranks."""
-        if not 0 < len(sums) <= 2:
+        if isinstance(count, Tensor) or not 0 < len(sums) <= 2:
             return super().message_of(sums, token, asked, count, size, device)
         message: Tensor = _kernels.message_of(sums, token, asked, count, size)
         return message
