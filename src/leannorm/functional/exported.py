@@ -209,7 +209,7 @@ OPERATORS.update(
         batch_norm_act: _unmasked(_call_act),
         sync_batch_norm: _unmasked(_call_sync),
         conv_batch_norm: _call_conv,
-        group_norm: ops.group_norm,
+        group_norm: _unmasked(ops.group_norm),
         layer_instance_norm: _unmasked(ops.layer_instance_norm),
         instance_norm: _unmasked(_call_instance),
         batch_norm_op: partial(checked_batch_norm_op, ops.batch_norm_op.default),
@@ -311,7 +311,7 @@ def _call_group_act(*given: Any, act: str) -> Any:
 declare(
     f"group_norm_act(Tensor x, int num_groups, {_AFFINE}, float eps, str act) -> Tensor", _group_act, _like
 )
-OPERATORS[group_norm_act] = _call_group_act
+OPERATORS[group_norm_act] = _unmasked(_call_group_act)
 
 
 class AsOperators(TorchFunctionMode):

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._errors import InputError
 from leannorm._types import Epilogue, Running
-from leannorm.functional.valid import Lengths
+from leannorm.functional.valid import Lengths, Masking, leaving_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
@@ -58,6 +57,29 @@ def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor
     return _finished(F.group_norm(wide, groups, weight, bias, eps), x, residual, act)
 
 
+def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
+    """By the statistics of the valid positions of each group: the formula, as torch has no such norm."""
+    mask, lengths, fill = masking
+    padding = ~leaving_positions(x, mask, lengths)
+
+    def of_groups(v: Tensor) -> Tensor:
+        return v.unflatten(1, (groups, -1)).flatten(2)
+
+    wide = x.to(compute_dtype(x))
+    count = of_groups((~padding).expand_as(x).to(wide.dtype)).sum(2, keepdim=True).clamp_min(1)
+    seen = of_groups(wide.masked_fill(padding, 0))
+    mean = seen.sum(2, keepdim=True) / count
+    outside = of_groups(padding.expand_as(x))
+    var = (seen - mean).masked_fill(outside, 0).square().sum(2, keepdim=True) / count
+    y = ((of_groups(wide) - mean) * torch.rsqrt(var + eps)).reshape(x.shape)
+    weight, bias, residual, act = epilogue
+    along = (-1, *(1,) * (x.dim() - 2))
+    y = y if weight is None else y * weight.to(y.dtype).view(along)
+    y = y if bias is None else y + bias.to(y.dtype).view(along)
+    y = _finished(y, x, residual, act)
+    return y.masked_fill(padding, 0) if fill == "zero" else y
+
+
 def instance_norm(
     x: Tensor, running: Running, epilogue: Epilogue, use_input_stats: bool, eps: float
 ) -> Tensor:
@@ -85,7 +107,7 @@ def row_norm(
     shape, last = tuple(normalized_shape), x.dim() - 1
     if mask is not None or lengths is not None:
         start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
-        padding = ~valid_positions(x, mask, lengths, start, start + len(shape))
+        padding = ~leaving_positions(x, mask, lengths, (start, start + len(shape)))
         tensors = x.masked_fill(padding, 0), None, weight, bias
         y, x = row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast_before)
         return y.masked_fill(padding, 0), x if residual is not None else input
@@ -110,22 +132,6 @@ def row_norm(
         layout = memory_format(x)  # which what follows may count on
         y = y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
     return y, x
-
-
-def valid_positions(x: Tensor, mask: Tensor | None, lengths: Lengths | None, start: int, stop: int) -> Tensor:
-    """Which positions are data, as a mask that broadcasts against x; start..stop-1 are no positions."""
-    if mask is not None and lengths is not None:
-        raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
-    if mask is None:
-        axis = max(d for d in range(x.dim()) if not start <= d < stop)
-        given = torch.as_tensor(lengths, device=x.device)
-        index = torch.arange(x.shape[axis], device=x.device).view(-1, *(1,) * (x.dim() - 1 - axis))
-        return index < given.view(-1, *(1,) * (x.dim() - 1))
-    behind = x.dim() - stop
-    if behind <= mask.dim() < x.dim():
-        for _ in range(stop - start):
-            mask = mask.unsqueeze(-behind - 1)
-    return mask
 
 
 def ada_norm(
