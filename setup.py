@@ -126,7 +126,7 @@ class BuildKernels(build_ext):
         }
         schemas = [
             schema
-            for name in ("_SCHEMAS", "_MODULATED", "_BETWEEN")
+            for name in ("_SCHEMAS", "_MODULATED", "_MASKED", "_BETWEEN")
             for schema in ast.literal_eval(assigned[name].value)
         ]
         return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]

@@ -35,8 +35,8 @@ _SCHEMAS = (
     " Tensor? residual, Tensor? out, str act) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
     "channel_input_grad(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, Tensor? out, Tensor? p, Tensor? q, str act, bool want_dz) -> (Tensor dx, Tensor dz)",
-    "channel_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
-    " int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
+    "channel_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps,"
+    " str act, int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
     "channel_forward_tracked_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
     " Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum)"
     " -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
@@ -70,6 +70,24 @@ _MODULATED = (
 )
 MODULATED = tuple(LIBRARY.define(_schema) for _schema in _MODULATED)
 
+# the channel family with a mask, bool (samples, positions); count is float64, () or (samples, 1)
+_MASKED = (
+    "masked_moments(Tensor x, Tensor mask, int groups) -> (Tensor mean, Tensor m2, Tensor count)",
+    "masked_normalize(Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
+    " Tensor? residual, str act) -> Tensor",
+    "masked_forward(Tensor x, Tensor mask, Tensor? weight, Tensor? bias, Tensor? residual, float eps,"
+    " str act, int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd, Tensor count)",
+    "masked_grad_sums(Tensor dy, Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor? weight,"
+    " Tensor? bias, Tensor? residual, Tensor? out, str act) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
+    "masked_input_grad(Tensor dy, Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor? weight,"
+    " Tensor? bias, Tensor? residual, Tensor? out, Tensor? p, Tensor? q, str act, bool want_dz)"
+    " -> (Tensor dx, Tensor dz)",
+    "masked_backward(Tensor dy, Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor count,"
+    " Tensor? weight, Tensor? bias, Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
+    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
+)
+MASKED = tuple(LIBRARY.define(_schema) for _schema in _MASKED)
+
 OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
 
 # steps on statistics between two kernels (ops/sums.py, ops/running.py), one operator each
@@ -82,10 +100,13 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
-SCHEMAS = _SCHEMAS + _MODULATED + _BETWEEN
+SCHEMAS = _SCHEMAS + _MODULATED + _MASKED + _BETWEEN
 # the operators by name; looking up the overload at every call would cost time
 OPS = SimpleNamespace(
-    **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *MODULATED, *BETWEEN)}
+    **{
+        name: getattr(torch.ops.leannorm, name).default
+        for name in (*OPERATORS, *MODULATED, *MASKED, *BETWEEN)
+    }
 )
 
 
@@ -154,6 +175,45 @@ def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor
     _, _, weight, *_, want_dz = rest
     dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)
+
+
+def _masked_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    mean, m2 = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(2))
+    return mean, m2, _statistics(x, (x.shape[0], 1) if groups else ())
+
+
+@_fake("masked_moments")
+def _(x: Tensor, mask: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _masked_statistics(x, groups)
+
+
+@_fake("masked_normalize")
+def _(x: Tensor, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+@_fake("masked_forward")
+def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    mean, m2, count = _masked_statistics(x, rest[-1])
+    return torch.empty_like(x), mean, m2, torch.empty_like(mean), count
+
+
+@_fake("masked_grad_sums")
+def _(dy: Tensor, x: Tensor, mask: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
+    return _statistics(x, shape), _statistics(x, shape)
+
+
+@_fake("masked_input_grad")
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), _dz(x, rest[-1])
+
+
+@_fake("masked_backward")
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    weight = rest[4]
+    dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
+    return torch.empty_like(x), dweight, dbias, _dz(x, rest[-1])
 
 
 @_fake("row_forward")

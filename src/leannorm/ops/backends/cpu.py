@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from leannorm.ops.backends.compiled_masked import CompiledMasked
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 from leannorm.ops.backends.library import load
 
 _UNAVAILABLE = load()
 
 
-class Cpu(CompiledModulated):
+class Cpu(CompiledMasked, CompiledModulated):
     """The C++ kernels, on the CPU."""
 
     name = "cpu"

@@ -1,0 +1,43 @@
+// The per-channel kernels where some positions are no data: planes of which an end, or more, is not read.
+// Columns need none of their own: those of channel.h go over runs of valid rows.
+#pragma once
+
+#include "channel.h"
+
+namespace leannorm {
+
+// Of the planes of a block, from its first one on: behind `ends` (of every sample, in positions of a whole plane)
+// is no data, and before them where `mask`, of the elements' type, is 0; null where it is 1 everywhere.
+// The block begins at position `at` of its planes.
+struct Valid {
+  const int64_t* ends;
+  const void* mask;
+  int64_t positions;   // of a sample
+  int64_t at;
+  bool of_one_sample;  // all planes are, and each has its own coefficients and sums; else each is of the next sample
+
+  int64_t end(int64_t plane, int64_t length) const {
+    const int64_t end = ends[of_one_sample ? 0 : plane] - at;
+    return end < 0 ? 0 : end < length ? end : length;
+  }
+  int64_t first(int64_t plane) const { return (of_one_sample ? 0 : plane * positions) + at; }
+  int64_t statistic(int64_t plane) const { return of_one_sample ? plane : 0; }
+};
+
+// As `ChannelKernels`; results are 0 where there is no data.
+struct MaskedKernels {
+  using Moments = void (*)(const void* x, Block, Valid, double shift, double* sum, double* square);
+  using Normalize = void (*)(Operands, Block, Valid, Coefficients, int act);
+  using GradSums = void (*)(Operands, Block, Valid, Coefficients, int act, double* sum_dz, double* sum_dz_centred);
+  using InputGrad = void (*)(Operands, Block, Valid, Coefficients, int act);
+
+  // [ElementType]
+  Moments moments[4], wide_moments[4];
+  Normalize normalize[4];
+  GradSums grad_sums[4];
+  InputGrad input_grad[4];
+};
+
+LEANNORM_DECLARE(MaskedKernels, masked_kernels)
+
+}  // namespace leannorm

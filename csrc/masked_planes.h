@@ -1,0 +1,244 @@
+// Planes of which some elements are no data. What is read of these is replaced before it meets anything.
+#pragma once
+
+#include "channel_planes.h"
+
+namespace leannorm::LEANNORM_ISA {
+
+// The mask of one plane, 1 or 0 for each element, from element `start` of the tensor on.
+template <class E> struct Mask {
+  using T = typename E::Scalar;
+  using V = typename E::V;
+  using Batch = typename E::Batch;
+  const T* of = nullptr;
+  int64_t start = 0;
+
+  template <bool Whole> LEANNORM_INLINE Batch at(int64_t i, int64_t n) const {
+    if constexpr (Whole) return E::load(of + (i - start));
+    else return E::load(of + (i - start), n, V{});
+  }
+};
+template <class V> LEANNORM_INLINE V chosen(V mask, V yes, V no) { return mask != V{} ? yes : no; }
+
+template <class E> LEANNORM_INLINE Mask<E> mask_of(const Valid& valid, int64_t plane, int64_t start) {
+  if (valid.mask == nullptr) return {};
+  return {static_cast<const typename E::Scalar*>(valid.mask) + valid.first(plane), start};
+}
+
+// visit(start, end, plane, mask) for the valid end of every plane.
+template <class E, class Visit> LEANNORM_INLINE void each_valid(Block block, const Valid& valid, Visit visit) {
+  for (int64_t p = 0; p < block.count; ++p) {
+    const int64_t start = p * block.stride, length = valid.end(p, block.length);
+    if (length > 0) visit(start, length, p, mask_of<E>(valid, p, start));
+  }
+}
+
+template <class E, class Add, class Done>
+LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& valid, typename E::V k, Add add, Done done) {
+  using T = typename E::Scalar;
+  const T* x = static_cast<const T*>(base);
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, Mask<E> mask) LEANNORM_BODY {
+    each_run<E::W, kPlain>(
+        start, 1, {1, 0, length, 0},
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
+          typename E::Batch b;
+          if constexpr (whole) b = E::load(x + i);
+          else b = E::load(x + i, n, k);
+          if (mask.of != nullptr) {
+            const auto m = mask.template at<whole>(i, n);
+#pragma GCC unroll 2
+            for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], k);
+          }
+          add(b);
+        },
+        done);
+  });
+}
+
+// Lanes without data hold the shift, which adds nothing.
+template <class T>
+void masked_moments(const void* x, Block block, Valid valid, double shift, double* sums, double* squares) {
+  using E = AnyOrder<T>;
+  using V = typename E::V;
+  const V k = splat<V>(shift);
+  Runs<E> runs;
+  Sums<V> sum;
+  masked_sums<E>(
+      x, block, valid, k,
+      [&](const typename E::Batch& b) LEANNORM_BODY {
+#pragma GCC unroll 2
+        for (int j = 0; j < b.size; ++j) runs.of[j].add_moments(b.of[j], k);
+      },
+      [&]() LEANNORM_BODY { take(sum, runs); });
+  sum.put(sums, squares);
+}
+
+template <class T>
+void masked_wide_moments(const void* x, Block block, Valid valid, double shift, double* sums, double* squares) {
+  using E = InOrder<T>;
+  using V = typename E::V;
+  const Wide<V> wide_k = splat_wide<V>(shift);
+  Sums<V> sum;
+  masked_sums<E>(
+      x, block, valid, splat<V>(shift),
+      [&](const typename E::Batch& b) LEANNORM_BODY { sum.add_moments(b.of[0], wide_k); }, []() LEANNORM_BODY {});
+  sum.put(sums, squares);
+}
+
+// The batch of zeros at the positions behind the data.
+template <class E> LEANNORM_INLINE void put_zeros(Place<E> place, void* p, int64_t n, bool whole, bool past) {
+  if (p == nullptr) return;
+  if (whole) place.template store<true>(p, typename E::Batch{}, n, past);
+  else place.template store<false>(p, typename E::Batch{}, n, past);
+}
+
+LEANNORM_INLINE void ones(float* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i] = 1; }
+LEANNORM_INLINE void ones(double* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i] = 1; }
+LEANNORM_INLINE void ones(bfloat16* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i].bits = 0x3f80; }
+LEANNORM_INLINE void ones(float16* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i].bits = 0x3c00; }
+
+// As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those behind it. A batch that
+// has both is cut by a mask of its own.
+template <class E, class Begin, class Take>
+LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& valid, Begin begin, Take take) {
+  using T = typename E::Scalar;
+  Mask<E> mask;
+  int64_t end = 0;
+  block.cycle = block.count;  // every plane by itself
+  each_written<E>(
+      o, block,
+      [&](int64_t p) LEANNORM_BODY {
+        const int64_t start = p * block.stride;
+        mask = mask_of<E>(valid, p, start);
+        end = start + valid.end(p, block.length);
+        begin(valid.statistic(p));
+      },
+      [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
+        if (i >= end) {
+          put_zeros<E>({o, i}, o.result, n, whole, past);
+          put_zeros<E>({o, i}, o.dz, n, whole, past);
+        } else if (mask.of == nullptr && i + n > end) {
+          T some[E::W] = {};
+          ones(some, end - i);
+          take(i, n, whole, past, Mask<E>{some, i});
+        } else {
+          take(i, n, whole, past, mask);
+        }
+      });
+}
+
+template <class E, Form form, bool Whole>
+LEANNORM_INLINE void masked_normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine,
+                                            int act, bool past, const Mask<E>& mask) {
+  using V = typename E::V;
+  const Operands& o = place.o;
+  place.fetch(o.x, ahead);
+  if (o.residual != nullptr) place.fetch(o.residual, ahead);
+  auto z = place.template load<Whole>(o.x, n, V{});
+#pragma GCC unroll 2
+  for (V& each : z.of) each = affine.apply(affine.centre(each));
+  if (o.residual != nullptr) {
+    const auto r = place.template load<Whole>(o.residual, n, V{});
+#pragma GCC unroll 2
+    for (int j = 0; j < z.size; ++j) z.of[j] = z.of[j] + r.of[j];
+  }
+#pragma GCC unroll 2
+  for (V& each : z.of) {
+    if constexpr (form == kReluFromInput) each = activate(each, kRelu);
+    else if constexpr (form == kAny) each = activate(each, act);
+  }
+  if (mask.of != nullptr) {
+    const auto m = mask.template at<Whole>(place.at, n);
+#pragma GCC unroll 2
+    for (int j = 0; j < z.size; ++j) z.of[j] = chosen(m.of[j], z.of[j], V{});
+  }
+  place.template store<Whole>(o.result, z, n, past);
+}
+
+template <class T, Form form> void masked_normalize(Operands o, Block block, Valid valid, Coefficients c, int act) {
+  using E = AnyOrder<T>;
+  using V = typename E::V;
+  Affine<V> affine;
+  each_masked<E>(
+      o, block, valid, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
+      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+        masked_normalize_batch<E, form, whole>({o, i}, n, block.ahead, affine, act, past, mask);
+      });
+}
+
+// dz and x - mean, 0 where there is no data.
+template <class E, Form form, bool Whole>
+LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typename E::V>& affine, int act,
+                                     const Mask<E>& mask) {
+  using V = typename E::V;
+  auto g = gradient<E, form, Whole>(place, n, affine, act);
+  if (mask.of != nullptr) {
+    const auto m = mask.template at<Whole>(place.at, n);
+#pragma GCC unroll 2
+    for (int j = 0; j < g.size; ++j) {
+      g.of[j].dz = chosen(m.of[j], g.of[j].dz, V{});
+      g.of[j].centred = chosen(m.of[j], g.of[j].centred, V{});
+    }
+  }
+  return g;
+}
+
+template <class T, Form form>
+void masked_grad_sums(Operands o, Block block, Valid valid, Coefficients c, int act, double* sum_dz,
+                      double* sum_dz_centred) {
+  using E = AnyOrder<T>;
+  using V = typename E::V;
+  Runs<E> runs;
+  Sums<V> sum;
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, Mask<E> mask) LEANNORM_BODY {
+    const int64_t s = valid.statistic(plane);
+    const Affine<V> affine = plane_affine<V>(c, s);
+    each_run<E::W, form>(
+        start, 1, {1, 0, length, 0},
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          const Place<E> place{o, i};
+          if (block.next != 0) {
+            place.fetch(o.x, block.next);
+            place.fetch(o.dy, block.next);
+            if (o.out != nullptr) place.fetch(o.out, block.next);
+          }
+          const auto g = masked_gradient<E, form, whole>(place, n, affine, act, mask);
+#pragma GCC unroll 2
+          for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
+        },
+        [&]() LEANNORM_BODY { take(sum, runs); });
+    if (valid.of_one_sample) sum.put(sum_dz + s, sum_dz_centred + s);
+  });
+  sum.put(sum_dz, sum_dz_centred);
+}
+
+template <class T, Form form> void masked_input_grad(Operands o, Block block, Valid valid, Coefficients c, int act) {
+  using E = AnyOrder<T>;
+  using V = typename E::V;
+  Backward<V> backward;
+  each_masked<E>(
+      o, block, valid, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
+      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+        const Place<E> place{o, i};
+        place.fetch(o.x, block.ahead);
+        place.fetch(o.dy, block.ahead);
+        if (o.out != nullptr) place.fetch(o.out, block.ahead);
+        const auto g = masked_gradient<E, form, whole>(place, n, backward, act, mask);
+        typename E::Batch dx, dz;
+#pragma GCC unroll 2
+        for (int j = 0; j < dx.size; ++j) {
+          dz.of[j] = g.of[j].dz;
+          dx.of[j] = backward.input_grad(g.of[j].dz, g.of[j].centred);
+        }
+        if (mask.of != nullptr) {
+          const auto m = mask.template at<whole>(i, n);
+#pragma GCC unroll 2
+          for (int j = 0; j < dx.size; ++j) dx.of[j] = chosen(m.of[j], dx.of[j], V{});
+        }
+        if (o.dz != nullptr) place.template store<whole>(o.dz, dz, n, past);
+        place.template store<whole>(o.result, dx, n, past);
+      });
+}
+
+}  // namespace leannorm::LEANNORM_ISA
