@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,19 +33,39 @@ from leannorm.report.memory import measure_step
 from leannorm.saving import lean
 
 import_torchvision()
-LANGUAGE = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4, "vocab_size": 4000}
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
-TOKENS = (2, 160)
-LARGE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 32000}
+
+
+class Sizes(NamedTuple):
+    """Of a language model: its widths, and the batch."""
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    vocab_size: int
+    tokens: tuple[int, int]
+
+
+SMALL, LARGE = Sizes(384, 1056, 6, 4000, (2, 160)), Sizes(1024, 2816, 16, 32000, (2, 256))
 RESULTS = Path(__file__).parent / "results" / "lean_transformers_cpu.json"
 
 
-def _language(family: str, **settings: Any) -> tuple[nn.Module, dict[str, Tensor], list[nn.Module]]:
+def _language(
+    sizes: Sizes, family: str, **settings: Any
+) -> tuple[nn.Module, dict[str, Tensor], list[nn.Module]]:
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**LANGUAGE, **HEADS, use_cache=False, **settings)
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=4,
+        vocab_size=sizes.vocab_size,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.heads,
+        use_cache=False,
+        **settings,
+    )
     model = getattr(transformers, f"{family}ForCausalLM")(config)
-    tokens = torch.randint(0, LANGUAGE["vocab_size"], TOKENS)
+    tokens = torch.randint(0, sizes.vocab_size, sizes.tokens)
     return model, {"input_ids": tokens, "labels": tokens}, list(model.model.layers)
 
 
@@ -120,14 +140,14 @@ def _dit() -> tuple[nn.Module, Any, list[nn.Module]]:
     return model, torch.randn(2, 160, 16), list(model.blocks)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Any, list[nn.Module]]]] = {
-    "llama": lambda: _language("Llama"),
-    "qwen3": lambda: _language("Qwen3", head_dim=64),
-    "gemma2": lambda: _language("Gemma2", head_dim=64, sliding_window=512),
-    "olmo2": lambda: _language("Olmo2"),
-    "vit_base": lambda: _timm("vit_base_patch16_224", (2, 3, 224, 224), depth=2),
-    "dit": _dit,
-    "unet": _unet,
+MODELS: dict[str, Callable[[Sizes], tuple[nn.Module, Any, list[nn.Module]]]] = {
+    "llama": lambda sizes: _language(sizes, "Llama"),
+    "qwen3": lambda sizes: _language(sizes, "Qwen3", head_dim=64),
+    "gemma2": lambda sizes: _language(sizes, "Gemma2", head_dim=64, sliding_window=512),
+    "olmo2": lambda sizes: _language(sizes, "Olmo2"),
+    "vit_base": lambda _: _timm("vit_base_patch16_224", (2, 3, 224, 224), depth=2),
+    "dit": lambda _: _dit(),
+    "unet": lambda _: _unet(),
 }
 
 
@@ -195,10 +215,15 @@ def settings_for(
 
 
 def measure(
-    name: str, dtype: torch.dtype, steps: int, selective: bool = False, compiling: bool = False
+    name: str,
+    dtype: torch.dtype,
+    steps: int,
+    sizes: Sizes = SMALL,
+    selective: bool = False,
+    compiling: bool = False,
 ) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    model, inputs, blocks = MODELS[name]()
+    model, inputs, blocks = MODELS[name](sizes)
     model.to(dtype).train()
     if isinstance(inputs, Tensor):
         inputs = inputs.to(dtype)
@@ -249,16 +274,15 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if options.large:
-        LANGUAGE.update(LARGE)
-        HEADS.update(num_attention_heads=16, num_key_value_heads=16)
-        globals()["TOKENS"] = (2, 256)
+    sizes = LARGE if options.large else SMALL
     leannorm.keep_freed_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     rows = []
     dtypes = [options.dtype] if options.dtype else ["bfloat16", "float32"]
     for name, dtype in product(options.models, dtypes):
-        for row in measure(name, getattr(torch, dtype), options.steps, options.selective, options.compile):
+        for row in measure(
+            name, getattr(torch, dtype), options.steps, sizes, options.selective, options.compile
+        ):
             rows.append(row)
             print(
                 f"{row['model']:9} {row['dtype']:8} {row['setting']:25} "

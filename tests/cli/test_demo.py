@@ -11,7 +11,7 @@ from leannorm._errors import InputError, MissingDependencyError
 from leannorm.demo import digits, headline, page, train
 from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
 from leannorm.demo.networks import Bottleneck, VisionTransformer, resnet50
-from leannorm.demo.train import Settings, Way, compare
+from leannorm.demo.train import Settings, Way, compare, prepared
 
 
 class Silent:
@@ -37,7 +37,8 @@ def ran(a_part):
     progress = Silent()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "load", lambda data, root: a_part)
-        return compare(Settings(epochs=2, batch_size=64), progress), progress
+        settings = Settings(epochs=2, batch_size=64)
+        return compare(settings, prepared(settings), progress), progress
 
 
 @pytest.fixture
@@ -108,8 +109,10 @@ def test_numbers_survive_json_and_the_page_is_self_contained(ran):
 def test_what_lean_saves_on_a_network_is_measured_and_shown_first(ran):
     """A block of each of the demo's networks, on images that a test can afford."""
     networks = [
-        headline.Network("residual", lambda: torch.nn.Sequential(Bottleneck(64, 64, 1)), (4, 64, 32, 32)),
-        headline.Network("transformer", lambda: VisionTransformer(64, 1, 2), (4, 3, 64, 64)),
+        headline.Network(
+            "residual", lambda: torch.nn.Sequential(Bottleneck(64, 64, 1)), (4, 64, 32, 32), (64, 32, 32)
+        ),
+        headline.Network("transformer", lambda: VisionTransformer(64, 1, 2), (4, 3, 64, 64), (3, 64, 64)),
     ]
     saved = list(headline.measured("cpu", 1, networks, "100MB"))
     for one in saved:
@@ -154,7 +157,8 @@ def test_wrong_gradients_are_told():
             return Doubled.apply(self.bn(self.conv(x)))
 
     ways = {"stock": Way(stock_pair), "wrong": Way(WrongPair)}
-    result = compare(Settings(epochs=1, batch_size=32), Silent(), ways)
+    settings = Settings(epochs=1, batch_size=32)
+    result = compare(settings, prepared(settings), Silent(), ways)
     assert not result.passed
     assert "differ by more than rounding" in result.verdict
 
@@ -168,11 +172,9 @@ def test_a_way_may_stand_around_the_forward_pass():
         entered.append(torch.is_grad_enabled())
         yield
 
-    compare(
-        Settings(epochs=1, batch_size=32),
-        Silent(),
-        {"stock": Way(stock_pair), "same": Way(stock_pair, around)},
-    )
+    settings = Settings(epochs=1, batch_size=32)
+    ways = {"stock": Way(stock_pair), "same": Way(stock_pair, around)}
+    compare(settings, prepared(settings), Silent(), ways)
     assert entered == [True] * 4  # a first pass, measured, in float64, trained
 
 
@@ -203,7 +205,7 @@ BAD = {
 @pytest.mark.parametrize(("settings", "message"), BAD.values(), ids=BAD)
 def test_bad_settings_say_what_to_change(settings, message):
     with pytest.raises(InputError, match=message):
-        compare(settings, Silent())
+        prepared(settings)
 
 
 @pytest.mark.parametrize(

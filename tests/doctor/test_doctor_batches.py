@@ -148,3 +148,18 @@ def test_a_copy_of_ours_in_place_of_torchs():
     given = torch.randn(16, 3, 12, 12)
     ours = doctor(leannorm.convert(copy.deepcopy(model)), given)
     assert told(ours) == told(doctor(model, given)) != []
+
+
+def test_row_norms_do_not_hide_that_the_modes_differ():
+    """Each layer's gap is small, and turns the output's sign. Rows have no samples that could explain it."""
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean(0, keepdim=True)
+
+    norm = nn.BatchNorm1d(8)
+    norm.num_batches_tracked += 1
+    norm.running_mean += torch.linspace(-0.4, 0.4, 8)
+    norm.bias.data = torch.linspace(-0.2, 0.2, 8)
+    for model in (nn.Sequential(norm, Mean()), nn.Sequential(norm, Mean(), nn.LayerNorm(8))):
+        assert "modes_differ" in [name for name, _ in told(doctor(model, torch.randn(8192, 8)))]

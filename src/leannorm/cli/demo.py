@@ -31,17 +31,15 @@ def demo(
     from leannorm._files import check_writable, write_json, write_text
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.demo import page
-    from leannorm.demo.digits import load
     from leannorm.demo.headline import measured
-    from leannorm.demo.train import Settings, compare
+    from leannorm.demo.train import Settings, compare, prepared
     from leannorm.report.render import require_page
 
     check_writable(json, report)
     if report:
         require_page()
     settings = Settings(data, root, epochs, batch_size, device, seed)
-    settings.check()
-    load(settings.data, settings.root)  # what is wrong with them is told before the work
+    digits = prepared(settings)  # what is wrong with them is told before the work
     console, saved = Console(), []
     if networks:
         with console.status("making the networks") as status:
@@ -49,7 +47,7 @@ def demo(
                 saved.append(one)
                 console.print(page.saved_table(one).rich())
     with _Live(console) as live:
-        result = compare(settings, live)
+        result = compare(settings, digits, live)
     console.print(page.cost_table(result).rich())
     console.print(
         f"{result.data_name}: {result.images} training and {result.test_images} test images; {device}, "

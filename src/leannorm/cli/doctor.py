@@ -40,8 +40,8 @@ def doctor(
     from leannorm.cli.models import in_one_line, made_by, model_named, shape_of
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
-    from leannorm.report.doctor.observe import call
     from leannorm.report.render import require_page
+    from leannorm.transforms.pooling import call
 
     if input and data:
         raise InputError("give --input or --data, not both: a random batch or batches of the model's data")

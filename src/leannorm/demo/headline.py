@@ -16,11 +16,12 @@ MEMORY = "16GB"  # in which the largest batch is looked for, in images of 224×2
 
 
 class Network(NamedTuple):
-    """A network, and the images that it is measured on."""
+    """A network, the images that it is measured on, and one of those whose largest batch is looked for."""
 
     name: str
     make: Callable[[], nn.Module]
     images: tuple[int, int, int, int]
+    sample: tuple[int, int, int] = (3, 224, 224)
 
 
 NETWORKS = (
@@ -51,7 +52,8 @@ class Saved(NamedTuple):
         """One line: bytes, time, batch, and the setting.
 
         >>> from leannorm.demo.headline import Network, measured
-        >>> small = Network("small", lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), (2, 3, 9, 9))
+        >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))
         >>> next(measured("cpu", 1, [small], "1MB")).in_words().split(":")[0]
         'small'
         """
@@ -85,11 +87,10 @@ def measured(
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Saved]:
     """Each network's few steps on random images, then the largest batches on fake tensors."""
-    for name, make, images in networks:
+    for name, make, images, sample in networks:
         torch.manual_seed(0)
         progress(f"{name}: stock and under lean()")
         report = profile(make().to(device), torch.randn(images, device=device), steps=steps)
         report.model = name
         progress(f"{name}: the largest batch in {memory}")
-        sample = (3, 224, 224) if networks is NETWORKS else images[1:]
         yield Saved(name, report, fit(make, sample, memory))

@@ -124,8 +124,8 @@ class Progress(Protocol):
     def epoch(self, epoch: int, sides: list[Side]) -> None: ...
 
 
-def compare(settings: Settings, progress: Progress, ways: Mapping[str, Way] = WAYS) -> Comparison:
-    """Train all ways on each batch in turn and report what each costs; freed memory is kept for all.
+def prepared(settings: Settings) -> Digits:
+    """The images on their device.
 
     Raises InputError for invalid settings, MissingDependencyError if the library that has the data is not
     installed.
@@ -137,6 +137,13 @@ def compare(settings: Settings, progress: Progress, ways: Mapping[str, Way] = WA
             f"--batch-size must be at most {len(digits.labels)}, the number of training images; "
             f"got {settings.batch_size}"
         )
+    return digits
+
+
+def compare(
+    settings: Settings, digits: Digits, progress: Progress, ways: Mapping[str, Way] = WAYS
+) -> Comparison:
+    """Train all ways on each batch in turn and report what each costs; freed memory is kept for all."""
     freed_memory = keep_freed_memory()
     networks = _equal_networks(ways, settings)
     sides = [Side(name) for name in ways]

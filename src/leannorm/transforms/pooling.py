@@ -249,7 +249,7 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
                     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
                     if tensors and not any(t.numel() for t in tensors):
                         raise InputError(f"batches must hold values, batch {i} is empty; leave it out")
-                    (forward or _forward)(model, batch)
+                    (forward or call)(model, batch)
             except Exception as error:  # raised again once the other ranks know
                 return error
     finally:
@@ -258,18 +258,18 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
     return None
 
 
-def _forward(model: Module, batch: Any) -> None:
+def call(model: Module, batch: Any) -> Any:
+    """The model on a tensor, the first entry of a tuple, or a mapping by its names."""
     if isinstance(batch, Tensor):
-        model(batch)
-    elif isinstance(batch, (tuple, list)) and batch:
-        model(batch[0])
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    else:
-        raise InputError(
-            f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}; pass "
-            "forward=lambda model, batch: model(...)"
-        )
+        return model(batch)
+    if isinstance(batch, (tuple, list)) and batch:
+        return model(batch[0])
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    raise InputError(
+        f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}; pass "
+        "forward=lambda model, batch: model(...)"
+    )
 
 
 def _watched(batches: Iterable[Any]) -> Iterable[Any]:

@@ -150,13 +150,10 @@ def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:
     """The names of forward's first arguments, the input and perhaps a gate, and how many it needs."""
     _, *parameters = inspect.signature(cls.forward).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = sum(p.default is p.empty and p.kind in kinds for p in parameters)
-    if not 1 <= needed <= 2 or any(p.default is p.empty and p.kind not in kinds for p in parameters[needed:]):
-        starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        if not 1 <= needed <= 2 or any(
-            p.kind not in starred and p.default is p.empty for p in parameters[2:]
-        ):
-            raise UnknownFormError(f"its forward needs {needed} arguments")
+    if not 1 <= needed <= 2 or any(p.default is p.empty and p.kind not in starred for p in parameters[2:]):
+        raise UnknownFormError(f"its forward needs {needed} arguments")
     return tuple(p.name for p in parameters[:2] if p.kind in kinds), needed
 
 
@@ -216,7 +213,7 @@ def _runs(
                 if key not in found:
                     try:
                         found[key] = _run(twin, shape, dtype, own, tensors, gated)
-                    except (UnknownFormError, Exception):  # its own code will run
+                    except Exception:  # unknown, or it fails: its own code will run
                         continue
     return found
 

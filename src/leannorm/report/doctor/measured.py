@@ -130,7 +130,8 @@ def modes_differ(subject: Subject) -> Iterator[Found]:
     if known is None or not isfinite(known) or subject.untouched:
         return
     gap = any(train_eval_gap(subject))
-    samples = min((seen.samples for seen in subject.seen.values()), default=0) / max(subject.batches, 1)
+    counted = [seen.samples for seen in subject.seen.values() if seen.samples]  # rows have no samples
+    samples = min(counted, default=0) / max(subject.batches, 1)
     if known > max(LEAST_DIFFERENCE, 0.0 if gap else AMPLIFIED * (1.5 / max(samples, 1)) ** 0.5):
         yield Found(
             "(model)",

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
 
-from leannorm._errors import InputError
+from leannorm._types import Moments, Pool
 from leannorm.nn.conv import _ConvBatchNorm
+from leannorm.ops.running import merge_into
 from leannorm.report.doctor.norms import Norm
 from leannorm.report.doctor.untouched import random_state, untouched
+from leannorm.transforms.pooling import call
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8
@@ -26,7 +28,7 @@ MOST_BATCHES = 8
 
 @dataclass
 class Seen:
-    """One norm over all batches: per channel the moments, the least and the largest value.
+    """One norm over all batches: per channel the pooled moments, the least and the largest value.
 
     `values`: the fewest that one statistic had. `calls`: the most of one forward pass. `samples`: of all
     batches. `padded`: the share of positions in runs of equal ones; `uneven`: do the runs' lengths differ?
@@ -36,9 +38,7 @@ class Seen:
     values: int = 0
     calls: int = 0
     samples: int = 0
-    count: int = 0
-    mean: Tensor | None = None
-    m2: Tensor | None = None
+    pool: Pool | None = None
     least: Tensor | None = None
     largest: Tensor | None = None
     rounding: float = 0.0
@@ -47,14 +47,21 @@ class Seen:
     source: Module | None = None
 
     @property
+    def mean(self) -> Tensor | None:
+        """Per channel."""
+        return None if self.pool is None else self.pool.mean
+
+    @property
     def std(self) -> Tensor | None:
         """Per channel, unbiased as running statistics are."""
-        return None if self.m2 is None else (self.m2 / max(self.count - 1, 1)).sqrt()
+        if self.pool is None:
+            return None
+        return (self.pool.m2 / (self.pool.counts[1] - 1).clamp_min(1)).sqrt()
 
     @property
     def dead(self) -> int:
         """The channels that had one and the same value everywhere, up to rounding."""
-        if self.least is None or self.largest is None or self.count < 2:
+        if self.pool is None or self.least is None or self.largest is None or self.pool.counts[1] < 2:
             return 0
         size = torch.maximum(self.least.abs(), self.largest.abs())
         return int((self.largest - self.least <= 4 * self.rounding * size).sum())
@@ -107,20 +114,6 @@ def observe(
                         module.training = True
                 outputs.append([t.double() for t in _tensors(run(core, _moved(batches[0], place)))])
     return {name: one for name, one in seen.items() if one.calls}, _difference(*outputs)
-
-
-def call(model: Module, batch: Any) -> Any:
-    """A tensor, the first entry of a tuple, or a mapping by its names: as `recalibrate` passes them."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, (tuple, list)) and batch:
-        return model(batch[0])
-    if isinstance(batch, Tensor):
-        return model(batch)
-    raise InputError(
-        f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}; pass "
-        "forward=lambda model, batch: model(...)"
-    )
 
 
 def unwrapped(model: Module) -> Module:
@@ -186,7 +179,7 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
 
 
 def _add(one: Seen, norm: Norm, given: Tensor) -> None:
-    """Merges the moments of an input into those seen before (Chan's formula)."""
+    """Merges the moments of an input into those seen before."""
     values = _values(norm, given)
     if values is not None:
         one.values = min(one.values or values, values)
@@ -202,16 +195,12 @@ def _add(one: Seen, norm: Norm, given: Tensor) -> None:
     wide = given if given.dtype == torch.float64 else given.float()
     var, mean = torch.var_mean(wide, others, correction=0)
     count, mean, var = given.numel() // given.shape[1], mean.double().cpu(), var.double().cpu()
+    one.pool = one.pool or Pool(norm.channels, mean.device)
+    merge_into(one.pool, Moments(mean, var * count, count))
     least, largest = given.amin(others).double().cpu(), given.amax(others).double().cpu()
     one.rounding = torch.finfo(given.dtype).eps
-    if one.mean is None or one.m2 is None or one.least is None or one.largest is None:
-        one.mean, one.m2, one.count, one.least, one.largest = mean, var * count, count, least, largest
-        return
-    total, apart = one.count + count, mean - one.mean
-    one.m2 = one.m2 + var * count + apart.square() * (one.count * count / total)
-    one.mean = one.mean + apart * (count / total)
-    one.count = total
-    one.least, one.largest = torch.minimum(one.least, least), torch.maximum(one.largest, largest)
+    one.least = least if one.least is None else torch.minimum(one.least, least)
+    one.largest = largest if one.largest is None else torch.maximum(one.largest, largest)
 
 
 def _values(norm: Norm, given: Tensor) -> int | None:
