@@ -32,8 +32,8 @@ def test_a_step_is_the_frameworks_own(framework):
     norm, x = layer(there), there["x"].movedim(-1, 1).requires_grad_()
     y = norm(x, mask=there["mask"], fill="normalize")
     y.backward(there["dy"].movedim(-1, 1))
-    count = int(there["mask"].sum())
-    biased = there["var"] + (norm.running_var - 0.9 * there["var"]) * ((count - 1) / count) - 0.1 * there["var"]
+    old, n = there["var"], int(there["mask"].sum())
+    biased = 0.9 * old + (norm.running_var - 0.9 * old) * ((n - 1) / n)
     found = {
         "y": y.movedim(1, -1),
         "dx": x.grad.movedim(1, -1),

@@ -55,6 +55,7 @@ def row_call(
     axis: int = -1,
     sample: bool = False,
     cast: bool = False,
+    masked: bool = False,
 ) -> Call:
     """Forward and backward pass of a layer or RMS norm."""
     axis %= len(shape)
@@ -65,13 +66,19 @@ def row_call(
         x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
         weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
         span = (axis, axis + 1)
+        valid = meta((*shape[:axis], 1, *shape[axis + 1 :]), torch.bool) if masked else None
         _, _, mean, rstd = rows.row_forward(
-            x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast
+            x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast, valid
         )
-        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
+        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True, 0.0, valid)
 
     words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
-    words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)
+    words += (
+        ["residual"] * residual
+        + ["cast"] * cast
+        + ["masked"] * masked
+        + [f"parameters {parameters}"] * bool(parameters)
+    )
     return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
@@ -201,6 +208,8 @@ CALLS = [
     row_call((128, 512, 7, 7), rms=True, axis=1),
     row_call((128, 3, 224, 224), axis=1),
     row_call((128, 2048, 7, 7), axis=1),
+    *(row_call((ROWS, n), residual=True, sample=n == 1024, masked=True) for n in (1024, 16384, 50000)),
+    row_call((128, 384, 14, 14), F32, axis=1, masked=True),
     *(statistics_call(512, dtype) for dtype in (F32, F64, BF16)),
     *FAR,
 ]
@@ -210,7 +219,15 @@ def _specialized(
     kernel: Any, values: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Types, constants and attributes of the arguments, as Triton finds them for such values."""
-    types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+    types = {
+        F32: "fp32",
+        BF16: "bf16",
+        F16: "fp16",
+        F64: "fp64",
+        torch.bool: "i1",
+        torch.int32: "i32",
+        torch.int64: "i64",
+    }
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         value, free = values[parameter.name], not parameter.do_not_specialize
