@@ -182,7 +182,7 @@ def narrowed():
 
 X = jagged()
 BAD = {
-    "of another norm": (lambda: F.group_norm(X, 2), "group_norm takes no such nested tensor.*each sample"),
+    "of another norm": (lambda: F.group_norm(X, 2), "group_norm takes no jagged tensor.*each sample"),
     "over the ragged axis": (
         lambda: F.layer_norm(X.transpose(1, 2), (4,)),
         "got the axes 2 to 2 of 3 where.*axis 2 is ragged",

@@ -39,7 +39,8 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | Tensor:
         residual, weight, bias, rows, valid = given
         backend = ctx.backend = pick(x, residual, weight, bias)
-        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *rows, valid)
+        how = *rows, valid
+        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *how)
         ctx.save_for_backward(x if residual is None else total, mean, rstd, weight, valid)  # KeptByRowNorm
         ctx.rows = rows
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]

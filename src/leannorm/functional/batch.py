@@ -16,7 +16,7 @@ from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
 from leannorm.functional.ghost import ghost_norm, of_all_ranks
-from leannorm.functional.jagged import channels
+from leannorm.functional.jagged import NestedTensor, channels
 from leannorm.functional.overridden import as_operator, hand_over, stands_in_for, takes_jagged
 from leannorm.functional.running import (
     fused_update,
@@ -81,7 +81,10 @@ def batch_norm(
     """
     if training and staying():
         running_mean = running_var = None
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or input.is_nested:
+    if (
+        has_torch_function_variadic(input, running_mean, running_var, weight, bias)
+        or type(input) is NestedTensor
+    ):
         return hand_over(batch_norm, locals())
     if leaving() and training:
         return as_operator(batch_norm, locals())
@@ -133,7 +136,7 @@ def batch_norm_act(
         running_mean = running_var = None
     if (
         has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
-        or input.is_nested
+        or type(input) is NestedTensor
     ):
         return hand_over(batch_norm_act, locals())
     if leaving() and training:
@@ -194,7 +197,7 @@ def tracked_batch_norm(
     if training and staying():
         running_mean = running_var = num_batches_tracked = None
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
-    if has_torch_function_variadic(*tensors) or input.is_nested:
+    if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
         return hand_over(tracked_batch_norm, locals())
     if leaving():
         if training:

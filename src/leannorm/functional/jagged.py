@@ -7,15 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 
 from leannorm._errors import InputError
 
 Arguments = Mapping[str, Any]
-
-
-def is_jagged(value: object) -> bool:
-    """Is this a nested tensor with layout torch.jagged?"""
-    return isinstance(value, Tensor) and value.is_nested and value.layout == torch.jagged
 
 
 def _packed(name: str, input: Any) -> Tensor:
@@ -48,7 +44,7 @@ def _plain(given: Arguments) -> dict[str, Any]:
         )
     input, residual, found = given["input"], given.get("residual"), dict(given)
     if residual is not None:
-        same = is_jagged(residual) and residual._ragged_idx == input._ragged_idx
+        same = type(residual) is NestedTensor and residual._ragged_idx == input._ragged_idx
         if not (same and residual.offsets() is input.offsets()):
             raise InputError(
                 "residual must be a jagged tensor with the very offsets of the input, got another; make both "

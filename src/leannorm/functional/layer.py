@@ -13,7 +13,7 @@ from leannorm import _checks
 from leannorm._types import Rows
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
-from leannorm.functional.jagged import rows
+from leannorm.functional.jagged import NestedTensor, rows
 from leannorm.functional.overridden import hand_over, stands_in_for, takes_jagged
 from leannorm.functional.valid import Lengths, valid_positions
 from leannorm.ops.modes import leaving
@@ -104,7 +104,7 @@ def layer_norm(
     tensor([[-1.,  1.],
             [-1.,  1.]])
     """
-    if has_torch_function_variadic(input, weight, bias, mask, lengths) or input.is_nested:
+    if has_torch_function_variadic(input, weight, bias, mask, lengths) or type(input) is NestedTensor:
         return hand_over(layer_norm, locals())
     return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, False, mask, lengths)[0]
 
@@ -145,7 +145,7 @@ def rms_norm(
     >>> F.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, weight, mask, lengths) or input.is_nested:
+    if has_torch_function_variadic(input, weight, mask, lengths) or type(input) is NestedTensor:
         return hand_over(rms_norm, locals())
     how = eps, dim, True, mask, lengths, weight_offset, cast
     return _row_norm((input, None, weight, None), normalized_shape, *how)[0]
@@ -183,7 +183,10 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    if has_torch_function_variadic(input, residual, weight, bias, mask, lengths) or input.is_nested:
+    if (
+        has_torch_function_variadic(input, residual, weight, bias, mask, lengths)
+        or type(input) is NestedTensor
+    ):
         return hand_over(add_layer_norm, locals())
     return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, False, mask, lengths)
 
@@ -221,7 +224,7 @@ def add_rms_norm(
     >>> r
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, residual, weight, mask, lengths) or input.is_nested:
+    if has_torch_function_variadic(input, residual, weight, mask, lengths) or type(input) is NestedTensor:
         return hand_over(add_rms_norm, locals())
     how = eps, dim, True, mask, lengths, weight_offset, cast
     return _row_norm((input, residual, weight, None), normalized_shape, *how)

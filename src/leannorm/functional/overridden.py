@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from leannorm._errors import InputError
-from leannorm.functional.jagged import Arguments, is_jagged
+from leannorm.functional.jagged import Arguments, NestedTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -64,9 +64,8 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
     A tensor subclass gets torch's function, unless a keyword-only argument, which torch's lacks, is set. All
     others get `function`, with its arguments in the order of its signature.
     """
-    input = given.get("input")
-    if isinstance(input, Tensor) and input.is_nested:
-        return _of_nested(function, given)
+    if type(given.get("input")) is NestedTensor:
+        return _of_jagged(function, given)
     positional, named = parameters_of(function)
     args, kwargs = _arguments(function, given)
     torchs = _STANDS_IN_FOR.get(function)
@@ -77,12 +76,11 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
     return result
 
 
-def _of_nested(function: Callable[..., Result], given: dict[str, Any]) -> Result:
-    input = given["input"]
-    if function not in _PACKED or not is_jagged(input):
+def _of_jagged(function: Callable[..., Result], given: dict[str, Any]) -> Result:
+    if function not in _PACKED:
         raise InputError(
-            f"{function.__name__} takes no such nested tensor, got one of {input.dim()} axes with layout "
-            f"{input.layout}; batch, layer and RMS norm take torch.jagged, else pass each sample by itself"
+            f"{function.__name__} takes no jagged tensor, got one of {given['input'].dim()} axes; batch, layer"
+            " and RMS norm do, for the others pass each sample by itself"
         )
     packed, names = _PACKED[function]
     result: Result = packed(function, {name: given[name] for name in names})

@@ -76,8 +76,8 @@ def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, ma
     along = (-1, *(1,) * (x.dim() - 2))
     y = y if weight is None else y * weight.to(y.dtype).view(along)
     y = y if bias is None else y + bias.to(y.dtype).view(along)
-    y = _finished(y, x, residual, act)
-    return y.masked_fill(padding, 0) if fill == "zero" else y
+    result: Tensor = _finished(y, x, residual, act)
+    return result.masked_fill(padding, 0) if fill == "zero" else result
 
 
 def instance_norm(

@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
-from leannorm.functional.jagged import channels
+from leannorm.functional.jagged import NestedTensor, channels
 from leannorm.functional.overridden import hand_over, takes_jagged
 from leannorm.functional.valid import Lengths
 
@@ -60,7 +60,7 @@ def sync_batch_norm(
     """
     if (
         has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
-        or input.is_nested
+        or type(input) is NestedTensor
     ):
         return hand_over(sync_batch_norm, locals())
     _checks.timeout(timeout)
