@@ -16,7 +16,6 @@ template <class T> void grad_sums(Operands o, Block b, Valid v, Coefficients c, 
   switch (backward_form(o, act)) {
     case kPlain: return masked_grad_sums<T, kPlain>(o, b, v, c, act, s, t);
     case kReluFromInput: return masked_grad_sums<T, kReluFromInput>(o, b, v, c, act, s, t);
-    case kReluFromOutput: return masked_grad_sums<T, kReluFromOutput>(o, b, v, c, act, s, t);
     default: return masked_grad_sums<T, kAny>(o, b, v, c, act, s, t);
   }
 }
@@ -24,7 +23,6 @@ template <class T> void input_grad(Operands o, Block b, Valid v, Coefficients c,
   switch (backward_form(o, act)) {
     case kPlain: return masked_input_grad<T, kPlain>(o, b, v, c, act);
     case kReluFromInput: return masked_input_grad<T, kReluFromInput>(o, b, v, c, act);
-    case kReluFromOutput: return masked_input_grad<T, kReluFromOutput>(o, b, v, c, act);
     default: return masked_input_grad<T, kAny>(o, b, v, c, act);
   }
 }

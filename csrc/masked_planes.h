@@ -18,6 +18,14 @@ template <class E> struct Mask {
     else return E::load(of + (i - start), n, V{});
   }
 };
+// Of a plane that is all data up to its end.
+struct NoMask { static constexpr const void* of = nullptr; };
+// body(mask), with what the compiler knows of it; one body where any activation is computed.
+template <Form form, class E, class Body> LEANNORM_INLINE void with_mask(const Mask<E>& mask, Body body) {
+  if constexpr (form == kAny) body(mask);
+  else if (mask.of == nullptr) body(NoMask());
+  else body(mask);
+}
 template <class V> LEANNORM_INLINE V chosen(V mask, V yes, V no) { return mask != V{} ? yes : no; }
 
 template <class E> LEANNORM_INLINE Mask<E> mask_of(const Valid& valid, int64_t plane, int64_t start) {
@@ -37,22 +45,24 @@ template <class E, class Add, class Done>
 LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& valid, typename E::V k, Add add, Done done) {
   using T = typename E::Scalar;
   const T* x = static_cast<const T*>(base);
-  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, Mask<E> mask) LEANNORM_BODY {
-    each_run<E::W, kPlain>(
-        start, 1, {1, 0, length, 0},
-        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-          if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
-          typename E::Batch b;
-          if constexpr (whole) b = E::load(x + i);
-          else b = E::load(x + i, n, k);
-          if (mask.of != nullptr) {
-            const auto m = mask.template at<whole>(i, n);
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, const Mask<E>& of_plane) LEANNORM_BODY {
+    with_mask<kPlain>(of_plane, [&](auto mask) LEANNORM_BODY {
+      each_run<E::W, kPlain>(
+          start, 1, {1, 0, length, 0},
+          [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+            if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
+            typename E::Batch b;
+            if constexpr (whole) b = E::load(x + i);
+            else b = E::load(x + i, n, k);
+            if constexpr (!std::is_same_v<decltype(mask), NoMask>) {
+              const auto m = mask.template at<whole>(i, n);
 #pragma GCC unroll 2
-            for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], k);
-          }
-          add(b);
-        },
-        done);
+              for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], k);
+            }
+            add(b);
+          },
+          done);
+    });
   });
 }
 
@@ -100,37 +110,49 @@ LEANNORM_INLINE void ones(float16* p, int64_t n) { for (int64_t i = 0; i < n; ++
 
 // As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those behind it. A batch that
 // has both is cut by a mask of its own.
-template <class E, class Begin, class Take>
+template <class E, Form form, class Begin, class Take>
 LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& valid, Begin begin, Take take) {
   using T = typename E::Scalar;
-  Mask<E> mask;
-  int64_t end = 0;
-  block.cycle = block.count;  // every plane by itself
-  each_written<E>(
-      o, block,
-      [&](int64_t p) LEANNORM_BODY {
-        const int64_t start = p * block.stride;
-        mask = mask_of<E>(valid, p, start);
-        end = start + valid.end(p, block.length);
-        begin(valid.statistic(p));
-      },
-      [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
-        if (i >= end) {
-          put_zeros<E>({o, i}, o.result, n, whole, past);
-          put_zeros<E>({o, i}, o.dz, n, whole, past);
-        } else if (mask.of == nullptr && i + n > end) {
-          T some[E::W] = {};
-          ones(some, end - i);
-          take(i, n, whole, past, Mask<E>{some, i});
-        } else {
-          take(i, n, whole, past, mask);
-        }
+  constexpr int W = E::W;
+  const auto zeros = [&](int64_t i, int64_t n, bool whole, bool past) LEANNORM_BODY {
+    put_zeros<E>({o, i}, o.result, n, whole, past);
+    put_zeros<E>({o, i}, o.dz, n, whole, past);
+  };
+  for (int64_t p = 0; p < block.count; ++p) {
+    int64_t i = p * block.stride;
+    const int64_t data = i + valid.end(p, block.length), end = i + block.length;
+    const Mask<E> of_plane = mask_of<E>(valid, p, i);
+    begin(valid.statistic(p));
+    for (int64_t stop = first_line<T>(o, i, end);; stop = end) {  // up to the first line, and from there on
+      const bool past = writes_past<T>(o, i);
+      const int64_t valid_stop = data < stop ? data : stop;
+      with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
+        for (; i + W <= valid_stop; i += W) take(i, W, std::true_type(), past, mask);
       });
+      if (i < valid_stop) {
+        const int64_t n = stop - i < W ? stop - i : W;
+        T some[W] = {};
+        Mask<E> mask = of_plane;
+        if (mask.of == nullptr && data < i + n) {
+          ones(some, data - i);
+          mask = {some, i};
+        }
+        if (n == W) take(i, n, std::true_type(), past, mask);
+        else take(i, n, std::false_type(), false, mask);
+        i += n;
+      }
+      for (; i + W <= stop; i += W) zeros(i, W, true, past);
+      if (i < stop) zeros(i, stop - i, false, false);
+      if (stop == end) break;
+      i = stop;
+    }
+  }
+  if (o.past) settle();
 }
 
-template <class E, Form form, bool Whole>
+template <class E, Form form, bool Whole, class M>
 LEANNORM_INLINE void masked_normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine,
-                                            int act, bool past, const Mask<E>& mask) {
+                                            int act, bool past, const M& mask) {
   using V = typename E::V;
   const Operands& o = place.o;
   place.fetch(o.x, ahead);
@@ -148,7 +170,7 @@ LEANNORM_INLINE void masked_normalize_batch(Place<E> place, int64_t n, int64_t a
     if constexpr (form == kReluFromInput) each = activate(each, kRelu);
     else if constexpr (form == kAny) each = activate(each, act);
   }
-  if (mask.of != nullptr) {
+  if constexpr (!std::is_same_v<M, NoMask>) if (mask.of != nullptr) {
     const auto m = mask.template at<Whole>(place.at, n);
 #pragma GCC unroll 2
     for (int j = 0; j < z.size; ++j) z.of[j] = chosen(m.of[j], z.of[j], V{});
@@ -160,20 +182,20 @@ template <class T, Form form> void masked_normalize(Operands o, Block block, Val
   using E = AnyOrder<T>;
   using V = typename E::V;
   Affine<V> affine;
-  each_masked<E>(
+  each_masked<E, form>(
       o, block, valid, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+      [&](int64_t i, int64_t n, auto whole, bool past, auto mask) LEANNORM_BODY {
         masked_normalize_batch<E, form, whole>({o, i}, n, block.ahead, affine, act, past, mask);
       });
 }
 
 // dz and x - mean, 0 where there is no data.
-template <class E, Form form, bool Whole>
+template <class E, Form form, bool Whole, class M>
 LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typename E::V>& affine, int act,
-                                     const Mask<E>& mask) {
+                                     const M& mask) {
   using V = typename E::V;
   auto g = gradient<E, form, Whole>(place, n, affine, act);
-  if (mask.of != nullptr) {
+  if constexpr (!std::is_same_v<M, NoMask>) if (mask.of != nullptr) {
     const auto m = mask.template at<Whole>(place.at, n);
 #pragma GCC unroll 2
     for (int j = 0; j < g.size; ++j) {
@@ -191,23 +213,25 @@ void masked_grad_sums(Operands o, Block block, Valid valid, Coefficients c, int 
   using V = typename E::V;
   Runs<E> runs;
   Sums<V> sum;
-  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, Mask<E> mask) LEANNORM_BODY {
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, const Mask<E>& of_plane) LEANNORM_BODY {
     const int64_t s = valid.statistic(plane);
     const Affine<V> affine = plane_affine<V>(c, s);
-    each_run<E::W, form>(
-        start, 1, {1, 0, length, 0},
-        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-          const Place<E> place{o, i};
-          if (block.next != 0) {
-            place.fetch(o.x, block.next);
-            place.fetch(o.dy, block.next);
-            if (o.out != nullptr) place.fetch(o.out, block.next);
-          }
-          const auto g = masked_gradient<E, form, whole>(place, n, affine, act, mask);
+    with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
+      each_run<E::W, form>(
+          start, 1, {1, 0, length, 0},
+          [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+            const Place<E> place{o, i};
+            if (block.next != 0) {
+              place.fetch(o.x, block.next);
+              place.fetch(o.dy, block.next);
+              if (o.out != nullptr) place.fetch(o.out, block.next);
+            }
+            const auto g = masked_gradient<E, form, whole>(place, n, affine, act, mask);
 #pragma GCC unroll 2
-          for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
-        },
-        [&]() LEANNORM_BODY { take(sum, runs); });
+            for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
+          },
+          [&]() LEANNORM_BODY { take(sum, runs); });
+    });
     if (valid.of_one_sample) sum.put(sum_dz + s, sum_dz_centred + s);
   });
   sum.put(sum_dz, sum_dz_centred);
@@ -217,9 +241,9 @@ template <class T, Form form> void masked_input_grad(Operands o, Block block, Va
   using E = AnyOrder<T>;
   using V = typename E::V;
   Backward<V> backward;
-  each_masked<E>(
+  each_masked<E, form>(
       o, block, valid, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+      [&](int64_t i, int64_t n, auto whole, bool past, auto mask) LEANNORM_BODY {
         const Place<E> place{o, i};
         place.fetch(o.x, block.ahead);
         place.fetch(o.dy, block.ahead);
@@ -231,7 +255,7 @@ template <class T, Form form> void masked_input_grad(Operands o, Block block, Va
           dz.of[j] = g.of[j].dz;
           dx.of[j] = backward.input_grad(g.of[j].dz, g.of[j].centred);
         }
-        if (mask.of != nullptr) {
+        if constexpr (!std::is_same_v<decltype(mask), NoMask>) if (mask.of != nullptr) {
           const auto m = mask.template at<whole>(i, n);
 #pragma GCC unroll 2
           for (int j = 0; j < dx.size; ++j) dx.of[j] = chosen(m.of[j], dx.of[j], V{});

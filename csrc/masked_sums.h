@@ -111,7 +111,8 @@ class Positions {
   }
   template <class Bits> void spread(const bool* valid, int64_t n, Bits one) {
     Bits* to = reinterpret_cast<Bits*>(mask_.get());
-    for (int64_t i = 0; i < n; ++i) to[i] = valid[i] ? one : 0;
+    const uint8_t* from = reinterpret_cast<const uint8_t*>(valid);
+    for (int64_t i = 0; i < n; ++i) to[i] = Bits(0 - Bits(from[i])) & one;  // a branch would be guessed wrong
   }
 
   const int64_t positions_, bytes_;

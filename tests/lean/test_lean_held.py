@@ -1,13 +1,18 @@
 """`lean(held=…)`: what must be held goes through other hooks, and gradients stay stock's bit for bit."""
 
+from contextlib import nullcontext
+
 import lean_cases
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean, make_lean
 from leannorm._errors import InputError
+from leannorm.saving.narrowed import references_when_alone
 
 
 class Counting:
@@ -121,3 +126,36 @@ def test_what_is_no_pair_of_hooks_is_refused(wrong):
     with pytest.raises(InputError, match="save_on_cpu"):
         make_lean(model, held=wrong)
     assert "forward" not in vars(model)
+
+
+class KeepsAll(TorchDispatchMode):
+    """Holds what every operation is called with, as a debugger or a logger may."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(args)
+        return function(*args, **(kwargs or {}))
+
+
+def test_noise_that_is_filled_after_it_was_saved_stays_where_it_is():
+    """rrelu's: a copy from before would be anything. Somebody else may hold it too."""
+    x = torch.randn(4096, requires_grad=True)
+    for mode in (nullcontext(), KeepsAll()):
+        found = []
+        for context in (nullcontext(), lean(held=(torch.clone, torch.clone))):
+            torch.manual_seed(0)
+            with mode, context:
+                y = torch.nn.functional.rrelu(x * 1, training=True).sum()
+            found.append(torch.autograd.grad(y, x)[0])
+        assert torch.equal(*found)
+
+
+def test_who_holds_a_tensor_is_counted_the_same_wherever_it_is_asked_first():
+    counts = {references_when_alone.__wrapped__()}
+    for mode in (torch.inference_mode, torch.no_grad, FakeTensorMode, lambda: torch.device("meta"), KeepsAll):
+        with mode():
+            counts.add(references_when_alone.__wrapped__())
+    assert len(counts) == 1

@@ -43,8 +43,10 @@ def references(tensor: Tensor) -> int:
 def references_when_alone() -> int:
     """What `references` gives for a tensor that only autograd holds."""
     probe = _Probe()
-    with torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda tensor: tensor):
-        torch.relu(torch.zeros(1, requires_grad=True))
+    # whatever the first caller is in: what it finds serves the whole process
+    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda t: t):
+        torch.relu(torch.zeros(1, requires_grad=True, device="cpu"))
+    assert probe.references
     return probe.references
 
 

@@ -217,8 +217,8 @@ class Packing:
             self._narrow(value, step, tensor)
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
-            filled = not alone or tensor._version > 0  # rrelu fills its noise only after it was saved
-            value = self._hold(tensor, movable=filled)
+            # rrelu fills its noise only after it was saved
+            value = self._hold(tensor, movable=tensor._version > 0)
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or tensor.numel() >= SMALLEST:
                 value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has

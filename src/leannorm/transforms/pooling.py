@@ -25,6 +25,7 @@ from leannorm.distributed.collective import add_up
 from leannorm.distributed.joining import join
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional.running import update_running_statistics
+from leannorm.functional.valid import valid_positions
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
@@ -227,10 +228,13 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
     inside = inside_convolutions(model)
 
     def add(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = (*args, *kwargs.values())[0]
+        x = args[0] if args else kwargs.get("input")
         # one that the layer will refuse is left to it
         if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == pools[layer].mean.numel():  # type: ignore[index]
-            merge_into(pools[layer], pick(x).channel_moments(x))  # type: ignore[index]
+            valid = valid_positions(x, kwargs.get("mask"), kwargs.get("lengths"))
+            backend = pick(x)
+            moments = backend.channel_moments(x) if valid is None else backend.masked_moments(x, valid.mask)
+            merge_into(pools[layer], moments)  # type: ignore[index]
 
     handles = [
         layer.register_forward_pre_hook(add, prepend=True, with_kwargs=True)

@@ -162,7 +162,7 @@ class CompiledModulated(Compiled):
         how = eps, act, norm_before_gate, cast_before
         if x.numel() == 0 or _wider(gate, x) or (cast_before and _wider(weight, x)):
             return super().gated_forward(x, gate, weight, start, *how)
-        rows = (_apart(t, start, x.dtype) for t in (x, gate))
+        rows = [_apart(t, start, x.dtype) for t in (x, gate)]
         y, rstd = self.ops.row_gated_forward(*rows, self._weight(x, weight, start), *how)
         return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
 
@@ -182,7 +182,7 @@ class CompiledModulated(Compiled):
             return super().gated_backward(
                 dy, x, gate, rstd, weight, start, act, norm_before_gate, want_affine
             )
-        rows = (_apart(t, start, x.dtype) for t in (dy, x, gate))
+        rows = [_apart(t, start, x.dtype) for t in (dy, x, gate)]
         how = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
         dx, dgate, dweight = self.ops.row_gated_backward(*rows, *how)
         shape = x.shape[start:]
