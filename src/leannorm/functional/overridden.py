@@ -79,7 +79,7 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
 def _of_jagged(function: Callable[..., Result], given: dict[str, Any]) -> Result:
     if function not in _PACKED:
         raise InputError(
-            f"{function.__name__} takes no jagged tensor, got one of {given['input'].dim()} axes; batch, layer"
+            f"{function.__name__} takes no jagged tensor, got {given['input'].dim()} axes; batch, layer"
             " and RMS norm do, for the others pass each sample by itself"
         )
     packed, names = _PACKED[function]

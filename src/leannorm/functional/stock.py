@@ -63,7 +63,8 @@ def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, ma
     padding = ~leaving_positions(x, mask, lengths)
 
     def of_groups(v: Tensor) -> Tensor:
-        return v.unflatten(1, (groups, -1)).flatten(2)
+        apart: Tensor = v.unflatten(1, (groups, -1))
+        return apart.flatten(2)
 
     wide = x.to(compute_dtype(x))
     count = of_groups((~padding).expand_as(x).to(wide.dtype)).sum(2, keepdim=True).clamp_min(1)
