@@ -6,6 +6,8 @@
 
 namespace leannorm {
 
+#define LEANNORM_ALWAYS inline __attribute__((always_inline))  // else the linker keeps one copy for all machines
+
 // Of the planes of a block, from its first one on: behind `ends` (of every sample, in positions of a whole plane)
 // is no data, and before them where `mask`, of the elements' type, is 0; null where it is 1 everywhere.
 // The block begins at position `at` of its planes.
@@ -16,12 +18,12 @@ struct Valid {
   int64_t at;
   bool of_one_sample;  // all planes are, and each has its own coefficients and sums; else each is of the next sample
 
-  int64_t end(int64_t plane, int64_t length) const {
+  LEANNORM_ALWAYS int64_t end(int64_t plane, int64_t length) const {
     const int64_t end = ends[of_one_sample ? 0 : plane] - at;
     return end < 0 ? 0 : end < length ? end : length;
   }
-  int64_t first(int64_t plane) const { return (of_one_sample ? 0 : plane * positions) + at; }
-  int64_t statistic(int64_t plane) const { return of_one_sample ? plane : 0; }
+  LEANNORM_ALWAYS int64_t first(int64_t plane) const { return (of_one_sample ? 0 : plane * positions) + at; }
+  LEANNORM_ALWAYS int64_t statistic(int64_t plane) const { return of_one_sample ? plane : 0; }
 };
 
 // As `ChannelKernels`; results are 0 where there is no data.

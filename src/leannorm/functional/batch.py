@@ -297,7 +297,7 @@ def _by_valid(
     if sharing is None:
         _checks.more_than_one_valid(input, valid.total)
     y, moments = masked_norm(input, valid, epilogue, eps, 0, sharing)
-    count = moments.count
+    count = moments.count if sharing is not None or valid.total is None else valid.total
     if pool is None and isinstance(count, Tensor):
         count = count * (count > 1)
     update_running_statistics(running, moments.mean, moments.m2, count, pool)

@@ -51,8 +51,9 @@ def valid_positions(
         found, count = _of_lengths(input, lengths, positions)
     if count is not None and count == prod(positions):
         return None
-    flat = found.expand(positions).reshape(positions[0], prod(positions[1:])).contiguous()
-    return Valid(flat, count, fill == "zero")
+    if found.shape != positions or found.dim() != 2:
+        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
+    return Valid(found.contiguous(), count, fill == "zero")
 
 
 def _on_host(tensor: Tensor) -> bool:
@@ -120,10 +121,11 @@ def _of_lengths(input: Tensor, lengths: Lengths, positions: tuple[int, ...]) -> 
                 f"{worst}; behind a layer with a stride or padding compute them again"
             )
         count = int(sum(values)) * prod(positions[1:-1])
-    given = given.to(input.device)
-    index = torch.arange(longest, device=input.device, dtype=torch.int64)
-    found = index < given.to(torch.int64).unsqueeze(-1)
-    return found.reshape(samples, *(1,) * (len(positions) - 2), longest), count
+    index = torch.arange(longest, device=input.device)
+    found = index < given.to(input.device, torch.int64).unsqueeze(-1)
+    if len(positions) > 2:
+        found = found.reshape(samples, *(1,) * (len(positions) - 2), longest)
+    return found, count
 
 
 def of_one_sample(lengths: Lengths | int) -> Lengths:
