@@ -29,6 +29,7 @@ import torch
 from leannorm import nn
 from leannorm.ops import schema
 from leannorm.ops.backends import CPU, TRITON, triton
+from leannorm.ops.backends.triton import launch
 
 CALLS = 100
 IMAGE, ROWS = (8, 16, 4, 4), (32, 64)
@@ -61,11 +62,14 @@ def without_a_device(
     if hasattr(driver, "compile_module_from_src"):  # Triton 3.6 compiles a launcher for each kernel
         driver.library_dirs = list
         driver.compile_module_from_src = lambda *_, **__: SimpleNamespace(launch=launcher)
+    if getattr(driver, "PyKernelArg", 0) is None:  # a later one describes arguments to the driver's own
+        driver.PyKernelArg = lambda nested_tuple, type: (nested_tuple, type)
     handles = itertools.count(1)
     utils = SimpleNamespace(
         load_binary=lambda *_: (1, next(handles), 32, 0, 1024),
         get_device_properties=lambda *_: {"max_shared_mem": 227 << 10},
         launch=launcher,
+        build_signature_metadata=tuple,
     )
     active = SimpleNamespace(
         utils=utils,
@@ -76,6 +80,7 @@ def without_a_device(
         allocate_default_profile_scratch=lambda *_: None,
     )
     drivers.set_active(active)
+    launch._current_device = lambda: 0  # a torch built for CUDA would look for one
     compiler.max_shared_mem = lambda device: 227 << 10
     warnings.filterwarnings("ignore", "Warning only once", UserWarning)
     for name in (*schema.OPERATORS, *schema.BETWEEN):  # CPU tensors reach these kernels as CUDA tensors would

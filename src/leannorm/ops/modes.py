@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from leannorm._torch import RELEASE
+
 _functorch = torch._C._functorch
+_BY_FLAG = RELEASE < (2, 13)
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -30,7 +33,8 @@ def leaving() -> bool:
     ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        # torch 2.10 compiles is_exporting() as if it were true, but reads the flag behind it
+        return torch.compiler._is_exporting_flag if _BY_FLAG else torch.compiler.is_exporting()
     return torch._C._is_tracing()  # torch.jit.is_tracing, at a third of its time
 
 
