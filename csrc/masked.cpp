@@ -316,8 +316,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> masked_backward(const Tensor& dy, con
       const double values = std::max(1.0, count[call.groups == 0 ? 0 : cut.first_channel(set) / call.s.c]);
       p.assign(cut.statistics, 0.0);
       q.assign(cut.statistics, 0.0);
+      const double* const weights = coefficients.weights(set);
       for (int64_t j = 0; j < n; ++j) {
-        const double scaled = coefficients.weight(coefficients.channel(set, j)) / values;
+        const double scaled = weights[j] / values;
         p[j / cut.per_statistic] += scaled * sum_dz[first + j];
         q[j / cut.per_statistic] += scaled * sum_dz_xhat[first + j];
       }

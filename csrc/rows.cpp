@@ -9,6 +9,7 @@
 
 #include "caches.h"
 #include "row_runs.h"
+#include "row_valid.h"
 #include "tensors.h"
 
 namespace leannorm {
@@ -153,6 +154,14 @@ Optional plain(const Optional& v, ScalarType type, double offset = 0) {
 
 int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
 
+// A byte for every row, in the order of the statistics; null where all rows are valid.
+const char* valid_rows(const Optional& valid, int64_t rows) {
+  if (!valid) return nullptr;
+  const bool fits = valid->scalar_type() == ScalarType::Bool && valid->is_contiguous() && valid->numel() == rows;
+  STD_TORCH_CHECK(fits, "leannorm: valid must be bool, contiguous, an entry for each row");
+  return data(*valid);
+}
+
 std::vector<int64_t> statistics_size(const Tensor& x, int64_t start, int64_t stop) {
   const auto size = x.sizes();
   std::vector<int64_t> kept(size.begin(), size.end());
@@ -190,7 +199,8 @@ RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& r
 std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, const Optional& residual,
                                                        const Optional& weight, const Optional& bias,
                                                        int64_t start, int64_t stop, double eps, bool rms,
-                                                       double weight_offset, bool cast_before) {
+                                                       double weight_offset, bool cast_before,
+                                                       const Optional& valid) {
   const ScalarType type = compute_type(given);
   Tensor mean = new_tensor(given, statistics_size(given, start, stop), type);
   Tensor rstd = new_like(mean);
@@ -209,15 +219,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
                         cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
-  const int64_t units = units_of(rows.shape);
+  const int64_t units = units_of(rows.shape), size = given.element_size();
+  const char* const there = valid_rows(valid, rows.shape.outer * rows.shape.inner);
   const auto each = [&](auto body) { torch::stable::parallel_for(0, units, grain(given.numel() / units), body); };
   if (rows.apart) {
     const Runs<2> runs({&rows.x, &y}, start, stop);
     each([&](int64_t begin, int64_t end) {
-      runs.each(begin, end, [&](const auto& at, int64_t n) { forward(moved(args, at, runs, given), 0, n); });
+      runs.each(begin, end, [&](const auto& at, int64_t n) {
+        const char* const of_run = there == nullptr ? nullptr : there + at[2];
+        on_valid(moved(args, at, runs, given), of_run, size, 0, n, forward);
+      });
     });
   } else {
-    each([&](int64_t begin, int64_t end) { forward(args, begin, end); });
+    each([&](int64_t begin, int64_t end) { on_valid(args, there, size, begin, end, forward); });
   }
   return {rows.unmatch(y, given), residual ? rows.unmatch(total, given) : total, mean, rstd};
 }
@@ -235,7 +249,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
                                                 const Tensor& given, const Tensor& given_mean,
                                                 const Tensor& given_rstd, const Optional& weight,
                                                 int64_t start, int64_t stop, bool rms, bool want_affine,
-                                                double weight_offset) {
+                                                double weight_offset, const Optional& valid) {
   const ScalarType type = compute_type(given);
   const auto size = given.sizes();
   const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop);
@@ -263,6 +277,7 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Tensor shares = new_tensor(given, {chunks, vectors, shape.kept}, type);
   const int64_t bytes = shape.kept * static_cast<int64_t>(shares.element_size());
   char* const share = mutable_data(shares);
+  const char* const there = valid_rows(valid, shape.outer * shape.inner);
   std::optional<Runs<4>> runs;
   if (rows.apart) runs.emplace(std::array<const Tensor*, 4>{&rows.x, &dx, &dy, dtotal ? &*dtotal : nullptr}, start, stop);
   torch::stable::parallel_for(0, chunks, grain(given.numel() / chunks), [&](int64_t begin, int64_t end) {
@@ -271,11 +286,13 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
       std::fill_n(at, vectors * bytes, 0);
       char *const dw = vectors > 0 ? at : nullptr, *const db = vectors > 1 ? at + bytes : nullptr;
       const int64_t first = chunk * length, last = std::min(units, first + length);
+      const auto some = [&](const RowBackward& a, int64_t from, int64_t to) { backward(a, from, to, dw, db); };
       if (runs)
         runs->each(first, last, [&](const auto& offsets, int64_t n) {
-          backward(moved(args, offsets, *runs, given), 0, n, dw, db);
+          const char* const of_run = there == nullptr ? nullptr : there + offsets[4];
+          on_valid(moved(args, offsets, *runs, given), of_run, given.element_size(), 0, n, some);
         });
-      else backward(args, first, last, dw, db);
+      else on_valid(args, there, given.element_size(), first, last, some);
     }
   });
   const auto sum = kernels.sum[type == ScalarType::Double];

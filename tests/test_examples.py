@@ -52,6 +52,9 @@ SCRIPTS = [
 ]
 
 
+OTHERS = ("two_ranks", "memory_over_a_step", "padded_speech")
+
+
 def output_of(*command, folder):
     paths = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
     ran = subprocess.run(
@@ -82,14 +85,14 @@ def needs(libraries):
 
 
 def test_every_script_is_run_here():
-    shown = {*(name for name, *_ in SCRIPTS), "two_ranks", "memory_over_a_step", "make_notebook", "measure"}
+    shown = {*(name for name, *_ in SCRIPTS), *OTHERS, "make_notebook", "measure"}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == shown
     assert [path.stem for path in EXAMPLES.glob("*.ipynb")] == ["memory_over_a_step"]
 
 
 def test_every_script_stands_on_the_page_of_examples():
     listed = set(re.findall(r"(?m)^\| `(\w+)\.\w+`", (ROOT / "docs" / "examples.md").read_text()))
-    assert listed == {*(name for name, *_ in SCRIPTS), "two_ranks", "memory_over_a_step"}
+    assert listed == {*(name for name, *_ in SCRIPTS), *OTHERS}
 
 
 @pytest.mark.parametrize(("name", "libraries", "sentences", "most"), SCRIPTS, ids=[s[0] for s in SCRIPTS])
@@ -109,6 +112,15 @@ def test_two_ranks(tmp_path):
     printed = output_of(*torchrun, str(EXAMPLES / "two_ranks.py"), folder=tmp_path)
     assert "2 ranks and one process: the same losses" in printed, printed
     check_held(printed, 0.4)
+
+
+def test_padding_does_not_shift_a_conformer(tmp_path):
+    printed = output_of(sys.executable, str(EXAMPLES / "padded_speech.py"), folder=tmp_path)
+    assert "ours: the same outputs and statistics, however far the batch is padded" in printed, printed
+    rows = [re.split(r" {2,}", line) for line in printed.splitlines() if " norm, " in line]
+    last = {name: float(shifts[-1]) for name, *shifts in rows}
+    assert last["batch norm, torch"] > 1 > 1e-4 > last["batch norm, ours"]
+    assert last["group norm, torch"] > 1 > 1e-4 > last["group norm, ours"]
 
 
 def source_of(cells):

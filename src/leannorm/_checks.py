@@ -271,6 +271,15 @@ def row_parameters(input: Tensor, normalized_shape: Sequence[int], **tensors: Te
             )
 
 
+def lengths_of_rows(input: Tensor, start: int, stop: int) -> None:
+    if input.dim() - (stop - start) != 2:
+        raise InputError(
+            "lengths are for rows of two indices, (sample, position), got an input of shape "
+            f"{tuple(input.shape)} with the axes {start} to {stop - 1} normalized; pass mask, which says of "
+            "each row whether it is data"
+        )
+
+
 def modulations(input: Tensor, start: int, **tensors: Tensor | None) -> None:
     """Each tensor given has the normalized shape behind leading axes of the input, of their sizes or 1."""
     for name, tensor in tensors.items():

@@ -39,6 +39,7 @@ CALLS = {
         [1, 1], [], "same", [1, 1], 1, "zeros", True, None, 1e-5, "inside",
     ),
     "layer_norm": lambda: (x(), [6], weight(6), weight(6), 1e-5, None),
+    "layer_norm masked": lambda: (x(), [6], weight(6), weight(6), 1e-5, None, torch.rand(3, C, 5) < 0.5),
     "rms_norm": lambda: (x(), [C], weight(C), None, 1),
     "add_layer_norm": lambda: (x(), x(), [6], weight(6), None, 1e-5, None),
     "add_rms_norm": lambda: (x(), x(), [6], None, 1e-5, None),

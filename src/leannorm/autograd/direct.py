@@ -119,13 +119,13 @@ class DirectRowNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Any) -> Tensor:
         y, _, mean, rstd = _row_forward(x, weight, bias, rows)
-        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.save_for_backward(*KeptByRowNorm(x, None if rows[3] else mean, rstd, weight, None))
         ctx.rows, ctx.has_bias = rows, bias is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
+        x, mean, rstd, weight, _ = ctx.saved_tensors
         start, stop, eps, rms, weight_offset, _ = ctx.rows
         _, need_weight, need_bias, _ = ctx.needs_input_grad
         how = start, stop, rms, need_weight or need_bias, weight_offset
@@ -133,6 +133,7 @@ class DirectRowNorm(torch.autograd.Function):
             mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
             dx, dweight, dbias = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, *how)
         else:
+            mean = torch.zeros_like(rstd) if mean is None else mean
             dx, dweight, dbias = _ROW_BACKWARD(dy, None, x, mean, rstd, weight, *how)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from leannorm._types import Rows
 from leannorm.autograd.channel import applied_directly, for_both_gradients, twice_differentiable
 from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
@@ -21,25 +22,27 @@ class KeptByRowNorm(NamedTuple):
     mean: Tensor | None
     rstd: Tensor
     weight: Tensor | None
+    valid: Tensor | None
 
 
 class RowNorm(torch.autograd.Function):
     """y (and x + residual) of `row_forward`.
 
     Saves x (with a residual: the sum, which is an output anyway) and two statistics a row (an RMS norm one),
-    in float32 or float64: 0 bytes per element beside the input, which the caller holds already.
+    in float32 or float64, and where rows are masked a byte a row: 0 bytes per element beside the input, which
+    the caller holds already.
     """
 
     Kept = KeptByRowNorm
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | Tensor:
-        residual, weight, bias, rows = given
+        residual, weight, bias, rows, valid = given
         backend = ctx.backend = pick(x, residual, weight, bias)
-        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *rows)
-        ctx.save_for_backward(
-            *KeptByRowNorm(x if residual is None else total, None if rows[3] else mean, rstd, weight)
-        )
+        how = *rows, valid
+        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *how)
+        kept = x if residual is None else total
+        ctx.save_for_backward(*KeptByRowNorm(kept, None if rows[3] else mean, rstd, weight, valid))
         ctx.rows = rows
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         ctx.set_materialize_grads(False)
@@ -47,19 +50,19 @@ class RowNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
+        x, mean, rstd, weight, valid = ctx.saved_tensors
         start, stop, eps, rms, weight_offset, _ = ctx.rows
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
-            return _grads(ctx, dtotal, None, None)
+            return _grads(ctx, of_valid(valid, dtotal), None, None)
         backend = ctx.backend
         if twice_differentiable():
             # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
-            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
+            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms, valid)
         mean = torch.zeros_like(rstd) if mean is None else mean
         weight = for_both_gradients(weight, *ctx.dtypes[2:])
-        how = start, stop, rms, want_affine, weight_offset
+        how = start, stop, rms, want_affine, weight_offset, valid
         grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, *how)
         return _grads(ctx, *grads)
 
@@ -73,22 +76,27 @@ def _grads(
         (g if g.dtype is dtype else g.to(dtype)) if wanted and g is not None else None
         for g, wanted, dtype in found
     ]
-    return (*grads, None)
+    return (*grads, None, None)
 
 
 _norm = applied_directly(RowNorm)
 
 
 def row_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, rows: Rows
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rows: Rows,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and x + residual (else x): `RowNorm`, or under a functorch transform its formula in plain torch."""
     tensors = (x, residual, weight, bias)
     in_transform = transformed(*tensors)
     if in_transform or not recorded(*tensors):
         backend = REFERENCE if in_transform else pick(*tensors)
-        y, total, _, _ = backend.row_forward(x, residual, weight, bias, *rows)
+        y, total, _, _ = backend.row_forward(x, residual, weight, bias, *rows, valid)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm
-    out = apply(x, residual, weight, bias, rows)
+    out = apply(x, residual, weight, bias, rows, valid)
     return (out, x) if residual is None else out

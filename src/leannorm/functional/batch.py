@@ -17,7 +17,8 @@ from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
 from leannorm.functional.ghost import ghost_norm, of_all_ranks
-from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
+from leannorm.functional.jagged import NestedTensor, channels
+from leannorm.functional.overridden import as_operator, hand_over, stands_in_for, takes_jagged
 from leannorm.functional.running import (
     fused_update,
     running_mean_and_rstd,
@@ -37,6 +38,7 @@ from leannorm.ops.modes import leaving
 from leannorm.ops.plan import values_per_channel
 
 
+@takes_jagged(channels)
 @stands_in_for(F.batch_norm)
 def batch_norm(
     input: Tensor,
@@ -81,7 +83,10 @@ def batch_norm(
     """
     if training and staying():
         running_mean = running_var = None
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
+    if (
+        has_torch_function_variadic(input, running_mean, running_var, weight, bias)
+        or type(input) is NestedTensor
+    ):
         return hand_over(batch_norm, locals())
     if leaving() and training:
         return as_operator(batch_norm, locals())
@@ -89,6 +94,7 @@ def batch_norm(
     return _by_number(input, running, Epilogue(weight, bias), training, eps, (mask, lengths, fill))
 
 
+@takes_jagged(channels)
 @lists_activations
 def batch_norm_act(
     input: Tensor,
@@ -130,7 +136,10 @@ def batch_norm_act(
     """
     if training and staying():
         running_mean = running_var = None
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
+    if (
+        has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
+        or type(input) is NestedTensor
+    ):
         return hand_over(batch_norm_act, locals())
     if leaving() and training:
         return as_operator(batch_norm_act, locals())
@@ -187,6 +196,7 @@ def usual_batch_norm(
     return direct_channel_norm(input, weight, bias, eps, act, 0, running)
 
 
+@takes_jagged(channels)
 def tracked_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -221,7 +231,7 @@ def tracked_batch_norm(
     if training and staying():
         running_mean = running_var = num_batches_tracked = None
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
-    if has_torch_function_variadic(*tensors):
+    if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
         return hand_over(tracked_batch_norm, locals())
     if leaving():
         if training:

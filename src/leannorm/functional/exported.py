@@ -209,7 +209,7 @@ OPERATORS.update(
         batch_norm_act: _unmasked(_call_act),
         sync_batch_norm: _unmasked(_call_sync),
         conv_batch_norm: _call_conv,
-        group_norm: ops.group_norm,
+        group_norm: _unmasked(ops.group_norm),
         layer_instance_norm: _unmasked(ops.layer_instance_norm),
         instance_norm: _unmasked(_call_instance),
         batch_norm_op: partial(checked_batch_norm_op, ops.batch_norm_op.default),
@@ -224,15 +224,21 @@ def _weighted(x: Tensor, weight: Tensor | None, cast: str) -> Tensor:
     return torch.empty_like(x, dtype=torch.promote_types(x.dtype, weight.dtype))
 
 
+def _cast(eps: Any = None, dim: Any = None, weight_offset: Any = 0.0, cast: str = "after", *rest: Any) -> str:
+    return cast
+
+
 def _like_rms(x: Tensor, shape: Any, weight: Tensor | None, *rest: Any) -> Tensor:
-    return _weighted(x, weight, rest[-1])
+    return _weighted(x, weight, _cast(*rest))
 
 
 def _like_add_rms(x: Tensor, residual: Tensor, shape: Any, weight: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _weighted(x, weight, rest[-1]), torch.empty_like(x)
+    return _weighted(x, weight, _cast(*rest)), torch.empty_like(x)
 
 
-_OF_RMS = "float? eps, int? dim, float weight_offset=0.0, str cast='after'"
+_MASKED = "Tensor? mask=None, Tensor? lengths=None"
+_OF_RMS = f"float? eps, int? dim, float weight_offset=0.0, str cast='after', {_MASKED}"
+_OF_LAYER = f"Tensor? bias, float eps, int? dim, {_MASKED}"
 
 
 def _declare_row_norm(
@@ -251,11 +257,9 @@ def _declare_row_norm(
     OPERATORS[function] = lambda *given, **by_name: operator(*given, *by_name.values())
 
 
-_declare_row_norm(layer_norm, "Tensor x", "Tensor? bias, float eps, int? dim", _like)
+_declare_row_norm(layer_norm, "Tensor x", _OF_LAYER, _like)
 _declare_row_norm(rms_norm, "Tensor x", _OF_RMS, _like_rms)
-_declare_row_norm(
-    add_layer_norm, "Tensor x, Tensor residual", "Tensor? bias, float eps, int? dim", _like_twice
-)
+_declare_row_norm(add_layer_norm, "Tensor x, Tensor residual", _OF_LAYER, _like_twice)
 _declare_row_norm(add_rms_norm, "Tensor x, Tensor residual", _OF_RMS, _like_add_rms)
 
 
@@ -307,7 +311,7 @@ def _call_group_act(*given: Any, act: str) -> Any:
 declare(
     f"group_norm_act(Tensor x, int num_groups, {_AFFINE}, float eps, str act) -> Tensor", _group_act, _like
 )
-OPERATORS[group_norm_act] = _call_group_act
+OPERATORS[group_norm_act] = _unmasked(_call_group_act)
 
 
 class AsOperators(TorchFunctionMode):

@@ -19,7 +19,9 @@ from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
 from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
 from leannorm.functional.valid import (
+    UNMASKED,
     Lengths,
+    Masking,
     leaving_at_data,
     of_one_sample,
     refuse_to_leave_masked,
@@ -38,19 +40,26 @@ def group_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """Normalize each group of channels of each sample; as `torch.nn.functional.group_norm`.
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
     E and the biased Var are over the C / `num_groups` channels of a group and all positions, of one sample;
-    weight and bias are per channel.
+    weight and bias are per channel. `mask`, `lengths` and `fill` are those of `batch_norm`: E and Var are
+    then over the valid positions. A sample without one has mean and variance 0.
 
-    Shapes: input (N, C, *), weight and bias (C,); output as input, in its memory layout.
+    Shapes: input (N, C, *), weight and bias (C,), mask and lengths as `batch_norm`; output as input, in its
+    memory layout.
     Dtypes: as `batch_norm`.
     Kept: the input (4 bytes an element in float32) and 16 bytes a group of a sample.
     Raises: `InputError` (a ValueError and a RuntimeError) where `num_groups` does not divide C, where a group
-    has one value, where a shape does not fit; `DtypeError` where a tensor is not floating.
+    has one value, where a shape, `mask` or `lengths` does not fit; `DtypeError` where a tensor is not
+    floating.
     Source: Wu and He, 2018, arXiv:1803.08494.
 
     >>> import torch
@@ -61,8 +70,11 @@ def group_norm(
     """
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
-    y = _usual(input, num_groups, weight, bias, eps)
-    return _group_norm(input, num_groups, Epilogue(weight, bias), eps) if y is None else y
+    if unmasked(mask, lengths, fill):
+        y = _usual(input, num_groups, weight, bias, eps)
+        if y is not None:
+            return y
+    return _group_norm(input, num_groups, Epilogue(weight, bias), eps, (mask, lengths, fill))
 
 
 @lists_activations
@@ -74,6 +86,9 @@ def group_norm_act(
     eps: float = 1e-5,
     *,
     act: str = "silu",
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+    fill: str = "zero",
 ) -> Tensor:
     """Group norm and an activation in one pass.
 
@@ -97,8 +112,11 @@ def group_norm_act(
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm_act, locals())
     _checks.activation(act)
-    y = _usual(input, num_groups, weight, bias, eps, act)
-    return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps) if y is None else y
+    if unmasked(mask, lengths, fill):
+        y = _usual(input, num_groups, weight, bias, eps, act)
+        if y is not None:
+            return y
+    return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps, (mask, lengths, fill))
 
 
 def _usual(
@@ -115,8 +133,12 @@ def _usual(
     return direct_channel_norm(input, weight, bias, eps, act, num_groups)
 
 
-def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float) -> Tensor:
+def _group_norm(
+    input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking = UNMASKED
+) -> Tensor:
     if leaving():
+        if masking[0] is not None or masking[1] is not None:
+            return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
         return stock.group_norm(input, num_groups, epilogue, eps)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
@@ -125,6 +147,9 @@ def _group_norm(input: Tensor, num_groups: int, epilogue: Epilogue, eps: float) 
     _checks.non_negative_eps(eps)
     # torch's rule: groups of one value are refused only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
+    valid = valid_positions(input, *masking)
+    if valid is not None:
+        return masked_norm(input, valid, epilogue, eps, num_groups)[0]
     return channel_norm(input, epilogue, eps, num_groups)[0]
 
 

@@ -14,8 +14,11 @@ from leannorm._types import Rows
 from leannorm.autograd.direct import direct_row_norm
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
-from leannorm.functional.overridden import hand_over, stands_in_for
+from leannorm.functional.jagged import NestedTensor, rows
+from leannorm.functional.overridden import hand_over, stands_in_for, takes_jagged
+from leannorm.functional.valid import Lengths, valid_positions
 from leannorm.ops.modes import leaving
+from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
 
 
@@ -25,11 +28,15 @@ def _row_norm(
     eps: float | None,
     dim: int | None,
     rms: bool,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
     weight_offset: float = 0.0,
     cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
     if leaving():
-        return stock.row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast == "before")
+        rounded = cast == "before"
+        axes = normalized_shape, eps, dim
+        return stock.row_norm(tensors, *axes, rms, weight_offset, rounded, mask, lengths)
     input, residual, weight, bias = tensors
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
@@ -41,10 +48,22 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
-    rows = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
-    return row_norm(input, residual, weight, bias, rows)
+    valid = _valid_rows(input, mask, lengths, start, stop)
+    how = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
+    return row_norm(input, residual, weight, bias, how, valid)
 
 
+def _valid_rows(
+    input: Tensor, mask: Tensor | None, lengths: Lengths | None, start: int, stop: int
+) -> Tensor | None:
+    """Which rows are data, of the statistics' shape; None where all are."""
+    if lengths is not None:
+        _checks.lengths_of_rows(input, start, stop)
+    valid = valid_positions(input, mask, lengths, kept=(start, stop))
+    return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
+
+
+@takes_jagged(rows)
 @stands_in_for(F.layer_norm)
 def layer_norm(
     input: Tensor,
@@ -54,6 +73,8 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     dim: int | None = None,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> Tensor:
     """Normalize every row to mean 0 and variance 1, then scale and shift it.
 
@@ -63,11 +84,17 @@ def layer_norm(
     with `dim` that single axis, which is not moved (`dim=1` of (N, C, H, W) is the channel norm of ConvNeXt).
     All else is as in `torch.nn.functional.layer_norm`.
 
+    `mask` (bool) says which rows are data, and broadcasts against the input without its normalized axes;
+    `lengths` (N,) says how many of each sample's rows are, where a row has two indices, as in (N, L, C). The
+    other rows are not read; output and input gradient are 0 there, and they have no part in the gradients of
+    weight and bias.
+
     Shapes: any input, weight and bias `normalized_shape`; output as input, in its layout where it is dense.
+    A jagged `torch.nested` tensor whose rows are whole gives one of the same offsets.
     Dtypes: as `batch_norm`, but statistics are computed in float32 (float64 for float64).
-    Kept: the input (4 bytes an element in float32) and 8 bytes a row (16 in float64).
-    Raises: `DtypeError` where a tensor is not floating; `InputError` where `normalized_shape` or a
-    parameter's shape does not fit, or `eps` is negative.
+    Kept: the input (4 bytes an element in float32) and 8 bytes a row (16 in float64), with a mask 1 more.
+    Raises: `DtypeError` where a tensor is not floating; `InputError` where `normalized_shape`, a parameter's
+    shape, `mask` or `lengths` does not fit, or `eps` is negative.
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016, arXiv:1607.06450.
 
     >>> import torch
@@ -76,15 +103,16 @@ def layer_norm(
     tensor([[-1.,  1.],
             [-1.,  1.]])
     """
-    if has_torch_function_variadic(input, weight, bias):
+    if has_torch_function_variadic(input, weight, bias, mask, lengths) or type(input) is NestedTensor:
         return hand_over(layer_norm, locals())
-    if dim is None:
+    if dim is None and mask is None and lengths is None:
         y = direct_row_norm(input, weight, bias, normalized_shape, eps, rms=False)
         if y is not None:
             return y
-    return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, rms=False)[0]
+    return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, False, mask, lengths)[0]
 
 
+@takes_jagged(rows)
 @stands_in_for(F.rms_norm)
 def rms_norm(
     input: Tensor,
@@ -95,6 +123,8 @@ def rms_norm(
     dim: int | None = None,
     weight_offset: float = 0.0,
     cast: str = "after",
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> Tensor:
     """Divide every row by its root mean square, then scale it.
 
@@ -103,7 +133,8 @@ def rms_norm(
     E is over the normalized axes, which are those of `layer_norm`. `eps=None` is the machine epsilon of the
     arithmetic (float64's for float64 input, else float32's). The sum with `weight_offset` is formed in the
     arithmetic's dtype; 1.0 is Gemma's. With `cast="before"` the normalized value is rounded to the input's
-    dtype before it meets the weight, as Llama does. All else is as in `torch.nn.functional.rms_norm`.
+    dtype before it meets the weight, as Llama does. `mask` and `lengths` are those of `layer_norm`. All else
+    is as in `torch.nn.functional.rms_norm`.
 
     Shapes: as `layer_norm`.
     Dtypes: as `layer_norm`; with `cast="before"` the output has the dtype to which torch promotes input and
@@ -117,17 +148,19 @@ def rms_norm(
     >>> F.rms_norm(torch.tensor([[3.0, 4.0]]), (2,), eps=0.0) * 12.5**0.5
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, weight):
+    if has_torch_function_variadic(input, weight, mask, lengths) or type(input) is NestedTensor:
         return hand_over(rms_norm, locals())
-    if dim is None and not weight_offset and cast == "after":
+    if dim is None and mask is None and lengths is None and not weight_offset and cast == "after":
         y = direct_row_norm(input, weight, None, normalized_shape, eps, rms=True)
         if y is not None:
             return y
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
-    return _row_norm((input, None, weight, None), normalized_shape, eps, dim, True, weight_offset, cast)[0]
+    how = eps, dim, True, mask, lengths, weight_offset, cast
+    return _row_norm((input, None, weight, None), normalized_shape, *how)[0]
 
 
+@takes_jagged(rows)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -137,13 +170,15 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     dim: int | None = None,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, then layer-normalize the sum: the step between two blocks of a transformer.
 
         r = input + residual
         y = layer_norm(r, ...)
 
-    Returns y and r. The other arguments are those of `layer_norm`.
+    Returns y and r. The other arguments are those of `layer_norm`; in rows that are no data r is 0 too.
 
     Shapes: as `layer_norm`; residual, y and r as input.
     Dtypes: as `layer_norm`; y and r have the input's dtype.
@@ -157,11 +192,15 @@ def add_layer_norm(
     >>> y, r
     (tensor([[-1.,  1.]]), tensor([[1., 3.]]))
     """
-    if has_torch_function_variadic(input, residual, weight, bias):
+    if (
+        has_torch_function_variadic(input, residual, weight, bias, mask, lengths)
+        or type(input) is NestedTensor
+    ):
         return hand_over(add_layer_norm, locals())
-    return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, rms=False)
+    return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, False, mask, lengths)
 
 
+@takes_jagged(rows)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -172,13 +211,15 @@ def add_rms_norm(
     dim: int | None = None,
     weight_offset: float = 0.0,
     cast: str = "after",
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add the residual, then RMS-normalize the sum: the step between two blocks of a transformer.
 
         r = input + residual
         y = rms_norm(r, ...)
 
-    Returns y and r. The other arguments are those of `rms_norm`.
+    Returns y and r. The other arguments are those of `rms_norm`; in rows that are no data r is 0 too.
 
     Shapes: as `add_layer_norm`.
     Dtypes: y as `rms_norm`, r as the input.
@@ -192,8 +233,9 @@ def add_rms_norm(
     >>> r
     tensor([[3., 4.]])
     """
-    if has_torch_function_variadic(input, residual, weight):
+    if has_torch_function_variadic(input, residual, weight, mask, lengths) or type(input) is NestedTensor:
         return hand_over(add_rms_norm, locals())
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
-    return _row_norm((input, residual, weight, None), normalized_shape, eps, dim, True, weight_offset, cast)
+    how = eps, dim, True, mask, lengths, weight_offset, cast
+    return _row_norm((input, residual, weight, None), normalized_shape, *how)

@@ -15,9 +15,14 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from leannorm._errors import InputError
+from leannorm.functional.jagged import Arguments, NestedTensor
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Result = TypeVar("Result")
 
+Packed = Callable[[Callable[..., Any], Arguments], Any]
+_PACKED: dict[Callable[..., Any], tuple[Packed, tuple[str, ...]]] = {}  # with the names of all arguments
 _STANDS_IN_FOR: dict[Callable[..., Any], Callable[..., Any]] = {}
 # the call of each function's operator, which exported.py puts here
 OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -28,6 +33,16 @@ def stands_in_for(torchs: Callable[..., Any]) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         _STANDS_IN_FOR[function] = torchs
+        return function
+
+    return register
+
+
+def takes_jagged(packed: Packed) -> Callable[[Function], Function]:
+    """Of a jagged tensor the function is `packed(function, arguments)`."""
+
+    def register(function: Function) -> Function:
+        _PACKED[function] = packed, tuple(inspect.signature(function).parameters)
         return function
 
     return register
@@ -49,6 +64,8 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
     A tensor subclass gets torch's function, unless a keyword-only argument, which torch's lacks, is set. All
     others get `function`, with its arguments in the order of its signature.
     """
+    if type(given.get("input")) is NestedTensor:
+        return _of_jagged(function, given)
     positional, named = parameters_of(function)
     args, kwargs = _arguments(function, given)
     torchs = _STANDS_IN_FOR.get(function)
@@ -56,6 +73,17 @@ def hand_over(function: Callable[..., Result], given: dict[str, Any]) -> Result:
         result: Result = torchs(**dict(zip(positional, args, strict=True)))
     else:
         result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
+    return result
+
+
+def _of_jagged(function: Callable[..., Result], given: dict[str, Any]) -> Result:
+    if function not in _PACKED:
+        raise InputError(
+            f"{function.__name__} takes no jagged tensor, got {given['input'].dim()} axes; batch, layer"
+            " and RMS norm do, for the others pass each sample by itself"
+        )
+    packed, names = _PACKED[function]
+    result: Result = packed(function, {name: given[name] for name in names})
     return result
 
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm._types import Epilogue, Running
+from leannorm.functional.valid import Lengths, Masking, leaving_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
@@ -56,6 +57,30 @@ def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor
     return _finished(F.group_norm(wide, groups, weight, bias, eps), x, residual, act)
 
 
+def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
+    """By the statistics of the valid positions of each group: the formula, as torch has no such norm."""
+    mask, lengths, fill = masking
+    padding = ~leaving_positions(x, mask, lengths)
+
+    def of_groups(v: Tensor) -> Tensor:
+        apart: Tensor = v.unflatten(1, (groups, -1))
+        return apart.flatten(2)
+
+    wide = x.to(compute_dtype(x))
+    count = of_groups((~padding).expand_as(x).to(wide.dtype)).sum(2, keepdim=True).clamp_min(1)
+    seen = of_groups(wide.masked_fill(padding, 0))
+    mean = seen.sum(2, keepdim=True) / count
+    outside = of_groups(padding.expand_as(x))
+    var = (seen - mean).masked_fill(outside, 0).square().sum(2, keepdim=True) / count
+    y = ((of_groups(wide) - mean) * torch.rsqrt(var + eps)).reshape(x.shape)
+    weight, bias, residual, act = epilogue
+    along = (-1, *(1,) * (x.dim() - 2))
+    y = y if weight is None else y * weight.to(y.dtype).view(along)
+    y = y if bias is None else y + bias.to(y.dtype).view(along)
+    result: Tensor = _finished(y, x, residual, act)
+    return result.masked_fill(padding, 0) if fill == "zero" else result
+
+
 def instance_norm(
     x: Tensor, running: Running, epilogue: Epilogue, use_input_stats: bool, eps: float
 ) -> Tensor:
@@ -74,11 +99,19 @@ def row_norm(
     rms: bool,
     weight_offset: float = 0.0,
     cast_before: bool = False,
+    mask: Tensor | None = None,
+    lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and input + residual; a single axis that is not the last is moved there and back."""
     input, residual, weight, bias = tensors
     x = input if residual is None else (input + residual).to(input.dtype)
     shape, last = tuple(normalized_shape), x.dim() - 1
+    if mask is not None or lengths is not None:
+        start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
+        padding = ~leaving_positions(x, mask, lengths, (start, start + len(shape)))
+        tensors = x.masked_fill(padding, 0), None, weight, bias
+        y, x = row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast_before)
+        return y.masked_fill(padding, 0), x if residual is not None else input
     axis = last if dim is None else dim % x.dim()
     moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)
     if rms:

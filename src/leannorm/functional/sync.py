@@ -11,10 +11,12 @@ from torch.overrides import has_torch_function_variadic
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.jagged import NestedTensor, channels
+from leannorm.functional.overridden import hand_over, takes_jagged
 from leannorm.functional.valid import Lengths
 
 
+@takes_jagged(channels)
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -56,7 +58,10 @@ def sync_batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual):
+    if (
+        has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
+        or type(input) is NestedTensor
+    ):
         return hand_over(sync_batch_norm, locals())
     _checks.timeout(timeout)
     masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}

@@ -153,10 +153,23 @@ def leaving_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fil
     """What evaluation leaves at padding, for a graph that leaves: torch's functions, no size is looked at."""
     if fill == "normalize" or (mask is None and lengths is None):
         return y
+    return y.masked_fill(~leaving_positions(y, mask, lengths), 0)
+
+
+def leaving_positions(
+    x: Tensor, mask: Tensor | None, lengths: Lengths | None, kept: tuple[int, int] = (1, 2)
+) -> Tensor:
+    """`valid_positions` for a graph that leaves: a mask that broadcasts against x; no size is looked at."""
+    if mask is not None and lengths is not None:
+        raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
+    rank, (first, stop) = x.dim(), kept
     if mask is None:
-        given = torch.as_tensor(lengths, device=y.device)
-        index = torch.arange(y.shape[-1], device=y.device)
-        mask = (index < given.unsqueeze(-1)).reshape(-1, *(1,) * (y.dim() - 2), y.shape[-1])
-    elif mask.dim() == y.dim() - 1:
-        mask = mask.unsqueeze(1)
-    return y.masked_fill(~mask, 0)
+        axis = rank - 1 if stop < rank else first - 1
+        given = torch.as_tensor(lengths, device=x.device)
+        index = torch.arange(x.shape[axis], device=x.device).view(-1, *(1,) * (rank - 1 - axis))
+        return index < given.view(-1, *(1,) * (rank - 1))
+    behind = rank - stop
+    if behind <= mask.dim() < rank:
+        for _ in range(stop - first):
+            mask = mask.unsqueeze(-behind - 1)
+    return mask

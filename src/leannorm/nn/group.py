@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn
 from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.group import group_norm, group_norm_act
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import parameter_of, without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.ops.activation import lists_activations
@@ -32,13 +35,23 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
     torch.Size([4, 6, 8, 8])
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input` (N, C, ...), normalized for each sample and group of channels."""
-        if quantizing(input) and (seen := quantized(self, input)) is not None:
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
+        """`input` (N, C, ...), normalized for each sample and group of channels.
+
+        `mask` or `lengths` leave out padding, as in `functional.group_norm`.
+        """
+        masked = mask is not None or lengths is not None
+        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
-        return group_norm(
-            input, self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
-        )
+        of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
+        return group_norm(input, *of_layer, mask=mask, lengths=lengths, fill=fill)
 
     def _normalize(self, input: Tensor, act: str = "identity") -> Tensor:
         """With an activation that another layer computes."""
@@ -82,16 +95,18 @@ class GroupNormAct(GroupNorm):
         super().__init__(num_groups, num_channels, eps, affine, device, dtype, **without_bias(bias))
         self.activation = act
 
-    def forward(self, input: Tensor) -> Tensor:
-        """act(norm(input)) in one pass; `input` is (N, C, ...)."""
-        return group_norm_act(
-            input,
-            self.num_groups,
-            parameter_of(self, "weight"),
-            parameter_of(self, "bias"),
-            self.eps,
-            act=self.activation,
-        )
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
+        """act(norm(input)) in one pass; `input` is (N, C, ...), `mask` and `lengths` leave out padding."""
+        of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
+        masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
+        return group_norm_act(input, *of_layer, act=self.activation, **masking)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.activation}"

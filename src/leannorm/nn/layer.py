@@ -9,6 +9,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import parameter_of
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 
@@ -52,18 +53,13 @@ class LayerNorm(Leaving, torch.nn.LayerNorm):
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input`, normalized for each row over `normalized_shape`."""
-        if quantizing(input) and (seen := quantized(self, input)) is not None:
+    def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
+        """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
+        masked = mask is not None or lengths is not None
+        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
-        return layer_norm(
-            input,
-            self.normalized_shape,
-            parameter_of(self, "weight"),
-            parameter_of(self, "bias"),
-            self.eps,
-            dim=self.dim,
-        )
+        of_layer = self.normalized_shape, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
+        return layer_norm(input, *of_layer, dim=self.dim, mask=mask, lengths=lengths)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _dim_repr(self.dim)
@@ -115,9 +111,10 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
 
-    def forward(self, input: Tensor) -> Tensor:
-        """`input`, divided for each row by its root mean square over `normalized_shape`."""
-        if quantizing(input) and (seen := quantized(self, input)) is not None:
+    def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
+        """`input`, divided for each row by its root mean square; 0 in the rows that are no data."""
+        masked = mask is not None or lengths is not None
+        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
             return seen  # type: ignore[no-any-return]
         return rms_norm(
             input,
@@ -127,6 +124,8 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
             dim=self.dim,
             weight_offset=self.weight_offset,
             cast=self.cast,
+            mask=mask,
+            lengths=lengths,
         )
 
     def reset_parameters(self) -> None:

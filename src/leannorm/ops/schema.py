@@ -8,7 +8,8 @@ that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the 
 given where the derivative is computed from it. `dz` (the residual's gradient) and `total` (input plus
 residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
 and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
-are not wanted, and `dbias` of RMS norm always is.
+are not wanted, and `dbias` of RMS norm always is. `valid` of a row norm is bool, contiguous, an entry for
+each row in the order of the statistics: what is False is not read, and gets zeros.
 Callers hand in tensors that are contiguous or channels_last, all of one layout.
 """
 
@@ -46,10 +47,10 @@ _SCHEMAS = (
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
     " -> (Tensor dweight, Tensor dbias, Tensor dz)",
     "row_forward(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int start, int stop, float eps,"
-    " bool rms, float weight_offset=0.0, bool cast_before=False)"
+    " bool rms, float weight_offset=0.0, bool cast_before=False, Tensor? valid=None)"
     " -> (Tensor y, Tensor total, Tensor mean, Tensor rstd)",
     "row_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, int start,"
-    " int stop, bool rms, bool want_affine, float weight_offset=0.0)"
+    " int stop, bool rms, bool want_affine, float weight_offset=0.0, Tensor? valid=None)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias)",
 )
 

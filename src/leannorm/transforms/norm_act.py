@@ -33,13 +33,13 @@ class BatchNorm2dThenAct(_ThenAct, nn.BatchNorm2d):
         return norm_drop_act(self, input, self.drop, self.act)
 
 
-class GroupNormThenAct(_ThenAct, nn.GroupNorm):
+class GroupNormThenAct(_ThenAct, nn.GroupNorm):  # type: ignore[misc]
     """`act(drop(group_norm(x)))`."""
 
 
-class LayerNormThenAct(_ThenAct, nn.LayerNorm):
+class LayerNormThenAct(_ThenAct, nn.LayerNorm):  # type: ignore[misc]
     """`act(drop(layer_norm(x)))`."""
 
 
-class RMSNormThenAct(_ThenAct, nn.RMSNorm):
+class RMSNormThenAct(_ThenAct, nn.RMSNorm):  # type: ignore[misc]
     """`act(drop(rms_norm(x)))`."""

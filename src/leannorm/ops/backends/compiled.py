@@ -240,12 +240,14 @@ class Compiled(Backend):
         rms: bool = False,
         weight_offset: float = 0.0,
         cast_before: bool = False,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernel takes any layout; it does not widen the output for a weight of a wider dtype."""
         if cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
-            y, total, mean, rstd = self.row_forward(x, residual, None, None, start, stop, eps, rms)
+            plain = start, stop, eps, rms, 0.0, False, valid
+            y, total, mean, rstd = self.row_forward(x, residual, None, None, *plain)
             return rounded_then_weighted(y, weight, weight_offset, start, stop), total, mean, rstd
-        how = start, stop, eps, rms, weight_offset, cast_before
+        how = start, stop, eps, rms, weight_offset, cast_before, valid
         y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *how)
         return y, x if residual is None else total, mean, rstd
 
@@ -262,6 +264,7 @@ class Compiled(Backend):
         rms: bool = False,
         want_affine: bool = True,
         weight_offset: float = 0.0,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
         input_dtype = x.dtype
@@ -269,7 +272,7 @@ class Compiled(Backend):
             dtype = torch.promote_types(dy.dtype, input_dtype)
             x, dtotal = x.to(dtype), None if dtotal is None else dtotal.to(dtype)
         dx, dweight, dbias = self.ops.row_backward(
-            dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine, weight_offset
+            dy, dtotal, x, mean, rstd, weight, start, stop, rms, want_affine, weight_offset, valid
         )
         if dx.dtype is not input_dtype:
             dx = dx.to(input_dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -32,24 +34,48 @@ def rounded_then_weighted(xhat: Tensor, weight: Tensor | None, offset: float, *s
     return (xhat * _along_row(weight, xhat, *span)).to(dtype)
 
 
+Given = TypeVar("Given", Tensor, Tensor | None)
+
+
+def of_valid(valid: Tensor | None, v: Given) -> Given:
+    """v with 0 in all rows that are not valid, whatever they hold; in v's layout."""
+    return v if valid is None or v is None else v.masked_fill(~valid, 0)
+
+
 class RowVerbs:
-    """Statistics of every row: layer and RMS norm over the axes start..stop-1."""
+    """Statistics of every row: layer and RMS norm over the axes start..stop-1.
+
+    `valid` is bool, of the statistics' shape: a row where it is False is not read, and gets zeros.
+    """
 
     def row_moments(
-        self, x: Tensor, start: int, stop: int, eps: float, rms: bool = False
+        self,
+        x: Tensor,
+        start: int,
+        stop: int,
+        eps: float,
+        rms: bool = False,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
+
+        def rstd_of(square: Tensor) -> Tensor:
+            square = square + eps
+            if valid is None:
+                return torch.rsqrt(square).to(dtype)
+            return of_valid(valid, torch.rsqrt(torch.where(valid, square, 1))).to(dtype)
+
         dims, dtype, wide = tuple(range(start, stop)), compute_dtype(x), statistics_dtype(x)
-        x = x.to(dtype)
+        x = of_valid(valid, x.to(dtype))
         count = max(row_plan(x.shape, start, stop).kept, 1)
         if rms:
             square = sum_of_squares(x, dims, wide) / count
-            return torch.zeros_like(square, dtype=dtype), torch.rsqrt(square + eps).to(dtype)
+            return torch.zeros_like(square, dtype=dtype), rstd_of(square)
         mean = x.sum(dims, keepdim=True) / count
         deviation = x - mean
         rest = deviation.sum(dims, keepdim=True).to(wide) / count
         square = sum_of_squares(deviation, dims, wide) / count - rest.square()
-        return mean + rest.to(dtype), torch.rsqrt(square.clamp_min(0) + eps).to(dtype)
+        return mean + rest.to(dtype), rstd_of(square.clamp_min(0))
 
     def row_normalize(
         self,
@@ -87,12 +113,14 @@ class RowVerbs:
         rms: bool = False,
         weight_offset: float = 0.0,
         cast_before: bool = False,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, x + residual (x itself where there is none), mean, rstd."""
-        total = x if residual is None else x + residual.to(x.dtype)
-        mean, rstd = self.row_moments(total, start, stop, eps, rms)
+        total = x if residual is None else of_valid(valid, x + residual.to(x.dtype))
+        mean, rstd = self.row_moments(total, start, stop, eps, rms, valid)
         how = start, stop, weight_offset, cast_before
-        return self.row_normalize(total, mean, rstd, weight, bias, *how), total, mean, rstd
+        y = self.row_normalize(of_valid(valid, total), mean, rstd, weight, bias, *how)
+        return of_valid(valid, y), total, mean, rstd
 
     def row_grad_sums(
         self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
@@ -151,8 +179,11 @@ class RowVerbs:
         rms: bool = False,
         want_affine: bool = True,
         weight_offset: float = 0.0,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None if unwanted, RMS has no bias)."""
+        if valid is not None:
+            dy, dtotal, x = of_valid(valid, dy), of_valid(valid, dtotal), of_valid(valid, x)
         dx = self.row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms, weight_offset)
         if not want_affine:
             return dx, None, None

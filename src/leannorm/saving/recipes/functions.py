@@ -79,8 +79,10 @@ def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool,
     return value is not None or not there, copy_of(value)
 
 
-def _row_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, backend: Any, *rows: Any) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, *rows)[0]
+def _row_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, *rows: Any
+) -> Tensor:
+    y: Tensor = backend.row_forward(x, None, weight, bias, *rows, valid)[0]
     return y
 
 
@@ -103,7 +105,8 @@ def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
     known, bias = _bias(None, sum(before_bias), given, has_bias)
     if not known:
         return None
-    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (node.backend, *node.rows))
+    captured = copy_of(kept.weight), bias, copy_of(kept.valid)
+    return Step(_row_forward, (kept.x,), captured, (node.backend, *node.rows))
 
 
 @recipe(kind_of_function(DirectRowNorm))

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from leannorm._errors import InputError
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
@@ -123,6 +124,14 @@ def run_forward(
     )
 
 
+def _refuse_masked(valid: Tensor | None) -> None:
+    """`Triton` computes those in plain torch; nobody else has a reason to call the operator."""
+    if valid is not None:
+        raise InputError(
+            "masked rows have no kernel on CUDA; call leannorm.functional.layer_norm"
+        )
+
+
 @taped
 def row_forward(
     x: Tensor,
@@ -135,7 +144,9 @@ def row_forward(
     rms: bool,
     weight_offset: float = 0.0,
     cast_before: bool = False,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _refuse_masked(valid)
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
     none = empty((0,), x.dtype, x.device)
@@ -181,7 +192,10 @@ def row_backward(
     rms: bool,
     want_affine: bool,
     weight_offset: float = 0.0,
+    valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _refuse_masked(valid)
+
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
         return empty(shape, row_gradient_dtype(x, weight), x.device)

@@ -1,0 +1,90 @@
+"""Jagged tensors of `torch.nested`: a norm of their packed values, without padding, in the same offsets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
+
+from leannorm._errors import InputError
+
+Arguments = Mapping[str, Any]
+
+
+def _packed(name: str, input: Any) -> Tensor:
+    if input.lengths() is not None:
+        raise InputError(
+            f"{name} must be a jagged tensor without holes, got one with lengths beside its offsets (a "
+            "narrowed one); pass its .contiguous()"
+        )
+    values: Tensor = input.values()
+    return values
+
+
+def _like(input: Any, values: Tensor) -> Tensor:
+    """Values packed like the input's."""
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        input.offsets(),
+        jagged_dim=input._ragged_idx,
+        min_seqlen=input._maybe_min_seqlen,
+        max_seqlen=input._maybe_max_seqlen,
+    )
+
+
+def _plain(given: Arguments) -> dict[str, Any]:
+    """The arguments, the residual as its values; it and the input must be packed alike."""
+    if given.get("mask") is not None or given.get("lengths") is not None:
+        raise InputError(
+            "mask and lengths are for padded tensors, got one of them with a jagged tensor, whose offsets "
+            "say the lengths already; leave it out"
+        )
+    input, residual, found = given["input"], given.get("residual"), dict(given)
+    if residual is not None:
+        same = type(residual) is NestedTensor and residual._ragged_idx == input._ragged_idx
+        if not (same and residual.offsets() is input.offsets()):
+            raise InputError(
+                "residual must be a jagged tensor with the very offsets of the input, got another; make both "
+                "from one, or with torch.nested.nested_tensor_from_jagged(values, input.offsets())"
+            )
+        found["residual"] = _packed("residual", residual)
+    found["input"] = _packed("input", input)
+    return found
+
+
+def channels(function: Callable[..., Any], given: Arguments) -> Tensor:
+    """A batch norm: (N, j, C, *) is (positions, C, *), and (N, C, *, j, *) is (1, C, *, positions, *)."""
+    if given.get("group_size") is not None:
+        raise InputError(
+            f"group_size counts samples, which packed values have none of, got {given['group_size']} with a "
+            "jagged tensor; use group_size=None"
+        )
+    input, plain = given["input"], _plain(given)
+    if input._ragged_idx == 1:
+        return _like(input, function(**plain))
+    for name in ("input", "residual"):
+        if plain.get(name) is not None:
+            plain[name] = plain[name].unsqueeze(0)
+    return _like(input, function(**plain).squeeze(0))
+
+
+def rows(function: Callable[..., Any], given: Arguments) -> Tensor | tuple[Tensor, Tensor]:
+    """A row norm over axes of which none is the samples' or the ragged one."""
+    input, plain, wanted = given["input"], _plain(given), len(tuple(given["normalized_shape"]))
+    rank, ragged, dim = input.dim(), input._ragged_idx, given["dim"]
+    first = rank - wanted if dim is None else dim % rank
+    if first < 1 or first <= ragged < first + wanted:
+        raise InputError(
+            "the normalized axes of a jagged tensor must have one size in all samples, got the axes "
+            f"{first} to {first + wanted - 1} of {rank} where axis 0 is the samples' and axis {ragged} is "
+            "ragged; normalize others, or pass each sample by itself"
+        )
+    if dim is not None:
+        plain["dim"] = first - 1
+    found = function(**plain)
+    return (
+        (_like(input, found[0]), _like(input, found[1])) if isinstance(found, tuple) else _like(input, found)
+    )

@@ -1,0 +1,79 @@
+"""The lengths of sequences behind a convolution or a pooling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm._errors import InputError
+from leannorm.nn.conv import _ConvBatchNorm
+
+_TRANSPOSED = torch.nn.modules.conv._ConvTransposeNd
+_LAYERS = (
+    torch.nn.modules.conv._ConvNd,
+    torch.nn.modules.pooling._MaxPoolNd,
+    torch.nn.modules.pooling._AvgPoolNd,
+    torch.nn.modules.pooling._LPPoolNd,
+)
+
+
+def conv_lengths(lengths: Tensor | Sequence[int], layer: torch.nn.Module) -> Tensor:
+    """The lengths of sequences behind a convolution or a pooling along their last axis.
+
+        out = floor((length + padding - dilation * (kernel - 1) - 1) / stride) + 1
+
+    `padding` is that of both ends. `layer` is torch's convolution, transposed convolution, max, average or LP
+    pooling of any rank, or a `ConvBatchNorm`; the last of its sizes is read, and `ceil_mode` is. An empty
+    sequence, or one of which the layer makes nothing, has length 0. Ask each of several layers in turn. The
+    host reads no value.
+
+    Returns: int64, of the shape and on the device of `lengths`.
+    Raises: `InputError` where lengths are no integers or the layer is another.
+    Source: the shapes in the documentation of `torch.nn.Conv1d`, `MaxPool1d` and `ConvTranspose1d`.
+
+    >>> import torch
+    >>> from leannorm import conv_lengths
+    >>> conv_lengths([7, 4, 0], torch.nn.Conv1d(1, 1, kernel_size=3, stride=2, padding=1))
+    tensor([4, 2, 0])
+    """
+    given = torch.as_tensor(lengths)
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype is torch.bool):
+        raise InputError(f"lengths must be integers, got {given.dtype}; pass lengths.long()")
+    given = given.to(torch.int64)
+    conv = layer.conv if isinstance(layer, _ConvBatchNorm) else layer
+    if not isinstance(conv, _LAYERS):
+        raise InputError(
+            f"conv_lengths knows convolutions and poolings of torch.nn, got {type(layer).__name__}; ask it "
+            "of each such layer in turn, and leave out those that keep the length"
+        )
+    kernel, stride, dilation = (_last(getattr(conv, n, 1)) for n in ("kernel_size", "stride", "dilation"))
+    reach = dilation * (kernel - 1) + 1  # of one output
+    if isinstance(conv, _TRANSPOSED):
+        both = 2 * _last(conv.padding)
+        found = (given - 1) * stride - both + reach + _last(conv.output_padding)
+    else:
+        first, both = _padding(conv, reach)
+        room = given + both - reach
+        found = torch.div(room, stride, rounding_mode="floor") + 1
+        if getattr(conv, "ceil_mode", False):
+            more = -torch.div(-room, stride, rounding_mode="floor") + 1
+            # a last window must begin in the sequence or in the padding before it
+            found = torch.where((more - 1) * stride < given + first, more, more - 1)
+    return torch.where(given > 0, found, 0).clamp_min(0)
+
+
+def _last(value: Any) -> int:
+    """Along the last axis, of one size for all axes or one for each."""
+    return int(value[-1] if isinstance(value, (tuple, list)) else value)
+
+
+def _padding(conv: Any, reach: int) -> tuple[int, int]:
+    """In front, and at both ends."""
+    padding = getattr(conv, "padding", 0)
+    if isinstance(padding, str):
+        both = reach - 1 if padding == "same" else 0
+        return both // 2, both
+    return _last(padding), 2 * _last(padding)
