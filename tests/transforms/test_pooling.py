@@ -27,10 +27,6 @@ def buffers(layer):
     return {k: b.clone() for k, b in layer.named_buffers()}
 
 
-def parameters(layer):
-    return {k: p.detach().clone() for k, p in layer.named_parameters()}
-
-
 def assert_close(some, others):
     for name, one in some.items():
         torch.testing.assert_close(one, others[name], rtol=1e-12, atol=1e-13)
@@ -133,39 +129,6 @@ def test_a_bad_micro_batch_an_error_and_a_layer_not_called_move_nothing():
     assert_equal(buffers(model), start)
     model(xs[0])
     assert model[0].num_batches_tracked == 1
-
-
-@pytest.mark.parametrize("name", ["BatchNorm2d", "BatchNormAct2d", "ConvBatchNorm2d"])
-def test_steps_that_a_grad_scaler_skips(name):
-    """One micro-batch is not finite: the step is skipped, and statistics and counter stay."""
-    layer, good = LAYERS[name]().float(), images().float()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-
-    def step(batches):
-        before = parameters(layer), buffers(layer)
-        optimizer.zero_grad()
-        with leannorm.accumulate_stats(layer):
-            for x in batches:
-                with torch.autocast("cpu", torch.float16):
-                    loss = layer(x).float().square().mean() / len(batches)
-                scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        after = parameters(layer), buffers(layer)
-        return [
-            any(not torch.equal(one[name], other[name]) for name in one)
-            for one, other in zip(before, after, strict=True)
-        ]
-
-    bad = good.clone()
-    bad[1, 0, 0, 0] = torch.inf
-    assert step([good, good]) == [True, True]
-    assert scaler.get_scale() == 64
-    assert step([good, bad, good]) == [False, False]
-    assert scaler.get_scale() == 32
-    assert step([good]) == [True, True]
-    assert int(next(b for n, b in layer.named_buffers() if n.endswith("num_batches_tracked"))) == 2
 
 
 def test_copies_made_within_are_ordinary_layers():
@@ -428,14 +391,3 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting():
         assert outcome.error is None
         assert outcome.value is True
         assert outcome.seconds < 15
-
-
-def test_the_comparison_with_others():
-    """What the documentation's table says: means of batches are off, the pooled statistics are not."""
-    from benchmarks.recalibrate import by_leannorm, by_torch, digits, errors
-
-    by_class, shuffled = digits()
-    sorted_by_class, uneven = list(by_class.split(100)), [*shuffled[:300].split(100), shuffled[300:303]]
-    for batches, least in ((sorted_by_class, (1e-3, 1.0)), (uneven, (0.2, 0.4))):
-        assert all(off < 1e-6 for off in errors(by_leannorm, batches))
-        assert all(off > by for off, by in zip(errors(by_torch, batches), least, strict=True))
