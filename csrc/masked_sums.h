@@ -160,6 +160,7 @@ inline MaskedChunk masked_chunk(const Cut& cut, const Positions& positions, int6
   const int64_t at = cut.segments > 1 ? i % cut.segments * kChunk : 0;
   const int64_t plane = cut.segments > 1 ? i / cut.segments : i * cut.per_chunk;
   found.sample = groups == 0 ? plane : set / groups;
+  if (cut.step != 0 && cut.segments == 1) found.chunk.block.count = found.chunk.block.statistics;  // planes of a group
   found.valid = positions.planes(found.sample, at, groups != 0);
   return found;
 }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.channel import applied_directly, twice_differentiable
+from leannorm.autograd.rows import mean_to_keep
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -27,7 +28,7 @@ def _in_dtypes(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor |
 
 
 class KeptByAdaNorm(NamedTuple):
-    """What a modulated norm saves; with a branch `x` is the sum. An RMS norm has no mean."""
+    """What a modulated norm saves; with a branch `x` is the sum. Of the mean, see `mean_to_keep`."""
 
     x: Tensor
     mean: Tensor | None
@@ -50,10 +51,11 @@ class AdaNorm(torch.autograd.Function):
         tensors = (x, branch, gate, scale, shift, weight, bias)
         backend = ctx.backend = pick(*tensors)
         y, total, mean, rstd = backend.ada_forward(*tensors, *rows)
+        centre = mean_to_keep(mean, rows[2], backend)
         gate_learns = gate is not None and ctx.needs_input_grad[2]
         ctx.save_for_backward(
             *KeptByAdaNorm(
-                *(x if branch is None else total, None if rows[2] else mean, rstd, scale, weight, bias),
+                *(x if branch is None else total, centre, rstd, scale, weight, bias),
                 *(branch if gate_learns else None, gate),
             )
         )

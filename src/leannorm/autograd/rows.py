@@ -9,20 +9,25 @@ from torch import Tensor
 
 from leannorm._types import Rows
 from leannorm.autograd.channel import applied_directly, for_both_gradients, twice_differentiable
-from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends import REFERENCE, TRITON
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
 
 class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm save; with a residual `x` is the sum. An RMS norm has no mean."""
+    """What layer and RMS norm save; with a residual `x` is the sum. Of the mean, see `mean_to_keep`."""
 
     x: Tensor
     mean: Tensor | None
     rstd: Tensor
     weight: Tensor | None
     valid: Tensor | None
+
+
+def mean_to_keep(mean: Tensor, rms: bool, backend: object) -> Tensor | None:
+    """None for an RMS norm, but where zeros in its place would be one more launch."""
+    return None if rms and backend is not TRITON else mean
 
 
 class RowNorm(torch.autograd.Function):
@@ -42,7 +47,8 @@ class RowNorm(torch.autograd.Function):
         how = *rows, valid
         y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *how)
         kept = x if residual is None else total
-        ctx.save_for_backward(*KeptByRowNorm(kept, None if rows[3] else mean, rstd, weight, valid))
+        centre = mean_to_keep(mean, rows[3], backend)
+        ctx.save_for_backward(*KeptByRowNorm(kept, centre, rstd, weight, valid))
         ctx.rows = rows
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         ctx.set_materialize_grads(False)

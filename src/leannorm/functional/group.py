@@ -128,7 +128,7 @@ def _usual(
     act: str = "identity",
 ) -> Tensor | None:
     """Where the call is a usual one (`autograd.direct`); else None: then the rules are checked one by one."""
-    if not (input.dim() > 1 and eps >= 0 and input.numel() >= 2 * num_groups > 0):
+    if leaving() or not (input.dim() > 1 and eps >= 0 and input.numel() >= 2 * num_groups > 0):
         return None
     return direct_channel_norm(input, weight, bias, eps, act, num_groups)
 
@@ -287,7 +287,7 @@ def layer_instance_norm(
     own = use_input_stats and running_mean is None
     if (
         own
-        and not overridden
+        and not (overridden or leaving())
         and unmasked(mask, lengths, fill)
         and input.dim() == rank
         and input.numel() > input.shape[0] * input.shape[1] == input.shape[0] * num_features

@@ -150,7 +150,7 @@ def rms_norm(
     """
     if has_torch_function_variadic(input, weight, mask, lengths) or type(input) is NestedTensor:
         return hand_over(rms_norm, locals())
-    if dim is None and mask is None and lengths is None and not weight_offset and cast == "after":
+    if dim is None and mask is None and lengths is None and weight_offset == 0 and cast == "after":
         y = direct_row_norm(input, weight, None, normalized_shape, eps, rms=True)
         if y is not None:
             return y

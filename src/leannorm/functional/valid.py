@@ -76,6 +76,8 @@ def _of_mask(
         raise InputError(
             f"mask must be a bool tensor, True where there is data, got {what}; pass mask.bool()"
         )
+    if mask.layout is not torch.strided:
+        raise InputError(f"mask must be a dense tensor, got layout {mask.layout}; pass mask.to_dense()")
     _checks.same_device("mask", mask, input)
     first, stop = kept
     without = mask
@@ -84,7 +86,7 @@ def _of_mask(
             raise InputError(_wrong_shape(input, mask, positions))
         without = mask.reshape(mask.shape[:first] + mask.shape[stop:])
     sizes = zip(reversed(without.shape), reversed(positions), strict=False)
-    if without.dim() > len(positions) or any(size not in (1, of_input) for size, of_input in sizes):
+    if without.dim() > len(positions) or any(size != 1 and size != of_input for size, of_input in sizes):
         raise InputError(_wrong_shape(input, mask, positions))
     if not _on_host(without):
         return without, None

@@ -28,7 +28,7 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def is_dense(x: Tensor) -> bool:
-    return x.is_contiguous() or _channels_last(x)
+    return x.layout is torch.strided and (x.is_contiguous() or _channels_last(x))
 
 
 def dense(x: Tensor) -> Tensor:

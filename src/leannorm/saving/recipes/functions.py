@@ -118,7 +118,7 @@ def direct_row_norm(node: Any, output: int, given: Given, like: Tensor | None) -
     known, bias = _bias(None, 1 + has_weight, given, node.has_bias)
     if not known:
         return None
-    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias), (CPU, *node.rows))
+    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias, None), (CPU, *node.rows))
 
 
 def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:

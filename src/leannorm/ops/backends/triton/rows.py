@@ -127,9 +127,7 @@ def run_forward(
 def _refuse_masked(valid: Tensor | None) -> None:
     """`Triton` computes those in plain torch; nobody else has a reason to call the operator."""
     if valid is not None:
-        raise InputError(
-            "masked rows have no kernel on CUDA; call leannorm.functional.layer_norm"
-        )
+        raise InputError("masked rows have no kernel on CUDA; call leannorm.functional.layer_norm")
 
 
 @taped
