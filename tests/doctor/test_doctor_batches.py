@@ -163,3 +163,24 @@ def test_row_norms_do_not_hide_that_the_modes_differ():
     norm.bias.data = torch.linspace(-0.2, 0.2, 8)
     for model in (nn.Sequential(norm, Mean()), nn.Sequential(norm, Mean(), nn.LayerNorm(8))):
         assert "modes_differ" in [name for name, _ in told(doctor(model, torch.randn(8192, 8)))]
+
+
+def test_padding_that_a_mask_leaves_out_is_none():
+    """The layer's own statistics are of the data, and so are those that it is compared with."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = leannorm.nn.BatchNorm1d(4, momentum=1.0)
+
+        def forward(self, x, lengths):
+            return self.norm(x, lengths=lengths)
+
+    model, lengths = Masked(), torch.arange(10, 42)
+    x = torch.randn(32, 4, 42) + 5
+    x[torch.arange(42).expand(32, 42)[:, None].expand_as(x) >= lengths[:, None, None]] = 0
+    model(x, lengths)
+    model.norm.momentum = 0.1
+    report = doctor(model, {"x": x, "lengths": lengths})
+    assert told(report) == []
+    assert report.layers[0].gap < 1e-3

@@ -16,6 +16,7 @@ from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
 
 from leannorm._types import Moments, Pool
+from leannorm.functional.valid import valid_positions
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
 from leannorm.report.doctor.norms import Norm
@@ -158,7 +159,9 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
             one.source = outputs.get(id(given), (None, None))[0]
             calls[norm.name] = calls.get(norm.name, 0) + 1
             one.calls = max(one.calls, calls[norm.name])
-            _add(one, norm, given.detach())
+            data = _data(norm, given.detach(), kwargs.get("mask"), kwargs.get("lengths"))
+            if data is not None:
+                _add(one, norm, data)
 
         return before
 
@@ -176,6 +179,18 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _data(norm: Norm, given: Tensor, mask: Any, lengths: Any) -> Tensor | None:
+    """What is data: with a mask the valid positions, as samples; None where these are not looked into."""
+    if given.is_nested:
+        return None
+    if mask is None and lengths is None:
+        return given
+    if norm.kind not in ("batch", "frozen"):
+        return None
+    valid = valid_positions(given, mask, lengths)
+    return given if valid is None else given.movedim(1, -1).reshape(*valid.mask.shape, -1)[valid.mask]
 
 
 def _add(one: Seen, norm: Norm, given: Tensor) -> None:
