@@ -62,7 +62,7 @@ class KeptByChannelNorm(NamedTuple):
 
 
 def keep_for_backward(
-    ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor, constant: bool = False
+    ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor | None, constant: bool = False
 ) -> None:
     """Save those of the `given` fields that the backward pass with `act` needs; `more` are saved as they are.
 

@@ -118,12 +118,12 @@ class MaskedAffine(torch.autograd.Function):
         ctx.backend = pick(x, weight, bias, residual)
         y: Tensor = ctx.backend.masked_normalize(x, mask, mean, rstd, weight, bias, residual, act)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, mask, constant=constant)
+        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, mask, None, constant=constant)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, *others, mask = ctx.saved_tensors
+        x, mean, rstd, *others, mask, _ = ctx.saved_tensors
         given: list[Any] = [mean, rstd, *others]
         backend = REFERENCE if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [

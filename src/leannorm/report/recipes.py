@@ -64,10 +64,16 @@ def _batch_norm(x: Tensor, leaf: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, *_affine(x, leaf), training=True)
 
 
-def _our_running_norm(x: Tensor, leaf: Tensor, residual: Tensor | None = None) -> Tensor:
+def _our_running_norm(
+    x: Tensor, leaf: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     zeros = torch.zeros(x.shape[1])
     given = zeros, zeros + 1, *_affine(x, leaf)
-    return functional.batch_norm_act(x, *given, act="identity", residual=residual)
+    return functional.batch_norm_act(x, *given, act="identity", residual=residual, mask=mask)
+
+
+def _mask(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[3]) < x.shape[3] - 2
 
 
 def _kernel() -> Tensor:
@@ -121,6 +127,10 @@ _PROGRAMS: dict[str, _Program] = {
     "leannorm.DirectChannelNorm": _Program(lambda x, leaf: functional.group_norm(x, 1, *_affine(x, leaf))),
     "leannorm.DirectChannelAffine": _Program(_our_running_norm),
     "leannorm.DirectRowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
+    "leannorm.MaskedNorm": _Program(
+        lambda x, leaf: functional.batch_norm(x, None, None, *_affine(x, leaf), training=True, mask=_mask(x))
+    ),
+    "leannorm.MaskedAffine": _Program(lambda x, leaf: _our_running_norm(x, leaf, mask=_mask(x))),
     "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
     "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
     "leannorm.ConvNorm": _Program(_our_conv_norm),

@@ -11,6 +11,7 @@ from torch import Tensor
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.direct import DirectChannelAffine, DirectChannelNorm, DirectRowNorm
+from leannorm.autograd.masked import MaskedAffine, MaskedNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
@@ -26,6 +27,12 @@ def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
     *residual, mean, rstd, weight, bias, backend, act = rest
     kernels: Backend = backend
     return kernels.channel_normalize(x, mean, rstd, weight, bias, (residual or [None])[0], act)
+
+
+def _masked_normalize(x: Tensor, *rest: Any) -> Tensor:
+    *residual, mask, mean, rstd, weight, bias, backend, act = rest
+    y: Tensor = backend.masked_normalize(x, mask, mean, rstd, weight, bias, (residual or [None])[0], act)
+    return y
 
 
 def _kept(node: Any) -> Any:
@@ -44,7 +51,30 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     kept = _kept(node)
     if output or kept is None:
         return None
-    statistics = 2 if isinstance(node, ChannelAffine._backward_cls) else 0
+    found = _channel_operands(node, kept, 2 if isinstance(node, ChannelAffine._backward_cls) else 0, given)
+    return None if found is None else Step(_channel_normalize, *found, (node.backend, node.act))
+
+
+@recipe(kind_of_function(MaskedNorm), kind_of_function(MaskedAffine))
+def masked_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept = _kept(node)
+    if output or kept is None:
+        return None
+    affine = isinstance(node, MaskedAffine._backward_cls)
+    found = _channel_operands(node, kept, 2 if affine else 0, given)
+    if found is None:
+        return None
+    inputs, captured = found
+    how = node.backend, node.act
+    if affine or node.zero:
+        return Step(_masked_normalize, inputs, (copy_of(kept.mask), *captured), how)
+    return Step(_channel_normalize, inputs, captured, how)
+
+
+def _channel_operands(
+    node: Any, kept: Any, statistics: int, given: Given
+) -> tuple[tuple[Value, ...], tuple[Tensor | None, ...]] | None:
+    """What a step reads (x, and the residual where there is one), and what it captures; None if not known."""
     has_x, has_weight, has_bias, has_residual = (dtype is not None for dtype in node.dtypes)
     before_bias = has_x + statistics + has_weight
     known, bias = _bias(kept.bias, before_bias, given, has_bias)
@@ -56,8 +86,7 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     if not known:
         return None
     captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
-    inputs = (kept.x,) if residual is None else (kept.x, residual)
-    return Step(_channel_normalize, inputs, captured, (node.backend, node.act))
+    return (kept.x,) if residual is None else (kept.x, residual), captured
 
 
 @recipe(kind_of_function(DirectChannelNorm), kind_of_function(DirectChannelAffine))
