@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from leannorm.ops import schema
-from leannorm.ops.backends.backend import REFERENCE
 from leannorm.ops.backends.compiled import dense, flat, like
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
@@ -136,6 +135,7 @@ class Triton(CompiledModulated):
 
     name = "triton"
     narrow_lines = True  # a copy in another dtype would be one more launch
+    skips_rows = False  # masked rows take plain torch
 
     def __init__(self) -> None:
         calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})
@@ -179,45 +179,6 @@ class Triton(CompiledModulated):
         arguments = x, running_mean, running_var, eps, flat(weight), flat(bias), like(x, residual), act
         y: Tensor = _kernels.channel_evaluate.call(arguments, both)
         return y
-
-    def row_forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        stop: int,
-        eps: float,
-        rms: bool = False,
-        weight_offset: float = 0.0,
-        cast_before: bool = False,
-        valid: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Masked rows take plain torch: no kernel here leaves rows out."""
-        forward = super().row_forward if valid is None else REFERENCE.row_forward
-        how = start, stop, eps, rms, weight_offset, cast_before, valid
-        return forward(x, residual, weight, bias, *how)
-
-    def row_backward(
-        self,
-        dy: Tensor,
-        dtotal: Tensor | None,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        start: int,
-        stop: int,
-        rms: bool = False,
-        want_affine: bool = True,
-        weight_offset: float = 0.0,
-        valid: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As the forward pass."""
-        backward = super().row_backward if valid is None else REFERENCE.row_backward
-        how = start, stop, rms, want_affine, weight_offset, valid
-        return backward(dy, dtotal, x, mean, rstd, weight, *how)
 
     def message_of(
         self,
