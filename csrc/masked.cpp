@@ -121,7 +121,7 @@ struct Call {
       sum_dz[first + channel] += dz;
       sum_dz_xhat[first + channel] += dz_centred;
     });
-    for (int64_t j = 0; j < n; ++j) sum_dz_xhat[first + j] *= rstd[statistic + j / cut.per_statistic];
+    cut.each_channel(n, [&](int64_t j, int64_t i) { sum_dz_xhat[first + j] *= rstd[statistic + i]; });
   }
 };
 
@@ -317,11 +317,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> masked_backward(const Tensor& dy, con
       p.assign(cut.statistics, 0.0);
       q.assign(cut.statistics, 0.0);
       const double* const weights = coefficients.weights(set);
-      for (int64_t j = 0; j < n; ++j) {
+      cut.each_channel(n, [&](int64_t j, int64_t statistic) {
         const double scaled = weights[j] / values;
-        p[j / cut.per_statistic] += scaled * sum_dz[first + j];
-        q[j / cut.per_statistic] += scaled * sum_dz_xhat[first + j];
-      }
+        p[statistic] += scaled * sum_dz[first + j];
+        q[statistic] += scaled * sum_dz_xhat[first + j];
+      });
       coefficients.set_backward(set, given.rstd, Values(p), Values(q), cut.first_statistic(set));
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }
