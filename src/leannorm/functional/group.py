@@ -284,9 +284,9 @@ def layer_instance_norm(
     overridden = has_torch_function_variadic(*tensors)
     if overridden and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
-    own = use_input_stats and running_mean is None
     if (
-        own
+        use_input_stats
+        and running_mean is None
         and not (overridden or leaving())
         and unmasked(mask, lengths, fill)
         and input.dim() == rank
