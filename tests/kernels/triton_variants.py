@@ -9,6 +9,7 @@ being run. So an entry there is all that a new kernel, or a new way of launching
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -171,6 +172,34 @@ def channel_call(
     return Call(" ".join(words), run, sample)
 
 
+def masked_call(
+    shape: tuple[int, ...],
+    dtype: torch.dtype = BF16,
+    act: str = "relu",
+    last: bool = False,
+    groups: int = 0,
+    residual: bool = False,
+    sample: bool = False,
+) -> Call:
+    """Forward and backward pass of a per-channel norm with a mask, and single verbs."""
+
+    def run() -> None:
+        from leannorm.ops.backends.triton import masked
+
+        x, mask = meta(shape, dtype), meta((shape[0], math.prod(shape[2:])), torch.bool)
+        x = x.to(memory_format=torch.channels_last) if last else x
+        other, weight = x if residual else None, meta((shape[1],), F32)
+        y, mean, _, rstd, n = masked.masked_forward(x, mask, weight, weight, other, 1e-5, act, groups)
+        saved = mean, rstd, n, weight, weight, other, y if residual else None, act, groups, residual
+        masked.masked_backward(x, x, mask, *saved)
+        masked.masked_moments(x, mask, groups)
+        masked.masked_normalize(x, mask, mean, rstd, weight, weight, other, act)
+
+    words = ["masked", "x".join(map(str, shape)), str(dtype).removeprefix("torch."), act]
+    words += ["channels_last"] * last + [f"{groups} groups"] * bool(groups) + ["residual"] * residual
+    return Call(" ".join(words), run, sample)
+
+
 def statistics_call(channels: int, dtype: torch.dtype = F32) -> Call:
     """What happens to the statistics of a layer, of one rank or several."""
 
@@ -231,6 +260,20 @@ CALLS = [
     channel_call((8, 32, 16, 32, 32), last=True),
     *(channel_call((4096, c), dtype) for c in (3, 100, 512) for dtype in (F16, F32)),
     *(channel_call(RESNET[2], F64, last=last, residual=True) for last in (False, True)),
+    masked_call((32, 256, 400), act="identity", sample=True),
+    masked_call((16, 64, 56, 56), last=True, residual=True, sample=True),
+    masked_call((4, 64, 100), groups=8, act="silu", sample=True),
+    *(
+        masked_call(s, dtype, "silu", last, groups, residual)
+        for s in ((32, 256, 400), (64, 80, 1001), (16, 64, 56, 56), (4, 64, 14, 14))
+        for dtype in (BF16, F32)
+        for last in ((False, True) if len(s) == 4 else (False,))
+        for groups in (0, 8)
+        for residual in (False, True)
+        if s[1] % max(groups, 1) == 0
+    ),
+    *(masked_call((16, 64, 56, 56), F64, last=last, residual=True) for last in (False, True)),
+    masked_call((2, 4, 65536, 32768)),
     *(row_call((ROWS, n), rms=rms, sample=True) for n in (1024, 4096, 8192, 16384) for rms in (False, True)),
     *(row_call((ROWS, n), residual=True) for n in (1024, 4096, 8192, 16384)),
     *(row_call((ROWS, n), parameters=F32) for n in (4096, 16384)),
@@ -292,6 +335,7 @@ def _specialized(
 ) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Types, constants and attributes of the arguments, as Triton finds them for such values."""
     types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+    types[torch.bool] = "i1"
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         value, free = values[parameter.name], not parameter.do_not_specialize
