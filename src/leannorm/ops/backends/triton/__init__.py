@@ -138,7 +138,6 @@ class Triton(CompiledMasked, CompiledModulated):
 
     name = "triton"
     narrow_lines = True  # a copy in another dtype would be one more launch
-    skips_rows = False  # masked rows take plain torch
 
     def __init__(self) -> None:
         calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})

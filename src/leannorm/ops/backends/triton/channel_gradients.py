@@ -240,8 +240,8 @@ def backward(
         _input_grad(dy, x, mask, dx, *saved, p, q, act, dz)
     else:
         bias, residual, out = _needed(act, bias, residual, out)
-        more = residual is not None or out is not None or mask is not None
-        pressed = more if geometry.grouped else plan.sets.vector == 1
+        more = residual is not None or out is not None
+        pressed = mask is not None or (more if geometry.grouped else plan.sets.vector == 1)
         launch(
             set_backward_kernel,
             plan.set_programs(),

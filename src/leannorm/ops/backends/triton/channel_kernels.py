@@ -97,7 +97,8 @@ def moments_kernel(
         seen = tl.zeros((1, BE), tl.int32)
     start, offsets, inside = tile(first, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
     loaded, data, _ = data_of(mask, x, inside, first, segment, inner, samples, COLUMNS, V, BE)
-    shift = finite(tl.sum(at_data(mask, data, read(x, start, offsets, loaded, DOUBLE)), 1) / in_first.to(dtype))
+    begun = at_data(mask, data, read(x, start, offsets, loaded, DOUBLE))
+    shift = finite(tl.sum(begun, 1) / in_first.to(dtype))
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for t in tl.range(t0, t1, num_stages=STAGES):
@@ -123,7 +124,7 @@ def moments_kernel(
             again = squares_again(
                 x, mask, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples,
                 COLUMNS, V, WIDE, BC, BE,
-            )
+            )  # fmt: skip
             squares = tl.where(squares < float("inf"), squares, again)
     c = c0 + tl.arange(0, BC)
     place = (segment * parts + part) * C + c

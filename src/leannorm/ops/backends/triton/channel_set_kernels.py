@@ -86,7 +86,7 @@ def set_forward_kernel(
             again = squares_again(
                 x, mask, shift, segment, first, last, last, zero, count, C, inner, samples,
                 COLUMNS, V, WIDE, BC, BE,
-            )
+            )  # fmt: skip
             squares = tl.where(squares < float("inf"), squares, again)
     set_m2 = squares[:, None]
     if GROUPED:
@@ -126,7 +126,8 @@ def set_forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def set_backward_kernel(
-    dy, x, residual, out, dx, dz, mask, mean, rstd, n, weight, bias, sum_dz, sum_dz_xhat, C, inner, samples, G,
+    dy, x, residual, out, dx, dz, mask, mean, rstd, n, weight, bias, sum_dz, sum_dz_xhat,
+    C, inner, samples, G,
     ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
     WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
