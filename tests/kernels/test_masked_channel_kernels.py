@@ -84,11 +84,10 @@ SHAPES = [
     (ChannelCase((3, 4, 17)), 2),
     (ChannelCase((4, 6, 4, 8)), 3),
     (ChannelCase((4, 6, 4, 5), "channels_last"), 3),
-    (ChannelCase((2, 3, 1300)), 0),
+    (ChannelCase((2, 3, 300)), 0),
     (ChannelCase((20, 5)), 0),
 ]
-KINDS = ("random", "late")
-_FEW = [
+GIVEN = [
     (case, dtype, kind, groups, act, residual, out)
     for case, of in SHAPES
     for dtype, kind, groups, act, residual, out in (
@@ -99,7 +98,7 @@ _FEW = [
 ]
 
 
-@tried("case, dtype, kind, groups, act, residual, out", alike(EVERY, _FEW))
+@tried("case, dtype, kind, groups, act, residual, out", alike(EVERY, GIVEN))
 def test_the_verbs_are_the_references(kernels, case, dtype, kind, groups, act, residual, out):
     torch.manual_seed(0)
     mask = mask_of(case.shape, kind)

@@ -56,6 +56,7 @@ def row_call(
     axis: int = -1,
     sample: bool = False,
     cast: bool = False,
+    masked: bool = False,
 ) -> Call:
     """Forward and backward pass of a layer or RMS norm."""
     axis %= len(shape)
@@ -66,13 +67,15 @@ def row_call(
         x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
         weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
         span = (axis, axis + 1)
+        valid = meta((*shape[:axis], 1, *shape[axis + 1 :]), torch.bool) if masked else None
         _, _, mean, rstd = rows.row_forward(
-            x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast
+            x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast, valid
         )
-        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
+        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True, 0.0, valid)
 
     words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
     words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)
+    words += ["masked"] * masked
     return Call(" ".join(words).replace("torch.", ""), run, sample)
 
 
@@ -290,6 +293,9 @@ CALLS = [
     row_call((ROWS, 512), F64),
     row_call((ROWS, 3000), F64),
     *(row_call((16384, 128), dtype, sample=True) for dtype in (BF16, F32)),
+    *(row_call((ROWS, n), residual=True, sample=n == 1024, masked=True) for n in (1024, 16384, 50000)),
+    *(row_call((ROWS, n), dtype, masked=True) for n in (128, 4096, 8192) for dtype in (BF16, F32)),
+    row_call((128, 384, 14, 14), F32, axis=1, masked=True),
     row_call((16384, 256), F32),
     row_call((16384, 128), rms=True),
     row_call((128, 96, 56, 56), axis=1, sample=True),
