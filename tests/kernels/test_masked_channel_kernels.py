@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cases import ChannelCase
 from kernel_cases import BF16, EVERY, F16, F32, F64, Call, alike, call_on, on_every, tried
 
+from leannorm import nn, use_backend
 from leannorm.ops.backends import REFERENCE
 
 NAN = float("nan")
@@ -106,19 +109,18 @@ def test_the_verbs_are_the_references(kernels, case, dtype, kind, groups, act, r
     assert_close_to_reference(kernels, call, mask)
 
 
-@tried(
-    "case, dtype, groups",
-    {
-        backend: [
-            (case, dtype, groups)
-            for case, of in SHAPES
-            # the C++ kernels add up groups with a mask in another order
-            for dtype, groups in ((F32, 0), (BF16, case.shape[1] if of else 0), (F16, of))
-            if not groups or backend != "cpu"
-        ]
-        for backend in EVERY
-    },
-)
+PLANES, COLUMNS = ChannelCase((4, 6, 4, 8)), ChannelCase((4, 6, 4, 5), "channels_last")
+WHOLE = [
+    (PLANES, F32, 0),
+    (COLUMNS, BF16, 0),
+    (ChannelCase((2, 3, 300)), F64, 0),
+    (ChannelCase((20, 5)), F16, 0),
+]
+GROUPED = [(PLANES, BF16, 3), (PLANES, F32, 6), (COLUMNS, F32, 3), (COLUMNS, F16, 6)]
+
+
+# the C++ kernels add up groups with a mask in another order
+@tried("case, dtype, groups", {"cpu": WHOLE, **alike(EVERY[1:], WHOLE + GROUPED)})
 def test_all_valid_is_no_mask_bit_for_bit(kernels, case, dtype, groups):
     torch.manual_seed(1)
     x, dy, weight, bias, residual, act, *_ = call_on(case, dtype, "silu", groups, residual=True)
@@ -146,7 +148,7 @@ def test_a_mean_far_from_zero_behind_padding(kernels, last, dtype):
     found = kernels.masked_moments(x, mask.flatten(1))
     values = x.movedim(1, -1)[mask].double()
     rounding = 1e-7 if dtype == F32 else 1e-14
-    assert (found.mean - values.mean(0)).abs().max() <= rounding
+    assert (found.mean - values.mean(0)).abs().max() <= rounding + 1e-15 * 1e4
     m2 = (values - values.mean(0)).square().sum(0)
     torch.testing.assert_close(found.m2, m2, rtol=10 * rounding, atol=0)
     *_, by_one_call, _, _ = kernels.masked_forward(x, mask.flatten(1), None, None, None, 1e-5)
@@ -197,6 +199,29 @@ def test_a_repeated_call_reads_the_mask_anew(kernels, last):
     for kind in ("random", "late", "lengths"):
         mask = mask_of(case.shape, kind)
         assert_close_to_reference(kernels, with_nan(call_on(case), mask), mask)
+
+
+@tried("fill", {"triton": ["zero", "normalize"]})
+def test_layers_by_lengths(kernels, fill):
+    torch.manual_seed(4)
+    layer = nn.BatchNormAct1d(6, act="silu")
+    x, dy, residual, lengths = (
+        torch.randn(4, 6, 11) + 3,
+        torch.randn(4, 6, 11),
+        torch.randn(4, 6, 11),
+        [11, 4, 0, 1],
+    )
+    found = []
+    for backend in (kernels.name, "reference"):
+        one = copy.deepcopy(layer)
+        leaves = [t.detach().requires_grad_() for t in (x, residual)]
+        with use_backend(backend):
+            y = one(*leaves, lengths=lengths, fill=fill)
+            grads = torch.autograd.grad(y, [*leaves, *one.parameters()], dy)
+            evaluated = one.eval()(x, lengths=lengths, fill=fill)
+        found.append([y, *grads, *one.buffers(), evaluated])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 CHECKED = {"cpu": [("contiguous", 0), ("channels_last", 2)], "triton": [("contiguous", 2)]}

@@ -307,6 +307,8 @@ def _backward_long(
 ) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
+    if valid is not None:
+        tile = tile._replace(registers=255)  # of rows side by side each value has its own predicate
     at_once = (dweight, dbias) if weight.each == 1 else (None, None)
     arguments = (dy, dtotal, x, mean, rstd, valid, weight.values, dx, *at_once, *plan, *weight[1:])
     kernel = row_backward_kernels.backward_long
