@@ -82,6 +82,74 @@ def test_heads_where_they_are(size, dtype):
         assert launches(lambda: leannorm.functional.rms_norm(x, (size,), w, 1e-5), x.device) == 1
 
 
+def padding(*positions):
+    """A mask in which every third sample has no data."""
+    mask = torch.rand(positions, device="cuda") < 0.7
+    mask[::3] = False
+    return mask
+
+
+# one launch and several, extents that allow wide loads and not
+MASKED = [(16, 32, 400), (7, 24, 33, 31), (64, 64, 56, 56)]
+
+
+@DTYPES
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("groups", [0, 4, 8])
+@pytest.mark.parametrize("shape", MASKED, ids=str)
+def test_masked_norms_of_channels(shape, groups, last, dtype):
+    """NaN in the padding."""
+    x, residual = torch.randn(shape), torch.randn(shape)
+    weight, bias = torch.rand(shape[1]), torch.rand(shape[1])
+    mask = padding(shape[0], *shape[2:])
+    if last and len(shape) == 4:
+        x, residual = (t.to(memory_format=torch.channels_last) for t in (x, residual))
+
+    def run(x, residual, weight, bias):
+        x, r = (t.masked_fill(~mask.unsqueeze(1), float("nan")) for t in (x, residual))
+        if groups:
+            y = leannorm.functional.group_norm_act(x, groups, weight, bias, act="silu", mask=mask)
+            return y + residual
+        return leannorm.functional.batch_norm_act(
+            x, None, None, weight, bias, True, act="silu", residual=r, mask=mask
+        )
+
+    of_both_backends(run, dtype, x, residual, weight, bias)
+
+
+@DTYPES
+@WIDTHS
+def test_masked_rows(width, dtype):
+    x, residual, weight = torch.randn(6, 37, width), torch.randn(6, 37, width), torch.rand(width)
+    mask = padding(6, 37)
+
+    def run(x, residual, weight):
+        x = x.masked_fill(~mask.unsqueeze(-1), float("nan"))
+        y, total = leannorm.functional.add_rms_norm(x, residual, (width,), weight, 1e-5, mask=mask)
+        return y + total + leannorm.functional.layer_norm(x, (width,), weight, mask=mask)
+
+    of_both_backends(run, dtype, x, residual, weight)
+
+
+def test_all_valid_is_no_mask_and_nothing_waits_for_the_device():
+    x, dy = (torch.randn(64, 80, 1000, device="cuda") for _ in "xy")
+    mask = torch.ones(64, 1000, dtype=torch.bool, device="cuda")
+    layer = leannorm.nn.BatchNormAct1d(80, act="silu").cuda()
+
+    def step(**masking):
+        leaf = x.detach().requires_grad_()
+        y = layer(leaf, **masking)
+        return [y.detach(), *torch.autograd.grad(y, (leaf, layer.weight, layer.bias), dy)]
+
+    want, _ = step(), step(mask=mask)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step(mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, found, want))
+
+
 def test_sums_of_groups_repeat_bit_for_bit():
     x, dy = (torch.randn(9, 300, 1024, device="cuda") for _ in "xy")
     scale, shift = (torch.randn(9, 1024, device="cuda", requires_grad=True) for _ in "xy")

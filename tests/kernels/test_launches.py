@@ -34,6 +34,11 @@ def with_residual(layer: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tens
     return lambda x: layer(x, torch.empty_like(x).requires_grad_())
 
 
+def masked(layer: torch.nn.Module, *shape: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    mask = torch.empty(shape, dtype=torch.bool)
+    return lambda x: layer(x, mask=mask)
+
+
 def add_norm() -> Callable[[torch.Tensor], torch.Tensor]:
     weight = torch.ones(ROWS[-1:], dtype=BF16, requires_grad=True)
     return lambda x: functional.add_rms_norm(x, torch.empty_like(x), ROWS[-1:], weight)[0]
@@ -85,17 +90,25 @@ CASES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tup
     "`BatchNorm2d`, bfloat16 parameters": (lambda: nn.BatchNorm2d(64, dtype=BF16), IMAGES),
     "`BatchNorm2d`, evaluation": (lambda: nn.BatchNorm2d(64).eval(), IMAGES),
     "`BatchNorm2d`, evaluation without gradients": (lambda: no_grad(nn.BatchNorm2d(64).eval()), IMAGES),
+    "`BatchNorm2d` with a mask": (lambda: masked(nn.BatchNorm2d(64), 64, 56, 56), IMAGES),
+    "`BatchNorm2d` with a mask, a small input": (lambda: masked(nn.BatchNorm2d(64), 2, 14, 14), SMALL),
     "`BatchNormAct2d` with a residual": (lambda: with_residual(nn.BatchNormAct2d(64)), IMAGES),
     "`GroupNorm`": (lambda: nn.GroupNorm(32, 64), IMAGES),
+    "`GroupNorm` with a mask": (lambda: masked(nn.GroupNorm(32, 64), 64, 56, 56), IMAGES),
     "`GroupNorm`, large planes": (lambda: nn.GroupNorm(2, 64), (2, 64, 512, 512)),
     "`GroupNorm`, one sample": (lambda: nn.GroupNorm(32, 64, dtype=BF16), (1, 64, 56, 56)),
     "`GroupNorm`, bfloat16 parameters": (lambda: nn.GroupNorm(32, 64, dtype=BF16), IMAGES),
     "`InstanceNorm2d`": (lambda: nn.InstanceNorm2d(64, affine=True), IMAGES),
+    "`InstanceNorm2d` with a mask": (
+        lambda: masked(nn.InstanceNorm2d(64, affine=True), 64, 56, 56),
+        IMAGES,
+    ),
     "`InstanceNorm2d`, running statistics": (
         lambda: nn.InstanceNorm2d(64, affine=True, track_running_stats=True),
         IMAGES,
     ),
     "`LayerNorm`": (lambda: nn.LayerNorm(1024), ROWS),
+    "`LayerNorm` with a mask": (lambda: masked(nn.LayerNorm(1024), 4096), ROWS),
     "`LayerNorm`, bfloat16 parameters": (lambda: nn.LayerNorm(1024, dtype=BF16), ROWS),
     "`LayerNorm`, rows longer than a tile": (lambda: nn.LayerNorm(65536), (64, 65536)),
     "`SyncBatchNorm` over several ranks": (over_ranks, IMAGES),
@@ -109,6 +122,7 @@ CASES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tup
     "`gated_rms_norm`, behind the gate": (lambda: gated_norm(False), TOKENS),
     "`group_norm_act`": (lambda: nn.GroupNormAct(32, 64, act="silu"), IMAGES),
     "`RMSNorm`": (lambda: nn.RMSNorm(1024), ROWS),
+    "`RMSNorm` with a mask": (lambda: masked(nn.RMSNorm(1024), 4096), ROWS),
     "`rms_norm` of strided heads": (heads, TOKENS),
     "`RMSNorm`, bfloat16 parameters": (lambda: nn.RMSNorm(1024, dtype=BF16), ROWS),
 }

@@ -53,9 +53,6 @@ def test_agrees_with_the_reference(kernels, shape, start, stop, dtype, rms, resi
             assert (g.masked_fill(valid, 0) == 0).all()
 
 
-@pytest.mark.parametrize(
-    "kernels", ["cpu"], indirect=True
-)  # on a GPU masked rows have no kernels of their own
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
 @pytest.mark.parametrize(("shape", "start", "stop"), SHAPES[:3], ids=str)
 def test_all_valid_is_no_mask_bit_for_bit(kernels, shape, start, stop, layout):

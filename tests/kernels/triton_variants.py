@@ -17,17 +17,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from triton_calls import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Call,
+    channel_call,
+    gated_call,
+    heads_call,
+    masked_call,
+    modulated_call,
+    row_call,
+    statistics_call,
+)
 
 PROCESSORS, SHARED = 132, {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # multiprocessors; of a program
-F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-
-
-class Call(NamedTuple):
-    """A call that launches kernels; `sample`: compiled by every test run, and not just by the sweep."""
-
-    name: str
-    run: Callable[[], object]
-    sample: bool = False
 
 
 class Variant(NamedTuple):
@@ -40,155 +45,6 @@ class Variant(NamedTuple):
     constants: dict[str, Any]
     attributes: dict[tuple[int], list[list[object]]]
     options: dict[str, Any]
-
-
-def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def row_call(
-    shape: tuple[int, ...],
-    dtype: torch.dtype = BF16,
-    rms: bool = False,
-    residual: bool = False,
-    parameters: torch.dtype | None = None,
-    axis: int = -1,
-    sample: bool = False,
-    cast: bool = False,
-) -> Call:
-    """Forward and backward pass of a layer or RMS norm."""
-    axis %= len(shape)
-
-    def run() -> None:
-        from leannorm.ops.backends.triton import rows
-
-        x, other = meta(shape, dtype), meta(shape, dtype) if residual else None
-        weight, bias = (meta((shape[axis],), parameters or dtype) for _ in range(2))
-        span = (axis, axis + 1)
-        _, _, mean, rstd = rows.row_forward(
-            x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast
-        )
-        rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True)
-
-    words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
-    words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)
-    return Call(" ".join(words).replace("torch.", ""), run, sample)
-
-
-def heads_call(kept: int, dtype: torch.dtype = BF16, rms: bool = True, sample: bool = False) -> Call:
-    """Layer or RMS norm of the heads of q in a projection of q, k and v, without a copy."""
-
-    def run() -> None:
-        from leannorm.ops.backends.triton import rows
-
-        x = meta((8, 1024, 3, 16, kept), dtype)[:, :, 1]
-        dy, weight = meta((8, 16, 1024, kept), dtype).transpose(1, 2), meta((kept,), dtype)
-        bias = None if rms else weight
-        _, _, mean, rstd = rows.row_forward(x, None, weight, bias, 3, 4, 1e-5, rms, 1.0, False)
-        rows.row_backward(dy, None, x, mean, rstd, weight, 3, 4, rms, True, 1.0)
-
-    words = f"{'rms' if rms else 'layer'} {kept} of a view {dtype}"
-    return Call(words.replace("torch.", ""), run, sample)
-
-
-def modulated_call(
-    shape: tuple[int, int],
-    groups: int,
-    dtype: torch.dtype = BF16,
-    lines: torch.dtype = F32,
-    rms: bool = False,
-    branch: bool = False,
-    sample: bool = False,
-) -> Call:
-    """A norm with a scale and a shift for every group of rows, forward and backward; with a gated branch."""
-
-    def run() -> None:
-        from leannorm.ops.backends.triton import modulated
-
-        x, line = meta(shape, dtype), meta((groups, shape[1]), lines)
-        other, gate = (x, line) if branch else (None, None)
-        _, _, mean, rstd = modulated.row_ada_forward(x, other, gate, line, line, 1.0, 1e-5, rms)
-        modulated.row_ada_backward(x, other, x, mean, rstd, line, 1.0, rms, True)
-        if branch:
-            modulated.row_gate_backward(x, x, line)
-
-    words = [f"ada {'rms' if rms else 'layer'} {shape[0]}x{shape[1]} {groups} lines {lines} {dtype}"]
-    return Call(" ".join(words + ["branch"] * branch).replace("torch.", ""), run, sample)
-
-
-def gated_call(
-    shape: tuple[int, int],
-    dtype: torch.dtype = BF16,
-    act: str = "silu",
-    before: bool = True,
-    cast: bool = False,
-    sample: bool = False,
-) -> Call:
-    """RMS norm with a gate, a slice of a projection, forward and backward."""
-
-    def run() -> None:
-        from leannorm.ops.backends.triton import modulated
-
-        x, gate = meta((shape[0], 2 * shape[1]), dtype).chunk(2, 1)
-        dy, weight = meta(shape, dtype), meta(shape[1:], F32)
-        _, rstd = modulated.row_gated_forward(x, gate, weight, 1e-5, act, before, cast)
-        modulated.row_gated_backward(dy, x, gate, rstd, weight, act, before, True)
-
-    words = ["gated", "x".join(map(str, shape)), act, str(dtype), "before" if before else "behind"]
-    return Call(" ".join(words + ["cast"] * cast).replace("torch.", ""), run, sample)
-
-
-def channel_call(
-    shape: tuple[int, ...],
-    dtype: torch.dtype = BF16,
-    act: str = "relu",
-    last: bool = False,
-    groups: int = 0,
-    residual: bool = False,
-    sample: bool = False,
-) -> Call:
-    """Forward and backward pass of a per-channel norm, and single verbs; with a residual, from the output."""
-
-    def run() -> None:
-        from leannorm.ops.backends.triton import channel, channel_gradients
-
-        layout = {4: torch.channels_last, 5: torch.channels_last_3d}[len(shape)] if last else None
-        x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
-        other = x if residual else None
-        weight, bias = meta((shape[1],), F32), meta((shape[1],), F32)
-        y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
-        out = y if residual else None
-        channel_gradients.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
-        channel.channel_moments(x, groups)
-        channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
-        channel.channel_evaluate(x, weight, bias, 1e-5, weight, bias, other, act)
-        sums = channel_gradients.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
-        p, q = (meta(tuple(mean.shape), F64) for _ in sums)
-        channel_gradients.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)
-
-    words = ["channels", "x".join(map(str, shape)), str(dtype).removeprefix("torch."), act]
-    words += ["channels_last"] * last + [f"{groups} groups"] * bool(groups) + ["residual"] * residual
-    return Call(" ".join(words), run, sample)
-
-
-def statistics_call(channels: int, dtype: torch.dtype = F32) -> Call:
-    """What happens to the statistics of a layer, of one rank or several."""
-
-    def run() -> None:
-        from leannorm.ops.backends.triton import statistics
-
-        mean, m2, total = meta((channels,), F64), meta((channels,), F64), meta((1 + 4 * channels,), F64)
-        running, batches, count = meta((channels,), dtype), meta((), torch.int64), meta((), F64)
-        statistics.move_running_(running, running, batches, 0.1, mean, m2, 100, None)
-        statistics.move_running_(running, running, batches, None, mean, m2, 0, count)
-        statistics.constants_of(running, running, 1e-5)
-        statistics.sums_of(mean, m2, 100)
-        statistics.message_of([total], (1, 2), 0, 100, 4096)
-        statistics.message_of([mean, m2], (1, 2), 0, 0, 4096)
-        statistics.moments_of(total, 1e-5)
-        statistics.means_of(total[: 1 + 2 * channels], running, count)
-
-    return Call(f"statistics {channels} {dtype}".replace("torch.", ""), run, dtype == F32)
 
 
 ROWS = 32768
@@ -231,6 +87,20 @@ CALLS = [
     channel_call((8, 32, 16, 32, 32), last=True),
     *(channel_call((4096, c), dtype) for c in (3, 100, 512) for dtype in (F16, F32)),
     *(channel_call(RESNET[2], F64, last=last, residual=True) for last in (False, True)),
+    masked_call((32, 256, 400), act="identity", sample=True),
+    masked_call((16, 64, 56, 56), last=True, residual=True, sample=True),
+    masked_call((4, 64, 100), groups=8, act="silu", sample=True),
+    *(
+        masked_call(s, dtype, "silu", last, groups, residual)
+        for s in ((32, 256, 400), (64, 80, 1001), (16, 64, 56, 56), (4, 64, 14, 14))
+        for dtype in (BF16, F32)
+        for last in ((False, True) if len(s) == 4 else (False,))
+        for groups in (0, 8)
+        for residual in (False, True)
+        if s[1] % max(groups, 1) == 0
+    ),
+    *(masked_call((16, 64, 56, 56), F64, last=last, residual=True) for last in (False, True)),
+    masked_call((2, 4, 65536, 32768)),
     *(row_call((ROWS, n), rms=rms, sample=True) for n in (1024, 4096, 8192, 16384) for rms in (False, True)),
     *(row_call((ROWS, n), residual=True) for n in (1024, 4096, 8192, 16384)),
     *(row_call((ROWS, n), parameters=F32) for n in (4096, 16384)),
@@ -247,6 +117,9 @@ CALLS = [
     row_call((ROWS, 512), F64),
     row_call((ROWS, 3000), F64),
     *(row_call((16384, 128), dtype, sample=True) for dtype in (BF16, F32)),
+    *(row_call((ROWS, n), residual=True, sample=n == 1024, masked=True) for n in (1024, 16384, 50000)),
+    *(row_call((ROWS, n), dtype, masked=True) for n in (128, 4096, 8192) for dtype in (BF16, F32)),
+    row_call((128, 384, 14, 14), F32, axis=1, masked=True),
     row_call((16384, 256), F32),
     row_call((16384, 128), rms=True),
     row_call((128, 96, 56, 56), axis=1, sample=True),
@@ -292,6 +165,7 @@ def _specialized(
 ) -> tuple[dict[str, str], dict[str, Any], dict[Any, Any]]:
     """Types, constants and attributes of the arguments, as Triton finds them for such values."""
     types = {F32: "fp32", BF16: "bf16", F16: "fp16", F64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+    types[torch.bool] = "i1"
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         value, free = values[parameter.name], not parameter.do_not_specialize

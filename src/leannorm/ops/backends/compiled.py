@@ -74,8 +74,6 @@ def _increment_versions(buffers: tuple[Tensor | None, ...]) -> None:
 class Compiled(Backend):
     """Kernels behind operators; `ops` offers these by name. A verb that has an operator calls it."""
 
-    skips_rows = True  # do the row kernels leave masked rows out? Else those calls take the plain formulas
-
     def __init__(self, ops: Any = schema.OPS) -> None:
         self.ops = ops
 
@@ -245,9 +243,6 @@ class Compiled(Backend):
         valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernel takes any layout; it does not widen the output for a weight of a wider dtype."""
-        if valid is not None and not self.skips_rows:
-            of = start, stop, eps, rms, weight_offset, cast_before, valid
-            return super().row_forward(x, residual, weight, bias, *of)
         if cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
             plain = start, stop, eps, rms, 0.0, False, valid
             y, total, mean, rstd = self.row_forward(x, residual, None, None, *plain)
@@ -272,9 +267,6 @@ class Compiled(Backend):
         valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
-        if valid is not None and not self.skips_rows:
-            of = start, stop, rms, want_affine, weight_offset, valid
-            return super().row_backward(dy, dtotal, x, mean, rstd, weight, *of)
         input_dtype = x.dtype
         if dy.dtype is not input_dtype:
             dtype = torch.promote_types(dy.dtype, input_dtype)

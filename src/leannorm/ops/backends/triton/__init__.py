@@ -1,10 +1,10 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `rows.py`, `modulated.py` and `statistics.py` implement every operator
-of `schema.py`, each under its name. They are registered for CUDA here and imported by the first call, since
-Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels
-are interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
-(`use_backend("triton")`), as that is slow.
+`channel.py`, `channel_gradients.py`, `masked.py`, `rows.py`, `modulated.py` and `statistics.py` implement
+every operator of `schema.py`, each under its name. They are registered for CUDA here and imported by the
+first call, since Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the
+environment the kernels are interpreted: then they serve CPU tensors as well, but only if the backend is
+chosen by name (`use_backend("triton")`), as that is slow.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.autograd import profiler
 
 from leannorm.ops import schema
 from leannorm.ops.backends.compiled import dense, flat, like
+from leannorm.ops.backends.compiled_masked import CompiledMasked
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -63,10 +64,12 @@ def _room(operator: str) -> str:
         return "modulated"
     if operator.startswith("row"):
         return "rows"
+    if operator in schema.MASKED:
+        return "masked"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
-_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN)
+_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.MASKED, *schema.BETWEEN)
 _FUNCTIONS = ("message_of", "channel_evaluate")  # kernels without an operator
 _NAMES = _OPERATORS + _FUNCTIONS
 
@@ -130,12 +133,11 @@ if _UNAVAILABLE is None:
     _register()
 
 
-class Triton(CompiledModulated):
+class Triton(CompiledMasked, CompiledModulated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
     narrow_lines = True  # a copy in another dtype would be one more launch
-    skips_rows = False  # masked rows take plain torch
 
     def __init__(self) -> None:
         calls = SimpleNamespace(**{name: _calls(name) for name in _OPERATORS})

@@ -76,8 +76,10 @@ def zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64, device=x.device)
 
 
-def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean, M2, and rstd where there is an eps."""
+def moments(
+    x: Tensor, groups: int, eps: float | None, mask: Tensor | None = None, count: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean, M2, and rstd where there is an eps; of what is valid, whose number `count` gets."""
     plan = plan_of(x, groups)
     geometry, parts = plan.geometry, plan.moments
     merged = merging(geometry, parts)
@@ -85,8 +87,9 @@ def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor,
     rstd = None if eps is None else empty_like(mean)
     shape = (geometry.segments, parts.parts, geometry.channels)
     part_mean, part_m2 = (new_statistics(x, shape) for _ in range(2))
+    part_count = None if mask is None else new_statistics(x, shape[:2])
     double = x.dtype == torch.float64
-    arguments = (x, part_mean, part_m2, *geometry.sizes, parts.tiles, parts.parts)
+    arguments = (x, mask, part_mean, part_m2, part_count, *geometry.sizes, parts.tiles, parts.parts)
     launch(
         moments_kernel,
         plan.programs(parts),
@@ -101,7 +104,8 @@ def _moments(x: Tensor, groups: int, eps: float | None) -> tuple[Tensor, Tensor,
         merge_moments_kernel,
         merged.programs(geometry),
         x.device,
-        *(part_mean, part_m2, mean, m2, rstd, *geometry.sizes, parts.tiles, parts.parts, geometry.groups),
+        *(part_mean, part_m2, part_count, mean, m2, rstd, count),
+        *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         COLUMNS=geometry.columns,
         BE=plan.tiling.block_elements,
         EPS=eps,
@@ -117,12 +121,13 @@ def channel_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     if x.numel() == 0:
         shape = statistics_shape(x.shape, groups)
         return zeros(x, shape), zeros(x, shape)
-    mean, m2, _ = _moments(x, groups, None)
+    mean, m2, _ = moments(x, groups, None)
     return mean, m2
 
 
-def _normalized(
+def normalized(
     x: Tensor,
+    mask: Tensor | None,
     mean: Tensor,
     spread: Tensor,
     eps: float | None,
@@ -141,7 +146,7 @@ def _normalized(
         normalize_kernel,
         plan.programs(plan.mapping),
         x.device,
-        *(x, residual, y, mean, spread, weight, bias),
+        *(x, residual, y, mask, mean, spread, weight, bias),
         *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
         ACT=act,
         **plan.tiling.constants,
@@ -162,7 +167,7 @@ def channel_normalize(
     residual: Tensor | None,
     act: str,
 ) -> Tensor:
-    return _normalized(x, mean, rstd, None, weight, bias, residual, act)
+    return normalized(x, None, mean, rstd, None, weight, bias, residual, act)
 
 
 @taped
@@ -180,7 +185,47 @@ def channel_evaluate(
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if not value.is_contiguous() or value.numel() != x.shape[1]:
             raise RuntimeError(f"{name} must be contiguous and have one value a channel")
-    return _normalized(x, running_mean, running_var, float(eps), weight, bias, residual, act)
+    return normalized(x, None, running_mean, running_var, float(eps), weight, bias, residual, act)
+
+
+def forward(
+    x: Tensor,
+    mask: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    act: str,
+    groups: int,
+    count: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`channel_forward`; with a mask, of what is valid, whose number `count` gets."""
+    check(act, x, residual, weight=weight, bias=bias)
+    shape = statistics_shape(x.shape, groups)
+    if x.numel() == 0:
+        rstd = zeros(x, shape).add_(eps).rsqrt_()
+        return torch.empty_like(x), zeros(x, shape), zeros(x, shape), rstd
+    plan = plan_of(x, groups)
+    if plan.sets is None:
+        mean, m2, of_eps = moments(x, groups, eps, mask, count)
+        assert of_eps is not None
+        return normalized(x, mask, mean, of_eps, None, weight, bias, residual, act), mean, m2, of_eps
+    y = empty_like(x)
+    mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
+    geometry = plan.geometry
+    launch(
+        set_forward_kernel,
+        plan.set_programs(),
+        x.device,
+        *(x, residual, y, mask, mean, m2, rstd, count, weight, bias, *geometry.sizes, geometry.groups),
+        ACT=act,
+        EPS=eps,
+        GROUPED=geometry.grouped,
+        registers=SET_REGISTERS if plan.sets.columns or mask is not None else None,
+        **plan.sets.constants,
+        DOUBLE=x.dtype == torch.float64,
+    )
+    return y, mean, m2, rstd
 
 
 @taped
@@ -193,32 +238,7 @@ def channel_forward(
     act: str,
     groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check(act, x, residual, weight=weight, bias=bias)
-    shape = statistics_shape(x.shape, groups)
-    if x.numel() == 0:
-        rstd = zeros(x, shape).add_(eps).rsqrt_()
-        return torch.empty_like(x), zeros(x, shape), zeros(x, shape), rstd
-    plan = plan_of(x, groups)
-    if plan.sets is None:
-        mean, m2, of_eps = _moments(x, groups, eps)
-        assert of_eps is not None
-        return channel_normalize(x, mean, of_eps, weight, bias, residual, act), mean, m2, of_eps
-    y = empty_like(x)
-    mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
-    geometry = plan.geometry
-    launch(
-        set_forward_kernel,
-        plan.set_programs(),
-        x.device,
-        *(x, residual, y, mean, m2, rstd, weight, bias, *geometry.sizes, geometry.groups),
-        ACT=act,
-        EPS=eps,
-        GROUPED=geometry.grouped,
-        registers=SET_REGISTERS if plan.sets.columns else None,
-        **plan.sets.constants,
-        DOUBLE=x.dtype == torch.float64,
-    )
-    return y, mean, m2, rstd
+    return forward(x, None, weight, bias, residual, eps, act, groups)
 
 
 @taped
@@ -234,7 +254,7 @@ def channel_forward_tracked_(
     num_batches: Tensor | None,
     momentum: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, mean, m2, rstd = channel_forward(x, weight, bias, residual, eps, act, 0)
+    y, mean, m2, rstd = forward(x, None, weight, bias, residual, eps, act, 0)
     plan = channel_plan(x.shape)
     move_running_(running_mean, running_var, num_batches, momentum, mean, m2, plan.outer * plan.inner, None)
     return y, mean, m2, rstd

@@ -11,9 +11,11 @@ import triton.language as tl
 from leannorm.ops.backends.triton.channel_kernels import SIZES, summed
 from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.tiles import (
+    at_data,
     block_of_channels,
     channels_of_set,
     constants,
+    data_of,
     gradient_before_activation,
     per_channel,
     read,
@@ -24,7 +26,7 @@ from leannorm.ops.backends.triton.tiles import (
 
 @triton.jit(do_not_specialize=SIZES)
 def grad_sums_kernel(
-    dy, x, residual, out, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat,
+    dy, x, residual, out, dz, mask, mean, rstd, weight, bias, sum_dz, sum_dz_xhat,
     C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
@@ -32,7 +34,7 @@ def grad_sums_kernel(
     """Sums of dz and dz * xhat of every channel in each part: `[segments, parts, C]`.
 
     Reads dy and x (with an activation the residual or the output too) once. Writes 16 bytes for each channel
-    and part, and dz once where it is given.
+    and part, and dz once where it is given. Where a mask says that there is no data dz is 0.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
@@ -42,13 +44,14 @@ def grad_sums_kernel(
     product = tl.zeros((BC, BE), dtype)
     for t in tl.range(t0, t1, num_stages=STAGES):
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
-        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+        xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
+        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
         if dz is not None:
-            tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
-        g = tl.where(inside, g, 0.0)
+            tl.store(dz + start + offsets, at_data(mask, data, g).to(dz.dtype.element_ty), mask=inside)
+        g = tl.where(data, g, 0.0)
         total += g
-        product = tl.fma(g, tl.where(inside, xhat, 0.0), product)
+        product = tl.fma(g, tl.where(data, xhat, 0.0), product)
     c = c0 + tl.arange(0, BC)
     place = (segment * parts + part) * C + c
     tl.store(sum_dz + place, summed(total), mask=c < C)
@@ -57,12 +60,13 @@ def grad_sums_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def merge_sums_kernel(
-    part_dz, part_dz_xhat, weight, sum_dz, sum_dz_xhat, p, q, C, inner, samples, parts, G,
+    part_dz, part_dz_xhat, count, weight, sum_dz, sum_dz_xhat, p, q, C, inner, samples, parts, G,
     GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """The sums `[segments, C]` from their parts, and p and q (the weighted means of every set) where given.
 
-    Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them.
+    Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them. With a mask
+    `count` says of how many values a segment's statistics are.
     """
     pid = tl.program_id(0)
     group_size = C // G
@@ -92,6 +96,8 @@ def merge_sums_kernel(
             weighted_dz_xhat += w * s_dz_xhat
     if p is not None:
         n = (samples.to(tl.int64) * inner * group_size).to(tl.float64)
+        if count is not None:
+            n = tl.maximum(tl.load(count + segment), 1)
         if GROUPED:
             place = segment * G + pid % G
             tl.store(p + place, tl.sum(weighted_dz, 0) / n)
@@ -104,14 +110,14 @@ def merge_sums_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def input_grad_kernel(
-    dy, x, residual, out, dx, dz, mean, rstd, weight, bias, p, q, C, inner, samples, tiles, parts, G,
+    dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, p, q, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd * (weight * dz - p - xhat * q), and dz where it is given.
 
     Reads dy and x (with an activation the residual or the output too) once, writes dx (and dz) once.
-    dx may be x.
+    dx may be x. Where a mask says that there is no data dx and dz are 0.
     """
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     c, exists, place = block_of_channels(segment, c0, C, G, BC)
@@ -121,11 +127,13 @@ def input_grad_kernel(
     for step in tl.range(t0, t1, num_stages=STAGES):
         t = t0 + t1 - 1 - step
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
-        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+        xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
+        g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
         if dz is not None:
-            tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
+            tl.store(dz + start + offsets, at_data(mask, data, g).to(dz.dtype.element_ty), mask=inside)
         gradient = tl.fma(g, w, -mean_dz)
         if q is not None:  # None for constant statistics; xhat may be NaN, so 0 * xhat is not 0
             gradient = tl.fma(-xhat, mean_dz_xhat, gradient)
-        tl.store(dx + start + offsets, (gradient * scale).to(dx.dtype.element_ty), mask=inside)
+        gradient = at_data(mask, data, gradient * scale)
+        tl.store(dx + start + offsets, gradient.to(dx.dtype.element_ty), mask=inside)

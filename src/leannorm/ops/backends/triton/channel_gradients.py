@@ -32,9 +32,11 @@ def _needed(
     return bias, residual, None
 
 
-def _sums(
+def sums(
     dy: Tensor,
     x: Tensor,
+    mask: Tensor | None,
+    count: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
@@ -47,7 +49,10 @@ def _sums(
     sum_dz_xhat: Tensor,
     want_means: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """p and q; writes the sums of dz and dz * xhat of every channel of every segment, and dz where given."""
+    """p and q; writes the sums of dz and dz * xhat of every channel of every segment, and dz where given.
+
+    With a mask of what is valid, whose number is `count`.
+    """
     plan = plan_of(x, groups_of(x, mean))
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
@@ -62,7 +67,7 @@ def _sums(
         grad_sums_kernel,
         plan.programs(parts),
         x.device,
-        *(dy, x, residual, out, dz, mean, rstd, scale, bias, part_dz, part_dz_xhat),
+        *(dy, x, residual, out, dz, mask, mean, rstd, scale, bias, part_dz, part_dz_xhat),
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
         # groups make many programs anyway
@@ -75,7 +80,7 @@ def _sums(
         merge_sums_kernel,
         merged.programs(geometry),
         x.device,
-        *(part_dz, part_dz_xhat, weight, sum_dz, sum_dz_xhat, p, q),
+        *(part_dz, part_dz_xhat, count, weight, sum_dz, sum_dz_xhat, p, q),
         *(*geometry.sizes, parts.parts, geometry.groups),
         GROUPED=geometry.grouped,
         **merged.constants,
@@ -95,18 +100,35 @@ def channel_grad_sums(
     out: Tensor | None,
     act: str,
 ) -> tuple[Tensor, Tensor]:
+    return grad_sums(dy, x, None, mean, rstd, weight, bias, residual, out, act)
+
+
+def grad_sums(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+) -> tuple[Tensor, Tensor]:
+    """`channel_grad_sums`; with a mask, of what is valid."""
     check(act, x, dy, residual, out, weight=weight, bias=bias)
     shape = (*mean.shape[:-1], x.shape[1])
     if x.numel() == 0:
         return zeros(x, shape), zeros(x, shape)
-    sums = new_statistics(x, shape), new_statistics(x, shape)
-    _sums(dy, x, mean, rstd, weight, bias, residual, out, act, None, *sums, False)
-    return sums
+    both = new_statistics(x, shape), new_statistics(x, shape)
+    sums(dy, x, mask, None, mean, rstd, weight, bias, residual, out, act, None, *both, False)
+    return both
 
 
 def _input_grad(
     dy: Tensor,
     x: Tensor,
+    mask: Tensor | None,
     dx: Tensor,
     mean: Tensor,
     rstd: Tensor,
@@ -125,7 +147,7 @@ def _input_grad(
         input_grad_kernel,
         plan.programs(plan.mapping),
         x.device,
-        *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, p, q),
+        *(dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, p, q),
         *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
         ACT=act,
         **plan.tiling.constants,
@@ -149,17 +171,38 @@ def channel_input_grad(
     act: str,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor]:
+    return input_grad(dy, x, None, mean, rstd, weight, bias, residual, out, p, q, act, want_dz)
+
+
+def input_grad(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    p: Tensor | None,
+    q: Tensor | None,
+    act: str,
+    want_dz: bool,
+) -> tuple[Tensor, Tensor]:
+    """`channel_input_grad`; with a mask, 0 where there is no data."""
     check(act, x, dy, residual, out, weight=weight, bias=bias)
     dx = empty_like(x)
     dz = empty_like(x) if want_dz else None
     if x.numel() != 0:
-        _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
+        _input_grad(dy, x, mask, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
     return dx, empty((0,), x.dtype, x.device) if dz is None else dz
 
 
-def _backward(
+def backward(
     dy: Tensor,
     x: Tensor,
+    mask: Tensor | None,
+    count: Tensor | None,
     dx: Tensor,
     mean: Tensor,
     rstd: Tensor,
@@ -171,7 +214,7 @@ def _backward(
     groups: int,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dweight, dbias and dz; writes dx."""
+    """dweight, dbias and dz; writes dx. With a mask of what is valid, whose number is `count`."""
     check(act, x, dy, residual, out, weight=weight, bias=bias)
     channels = (x.shape[1],)
     dz = empty_like(x) if want_dz else None
@@ -186,24 +229,24 @@ def _backward(
     shares = Shares(dweight, dbias, geometry.segments, geometry.channels, statistics_dtype(x))
     assert shares.dweight is not None
     assert shares.dbias is not None
-    sums = shares.dbias, shares.dweight
+    both = shares.dbias, shares.dweight
     if plan.sets is None:
         first_writes = want_dz and act in MASKS
-        p, q = _sums(
-            dy, x, mean, rstd, weight, bias, residual, out, act, dz if first_writes else None, *sums, True
-        )
+        written = dz if first_writes else None
+        saved = mean, rstd, weight, bias, residual, out
+        p, q = sums(dy, x, mask, count, *saved, act, written, *both, True)
         if first_writes:
             dy, act, dz = returned_dz, "identity", None
-        _input_grad(dy, x, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
+        _input_grad(dy, x, mask, dx, *saved, p, q, act, dz)
     else:
         bias, residual, out = _needed(act, bias, residual, out)
         more = residual is not None or out is not None
-        pressed = more if geometry.grouped else plan.sets.vector == 1
+        pressed = mask is not None or (more if geometry.grouped else plan.sets.vector == 1)
         launch(
             set_backward_kernel,
             plan.set_programs(),
             x.device,
-            *(dy, x, residual, out, dx, dz, mean, rstd, weight, bias, *sums),
+            *(dy, x, residual, out, dx, dz, mask, mean, rstd, count, weight, bias, *both),
             *(*geometry.sizes, geometry.groups),
             ACT=act,
             GROUPED=geometry.grouped,
@@ -231,7 +274,7 @@ def channel_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx = empty_like(x)
     arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz)
-    return dx, *_backward(dy, x, dx, *arguments)
+    return dx, *backward(dy, x, None, None, dx, *arguments)
 
 
 @taped
@@ -248,4 +291,4 @@ def channel_backward_(
     groups: int,
     want_dz: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(dy, x, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz)
+    return backward(dy, x, None, None, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz)

@@ -11,9 +11,12 @@ import triton
 import triton.language as tl
 
 from leannorm.ops.backends.triton.tiles import (
+    at_data,
     block_of_channels,
     channels_of_set,
     constants,
+    data_of,
+    first_with_data,
     normalized,
     read,
     run_of_tiles,
@@ -51,7 +54,7 @@ def beyond_float32(m2):
 
 @triton.jit
 def squares_again(
-    x, shift, segment, first, last, c_end, t0, t1, C, inner, samples,
+    x, mask, shift, segment, first, last, c_end, t0, t1, C, inner, samples,
     COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """The sum of squared deviations from `shift` of each of a tile's channels, of values up to 1e38.
@@ -62,47 +65,66 @@ def squares_again(
     for c0 in range(first, last, BC):
         for t in range(t0, t1):
             start, offsets, inside = tile(t, segment, c0, c_end, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            deviation = read(x, start, offsets, inside, False) * 2.0**-78 - shift * 2.0**-78
-            deviation = tl.where(inside, deviation, 0.0)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            deviation = read(x, start, offsets, loaded, False) * 2.0**-78 - shift * 2.0**-78
+            deviation = tl.where(data, deviation, 0.0)
             square = tl.fma(deviation, deviation, square)
     return summed(square) * 2.0**156
 
 
 @triton.jit(do_not_specialize=SIZES)
 def moments_kernel(
-    x, mean, m2, C, inner, samples, tiles, parts,
+    x, mask, mean, m2, count, C, inner, samples, tiles, parts,
     COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
     DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Mean and M2 of every channel in each of `parts` runs of `tiles` tiles: `[segments, parts, C]`.
 
     Reads x once and writes 16 bytes for each channel and part. Sums are of deviations from the mean of the
-    run's first tile, which is within a few standard deviations of the mean, however large that is.
+    run's first tile, which is within a few standard deviations of the mean, however large that is. With a
+    mask it is the first tile that has data, and the number of each part's valid positions is `count`.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     c0, part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     begin = values_before(t0, inner, samples, COLUMNS, BE)
 
-    start, offsets, inside = tile(t0, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-    in_first = values_before(t0 + 1, inner, samples, COLUMNS, BE) - begin
-    shift = finite(tl.sum(read(x, start, offsets, inside, DOUBLE), 1) / in_first.to(dtype))
+    first = t0
+    if mask is None:
+        in_first = values_before(t0 + 1, inner, samples, COLUMNS, BE) - begin
+    else:
+        first, found = first_with_data(mask, t0, t1, segment, inner, samples, COLUMNS, V, BE)
+        in_first = tl.maximum(found, 1)
+        seen = tl.zeros((1, BE), tl.int32)
+    start, offsets, inside = tile(first, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+    loaded, data, _ = data_of(mask, x, inside, first, segment, inner, samples, COLUMNS, V, BE)
+    begun = at_data(mask, data, read(x, start, offsets, loaded, DOUBLE))
+    shift = finite(tl.sum(begun, 1) / in_first.to(dtype))
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for t in tl.range(t0, t1, num_stages=STAGES):
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        deviation = read(x, start, offsets, inside, DOUBLE) - shift[:, None]
-        deviation = tl.where(inside, deviation, 0.0)
+        loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+        if mask is not None:
+            seen += valid.to(tl.int32)
+        deviation = read(x, start, offsets, loaded, DOUBLE) - shift[:, None]
+        deviation = tl.where(data, deviation, 0.0)
         total += deviation
         square = tl.fma(deviation, deviation, square)
 
-    values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
+    if mask is None:
+        values = (values_before(t1, inner, samples, COLUMNS, BE) - begin).to(tl.float64)
+    else:
+        values = tl.sum(tl.sum(seen, 1), 0).to(tl.float64)
+        tl.store(count + segment * parts + part, values, mask=c0 == 0)
+        values = tl.maximum(values, 1)
     rest = summed(total) / values
     squares = summed(square)
     if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
-                x, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples, COLUMNS, V, WIDE, BC, BE
-            )
+                x, mask, shift[:, None], segment, c0, c0 + 1, C, t0, t1, C, inner, samples,
+                COLUMNS, V, WIDE, BC, BE,
+            )  # fmt: skip
             squares = tl.where(squares < float("inf"), squares, again)
     c = c0 + tl.arange(0, BC)
     place = (segment * parts + part) * C + c
@@ -110,27 +132,52 @@ def moments_kernel(
     tl.store(m2 + place, not_negative(squares - rest * rest * values), mask=c < C)
 
 
+@triton.jit
+def data_of_parts(part_count, parts, BP: tl.constexpr):
+    """How many valid positions the parts have, and which part is the first that has any (0, if none)."""
+    seen = tl.zeros((BP,), tl.float64)
+    first = tl.full((BP,), 0, tl.int64) + parts
+    for p0 in range(0, parts, BP):
+        p = p0 + tl.arange(0, BP).to(tl.int64)
+        values = tl.load(part_count + p, mask=p < parts, other=0.0)
+        seen += values
+        first = tl.minimum(first, tl.where(values > 0, p, parts))
+    found = tl.min(first, 0)
+    return tl.sum(seen, 0), tl.where(found < parts, found, 0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def merge_moments_kernel(
-    part_mean, part_m2, mean, m2, rstd, C, inner, samples, tiles, parts, G,
+    part_mean, part_m2, part_count, mean, m2, rstd, count, C, inner, samples, tiles, parts, G,
     COLUMNS: tl.constexpr, BE: tl.constexpr, EPS: tl.constexpr,
     GROUPED: tl.constexpr, BK: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """Mean, M2 and rstd of every set from its parts (and its channels, if GROUPED), all in float64.
 
-    Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them.
+    Reads 16 bytes for each channel and part. A program merges BK channels, or one group of them. With a mask
+    `part_count` says of how many values a part is, and `count` will say it of all.
     """
     pid = tl.program_id(0)
     group_size = C // G
     segment, c_first, c_last = channels_of_set(pid, C, G, GROUPED, BK)
+    n = (samples.to(tl.int64) * inner * group_size).to(tl.float64)
+    filled = part_mean + segment * parts * C  # the first part that has data
+    if part_count is not None:
+        part_count += segment * parts
+        n, part = data_of_parts(part_count, parts, BP)
+        filled += part * C
+        n *= group_size
+        if count is not None:
+            tl.store(count + segment, n, mask=c_first == 0)
+        n = tl.maximum(n, 1)
     part_mean += segment * parts * C
     part_m2 += segment * parts * C
-    count = tile_count(inner, samples, COLUMNS, BE)
+    tiles_of_all = tile_count(inner, samples, COLUMNS, BE)
     k = tl.arange(0, BK)
     if GROUPED:
-        shift = finite(tl.load(part_mean + c_first))
+        shift = finite(tl.load(filled + c_first))
     else:
-        shift = finite(tl.load(part_mean + c_first + k, mask=c_first + k < c_last, other=0.0))[None, :]
+        shift = finite(tl.load(filled + c_first + k, mask=c_first + k < c_last, other=0.0))[None, :]
     total = tl.zeros((BP, BK), tl.float64)
     square = tl.zeros((BP, BK), tl.float64)
     for c0 in range(c_first, c_last, BK):
@@ -138,15 +185,17 @@ def merge_moments_kernel(
             p = p0 + tl.arange(0, BP)[:, None].to(tl.int64)
             c = c0 + k[None, :]
             inside = (p < parts) & (c < c_last)
-            end = values_before(tl.minimum((p + 1) * tiles, count), inner, samples, COLUMNS, BE)
-            values = (end - values_before(p * tiles, inner, samples, COLUMNS, BE)).to(tl.float64)
+            if part_count is None:
+                end = values_before(tl.minimum((p + 1) * tiles, tiles_of_all), inner, samples, COLUMNS, BE)
+                values = (end - values_before(p * tiles, inner, samples, COLUMNS, BE)).to(tl.float64)
+            else:
+                values = tl.load(part_count + p, mask=p < parts, other=0.0)
             values = tl.where(inside, values, 0.0)
             deviation = tl.load(part_mean + p * C + c, mask=inside, other=0.0) - shift
             total += values * deviation
             square += tl.load(part_m2 + p * C + c, mask=inside, other=0.0)
             square += tl.where(inside, values * deviation * deviation, 0.0)
 
-    n = (samples.to(tl.int64) * inner * group_size).to(tl.float64)
     if GROUPED:
         rest = tl.sum(tl.sum(total, 1), 0) / n
         set_m2 = not_negative(tl.sum(tl.sum(square, 1), 0) - rest * rest * n)
@@ -168,13 +217,14 @@ def merge_moments_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def normalize_kernel(
-    x, residual, y, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
+    x, residual, y, mask, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr, EPS: tl.constexpr = None,
 ):  # fmt: skip
     """y = act((x - mean) * rstd * weight + bias + residual): reads x (and residual) once, writes y once.
 
-    With an EPS `rstd` is the variance, and both statistics may have any dtype: those of evaluation.
+    With an EPS `rstd` is the variance, and both statistics may have any dtype: those of evaluation. Where a
+    mask says that there is no data y is 0.
     """
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     c, exists, place = block_of_channels(segment, c0, C, G, BC)
@@ -185,5 +235,7 @@ def normalize_kernel(
     for step in tl.range(t0, t1, num_stages=STAGES):
         t = t0 + t1 - 1 - step
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        z = normalized(x, high, low, scale, w, b, residual, start, offsets, inside, ACT, DOUBLE)
+        loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+        z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT, DOUBLE)
+        z = at_data(mask, data, z)
         tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)

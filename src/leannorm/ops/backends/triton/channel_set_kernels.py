@@ -18,7 +18,10 @@ from leannorm.ops.backends.triton.channel_kernels import (
 )
 from leannorm.ops.backends.triton.rounding import rounded_for
 from leannorm.ops.backends.triton.tiles import (
+    at_data,
     channels_of_set,
+    data_of,
+    first_with_data,
     gradient_before_activation,
     in_two,
     normalized,
@@ -34,19 +37,29 @@ SIZES = ("C", "inner", "samples", "G")
 
 @triton.jit(do_not_specialize=SIZES)
 def set_forward_kernel(
-    x, residual, y, mean, m2, rstd, weight, bias, C, inner, samples, G,
+    x, residual, y, mask, mean, m2, rstd, n, weight, bias, C, inner, samples, G,
     ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
     WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
-    """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once."""
+    """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once.
+
+    With a mask the values of each statistic are counted in `n`, and y is 0 where there is no data.
+    """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
     count = tile_count(inner, samples, COLUMNS, BE)
     zero = segment * 0
 
-    start, offsets, inside = tile(zero, segment, first, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-    in_first = values_before(zero + 1, inner, samples, COLUMNS, BE).to(dtype)
-    shift = tl.sum(read(x, start, offsets, inside, DOUBLE), 1)[:, None] / in_first
+    t = zero
+    if mask is None:
+        in_first = values_before(zero + 1, inner, samples, COLUMNS, BE).to(dtype)
+    else:
+        t, found = first_with_data(mask, zero, count, segment, inner, samples, COLUMNS, V, BE)
+        in_first = tl.maximum(found, 1).to(dtype)
+        seen = tl.zeros((1, BE), tl.int32)
+    start, offsets, inside = tile(t, segment, first, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
+    loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+    shift = tl.sum(at_data(mask, data, read(x, start, offsets, loaded, DOUBLE)), 1)[:, None] / in_first
     if GROUPED:
         shift = tl.sum(shift, 0)[None, :] / tl.minimum(last - first, BC).to(dtype)
     shift = finite(shift)
@@ -55,18 +68,25 @@ def set_forward_kernel(
     for c0 in range(first, last, BC):
         for t in range(zero, count):
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            deviation = tl.where(inside, read(x, start, offsets, inside, DOUBLE) - shift, 0.0)
+            loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            if mask is not None:
+                seen += (valid & (c0 == first)).to(tl.int32)
+            deviation = tl.where(data, read(x, start, offsets, loaded, DOUBLE) - shift, 0.0)
             total += deviation
             square = tl.fma(deviation, deviation, square)
 
-    values = (samples.to(tl.int64) * inner).to(tl.float64)
+    if mask is None:
+        values = (samples.to(tl.int64) * inner).to(tl.float64)
+    else:
+        values = tl.sum(tl.sum(seen, 1), 0).to(tl.float64)
     rest = summed(total)[:, None]
     squares = summed(square)
     if not DOUBLE:  # noqa: SIM102  (a constexpr test: the branch is compiled or not)
         if beyond_float32(squares):
             again = squares_again(
-                x, shift, segment, first, last, last, zero, count, C, inner, samples, COLUMNS, V, WIDE, BC, BE
-            )
+                x, mask, shift, segment, first, last, last, zero, count, C, inner, samples,
+                COLUMNS, V, WIDE, BC, BE,
+            )  # fmt: skip
             squares = tl.where(squares < float("inf"), squares, again)
     set_m2 = squares[:, None]
     if GROUPED:
@@ -78,6 +98,9 @@ def set_forward_kernel(
     else:
         place = segment * G + first + tl.arange(0, BC)[:, None]
         exists = place < segment * G + last
+    if mask is not None:
+        tl.store(n + segment, values, mask=first == 0)
+        values = tl.maximum(values, 1)
     rest = rest / values
     set_mean = shift.to(tl.float64) + rest
     set_m2 = not_negative(set_m2 - rest * rest * values)
@@ -95,20 +118,24 @@ def set_forward_kernel(
         for step in range(zero, count):
             t = count - 1 - step
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            z = normalized(x, high, low, scale, w, b, residual, start, offsets, inside, ACT, DOUBLE)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            z = normalized(x, high, low, scale, w, b, residual, start, offsets, loaded, ACT, DOUBLE)
+            z = at_data(mask, data, z)
             tl.store(y + start + offsets, z.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def set_backward_kernel(
-    dy, x, residual, out, dx, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat, C, inner, samples, G,
+    dy, x, residual, out, dx, dz, mask, mean, rstd, n, weight, bias, sum_dz, sum_dz_xhat,
+    C, inner, samples, G,
     ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
     WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
     Reads dy and x (with an activation the residual or the output too) once from memory and once from
-    cache, writes dx (and dz) once. dx may be x.
+    cache, writes dx (and dz) once. dx may be x. With a mask `n` values are in each statistic, and dx and dz
+    are 0 where there is no data.
     """
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     segment, first, last = channels_of_set(tl.program_id(0), C, G, GROUPED, BC)
@@ -133,11 +160,12 @@ def set_backward_kernel(
         product = tl.zeros((BC, BE), dtype)
         for t in range(zero, count):
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
-            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
-            g = tl.where(inside, g, 0.0)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
+            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
+            g = tl.where(data, g, 0.0)
             total += g
-            product = tl.fma(g, tl.where(inside, xhat, 0.0), product)
+            product = tl.fma(g, tl.where(data, xhat, 0.0), product)
         s_dz = summed(total)
         s_dz_xhat = summed(product)
         c = c0 + tl.arange(0, BC)
@@ -150,6 +178,9 @@ def set_backward_kernel(
     values = (samples.to(tl.int64) * inner).to(tl.float64)
     if GROUPED:
         values = values * (last - first)
+    if n is not None:
+        values = tl.maximum(tl.load(n + segment), 1)
+    if GROUPED:
         mean_dz = (tl.sum(weighted_dz, 0) / values).to(dtype)
         mean_dz_xhat = (tl.sum(weighted_dz_xhat, 0) / values).to(dtype)
     else:
@@ -162,9 +193,12 @@ def set_backward_kernel(
         for step in range(zero, count):
             t = count - 1 - step
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-            xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
-            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
+            loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
+            xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
+            g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, loaded, ACT, DOUBLE)
+            g = at_data(mask, data, g)
             if dz is not None:
                 tl.store(dz + start + offsets, g.to(dz.dtype.element_ty), mask=inside)
             gradient = tl.fma(-xhat, mean_dz_xhat, tl.fma(g, w, -mean_dz)) * scale
+            gradient = at_data(mask, data, gradient)
             tl.store(dx + start + offsets, gradient.to(dx.dtype.element_ty), mask=inside)

@@ -38,6 +38,22 @@ def values(k, exists, across, kept, inner, TILE: tl.constexpr):
 
 
 @triton.jit
+def live(valid, row, exists):
+    """Which rows are read: those that exist and, where `valid` is given, are no padding."""
+    if valid is not None:
+        exists &= tl.load(valid + row, exists, 0) != 0
+    return exists
+
+
+@triton.jit
+def of_live(inside, valid, there):
+    """Which values of a tile are read: those of live rows."""
+    if valid is not None:
+        inside &= there[:, None]
+    return inside
+
+
+@triton.jit
 def walk(kept, TILE: tl.constexpr):
     """The indices of a row's first block, and the row's end; in 64 bits if wide."""
     if TILE.wide:

@@ -15,6 +15,8 @@ from leannorm.ops.backends.triton.row_addresses import (
     block_of_row,
     divided,
     line,
+    live,
+    of_live,
     rows_of,
     values,
     walk,
@@ -30,13 +32,13 @@ def _gradient(dy, of_dy, x, of_x, mean, rstd, inside, dtype: tl.constexpr):
 
 
 @triton.jit
-def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, RMS: tl.constexpr):
+def _put_gradient(dx, dtotal, offset, g, xhat, rstd, by_xhat, by_one, inside, read, RMS: tl.constexpr):
     value = g - xhat * by_xhat[:, None]
     if not RMS:
         value -= by_one[:, None]
     value *= rstd[:, None]
     if dtotal is not None:
-        value += tl.load(dtotal + offset, inside, 0.0, eviction_policy="evict_first").to(value.dtype)
+        value += tl.load(dtotal + offset, read, 0.0, eviction_policy="evict_first").to(value.dtype)
     tl.store(dx + offset, value.to(dx.dtype.element_ty), inside)
 
 
@@ -74,7 +76,7 @@ _STEPS = [
 
 @triton.jit(do_not_specialize=[*_INTEGERS, "tiles", "parts", *_STEPS])
 def backward_tile(
-    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, tiles, each, step, parts,
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, rows, kept, inner, tiles, each, step, parts,
     near, mid, dy_far, dy_mid, dy_near, x_far, x_mid, x_near, dx_far, dx_mid, dx_near,
     RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr, HOW: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +115,8 @@ def backward_tile(
             dtotal += group * rows * kept
         mean += group * rows
         rstd += group * rows
+        if valid is not None:
+            valid += group * rows
         weight += group * (step // TILE.vector * TILE.vector)
     if weight is not None and each is None:
         w = _factor(weight, None, None, None, None, k, kept, dtype, ONE, TILE)
@@ -127,17 +131,19 @@ def backward_tile(
         offset, inside = values(k, exists, across, kept, inner, TILE)
         of_dy, inside = values(k, exists, d_across, kept, inner, TILE)
         of_x, inside = values(k, exists, x_across, kept, inner, TILE)
-        centre = tl.load(mean + row, exists, 0.0)
-        factor = tl.load(rstd + row, exists, 0.0)
+        live_rows = live(valid, row, exists)
+        read = of_live(inside, valid, live_rows)
+        centre = tl.load(mean + row, live_rows, 0.0)
+        factor = tl.load(rstd + row, live_rows, 0.0)
         if HOW.halves:
             other = (1 - half) * BLOCK + lane
-            where, there = values(other, exists, across, kept, inner, TILE)
+            where, there = values(other, live_rows, across, kept, inner, TILE)
             other_g, other_xhat = _gradient(dy + start, where, x + start, where, centre, factor, there, dtype)
             if weight is not None:
                 other_g *= _factor(weight, each, step, row, exists, other, kept, dtype, ONE, TILE)
             by_xhat = tl.sum(other_g * other_xhat, 1)
             by_one = tl.sum(other_g, 1)
-        d, xhat = _gradient(dy + d_start, of_dy, x + x_start, of_x, centre, factor, inside, dtype)
+        d, xhat = _gradient(dy + d_start, of_dy, x + x_start, of_x, centre, factor, read, dtype)
         g = d
         if weight is not None:
             if each is None:
@@ -155,7 +161,7 @@ def backward_tile(
         if not RMS:
             mean_one = by_one / kept
         through = None if dtotal is None else dtotal + start
-        _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, RMS)
+        _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, read, RMS)
         if dweight is not None:
             if each is not None:
                 _put_sums(dweight + start, dbias + start, offset, d, xhat, inside)
@@ -173,7 +179,7 @@ def backward_tile(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def backward_long(
-    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, each, step,
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, rows, kept, inner, each, step,
     RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The input's gradient of rows longer than a tile; and dweight and dbias, where they have a line a row.
@@ -185,14 +191,15 @@ def backward_long(
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
-    centre = tl.load(mean + row, exists, 0.0)
-    factor = tl.load(rstd + row, exists, 0.0)
+    there = live(valid, row, exists)
+    centre = tl.load(mean + row, there, 0.0)
+    factor = tl.load(rstd + row, there, 0.0)
     lane, end = walk(kept, TILE)
     sum_xhat = tl.zeros([ROWS, BLOCK], dtype)
     sum_one = tl.zeros([ROWS, BLOCK], dtype)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, TILE)
+        offset, inside = values(k, there, across, kept, inner, TILE)
         g, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
         if weight is not None:
             g *= _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
@@ -203,19 +210,20 @@ def backward_long(
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
-        d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
+        read = of_live(inside, valid, there)
+        d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, read, dtype)
         g = d
         if weight is not None:
             g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
         if dweight is not None:
             _put_sums(dweight + start, dbias + start, offset, d, xhat, inside)
         through = None if dtotal is None else dtotal + start
-        _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, RMS)
+        _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, read, RMS)
 
 
 @triton.jit(do_not_specialize=["rows", "kept", "inner", "tiles", "parts", "groups"])
 def backward_shares(
-    dy, x, mean, rstd, dweight, dbias, rows, kept, inner, tiles, parts, groups,
+    dy, x, mean, rstd, valid, dweight, dbias, rows, kept, inner, tiles, parts, groups,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Each program's share of a group's dweight and dbias, for BLOCK values of rows longer than a tile.
@@ -235,13 +243,16 @@ def backward_shares(
     x += first * kept * inner
     mean += first
     rstd += first
+    if valid is not None:
+        valid += first
     sum_dweight = tl.zeros([ROWS, BLOCK], dtype)
     sum_dbias = tl.zeros([ROWS, BLOCK], dtype)
     for at in tl.range(program % parts, tiles, parts, num_stages=2):
         start, across, row, exists = rows_of(at, rows, kept, inner, TILE)
-        offset, inside = values(k, exists, across, kept, inner, TILE)
-        centre = tl.load(mean + row, exists, 0.0)
-        factor = tl.load(rstd + row, exists, 0.0)
+        there = live(valid, row, exists)
+        offset, inside = values(k, there, across, kept, inner, TILE)
+        centre = tl.load(mean + row, there, 0.0)
+        factor = tl.load(rstd + row, there, 0.0)
         d, xhat = _gradient(dy + start, offset, x + start, offset, centre, factor, inside, dtype)
         sum_dweight += d * xhat
         sum_dbias += d

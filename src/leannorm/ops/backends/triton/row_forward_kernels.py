@@ -9,7 +9,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from leannorm.ops.backends.triton.row_addresses import begin_of, divided, line, rows_of, values, walk
+from leannorm.ops.backends.triton.row_addresses import (
+    begin_of,
+    divided,
+    line,
+    live,
+    of_live,
+    rows_of,
+    values,
+    walk,
+)
 
 
 @triton.jit
@@ -55,9 +64,9 @@ def rstd_of(square, scale, kept, EPS: tl.constexpr):
 @triton.jit
 def _put(
     y, offset, centred, rstd, weight, weight_each, weight_step, bias, bias_each, bias_step,
-    inside, row, exists, k, kept, ONE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
+    inside, read, valid, row, exists, k, kept, ONE: tl.constexpr, CAST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The normalized value, times ONE + weight, plus bias."""
+    """The normalized value, times ONE + weight, plus bias; 0 in rows that are not `valid`."""
     value = centred * rstd[:, None]
     if CAST:
         value = value.to(y.dtype.element_ty).to(value.dtype)
@@ -66,6 +75,8 @@ def _put(
         value *= factor if ONE == 0.0 else ONE + factor
     if bias is not None:
         value += line(bias, bias_each, bias_step, row, exists, k, kept, value.dtype, TILE)
+    if valid is not None:
+        value = tl.where(read, value, 0.0)
     tl.store(y + offset, value.to(y.dtype.element_ty), inside)
 
 
@@ -76,7 +87,7 @@ _STEPS = ["near", "mid", "x_far", "x_mid", "x_near", "y_far", "y_mid", "y_near"]
 
 @triton.jit(do_not_specialize=_INTEGERS + _STEPS)
 def forward_tile(
-    x, residual, gate, weight, bias, y, total, mean, rstd, rows, kept, inner,
+    x, residual, gate, weight, bias, y, total, mean, rstd, valid, rows, kept, inner,
     gate_each, gate_step, weight_each, weight_step, bias_each, bias_step,
     near, mid, x_far, x_mid, x_near, y_far, y_mid, y_near,
     EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr,
@@ -97,10 +108,12 @@ def forward_tile(
     y += y_start
     start, across = begin_of(row, start, across, near, mid, x_far, x_mid, x_near, TILE)
     offset, inside = values(k, exists, across, kept, inner, TILE)
+    there = live(valid, row, exists)
+    read = of_live(inside, valid, there)
     x += start
     if residual is not None:
         residual += start
-    value = _input(x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE)
+    value = _input(x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE)
     if residual is not None:
         tl.store(total + y_start + put, value, inside)
     centred = value.to(dtype)
@@ -108,18 +121,18 @@ def forward_tile(
     rest = centre
     if not RMS:
         centre = tl.sum(centred, 1) / kept
-        centred = tl.where(inside, centred - centre[:, None], 0.0)
+        centred = tl.where(read, centred - centre[:, None], 0.0)
         # the deviations' mean, 0 in exact arithmetic, corrects the rounding of the mean
         rest = tl.sum(centred, 1) / kept
     square = tl.sum(centred * centred, 1)
     square -= rest * rest * kept
     square = tl.where(square < 0, 0.0, square)  # not a maximum, which would lose a NaN
     tl.store(mean + row, centre + rest, exists)
-    if beyond_float32(square, exists, CHECKED):  # read again: ordinary rows need no registers for it
+    if beyond_float32(square, there, CHECKED):  # read again: ordinary rows need no registers for it
         value = _input(
-            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+            x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE
         )
-        centred = tl.where(inside, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
+        centred = tl.where(read, value.to(dtype) - centre[:, None] - rest[:, None], 0.0)
         scale = scale_of(tl.max(tl.abs(centred), 1))
         square = tl.sum((centred * scale[:, None]) * (centred * scale[:, None]), 1)
         factor = rstd_of(square, scale, kept, EPS)
@@ -128,16 +141,18 @@ def forward_tile(
         if not RMS:
             centred -= rest[:, None]
     # once, behind both: of two, compilers read the parameters before the branch, and have no registers left
+    if valid is not None:
+        factor = tl.where(there, factor, 0.0)
     tl.store(rstd + row, factor, exists)
     _put(
         y, put, centred, factor, weight, weight_each, weight_step, bias, bias_each, bias_step,
-        inside, row, exists, k, kept, ONE, CAST, TILE,
+        inside, read, valid, row, exists, k, kept, ONE, CAST, TILE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def forward_long(
-    x, residual, gate, weight, bias, y, total, mean, rstd, rows, kept, inner,
+    x, residual, gate, weight, bias, y, total, mean, rstd, valid, rows, kept, inner,
     gate_each, gate_step, weight_each, weight_step, bias_each, bias_step,
     EPS: tl.constexpr, RMS: tl.constexpr, CHECKED: tl.constexpr, CAST: tl.constexpr,
     ONE: tl.constexpr, TILE: tl.constexpr,
@@ -153,13 +168,14 @@ def forward_long(
     BLOCK: tl.constexpr = TILE.block
     kept, inner = divided(kept, inner, TILE)
     start, across, row, exists = rows_of(tl.program_id(0), rows, kept, inner, TILE)
+    there = live(valid, row, exists)
     x += start
     if residual is not None:
         residual += start
     lane, end = walk(kept, TILE)
     centre = tl.zeros([ROWS], dtype)
     if not RMS:
-        offset, inside = values(lane, exists, across, kept, inner, TILE)
+        offset, inside = values(lane, there, across, kept, inner, TILE)
         first = _input(
             x, residual, gate, gate_each, gate_step, offset, inside, row, exists, lane, kept, dtype, TILE
         ).to(dtype)
@@ -169,7 +185,7 @@ def forward_long(
     seen = 0.0
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
-        offset, inside = values(k, exists, across, kept, inner, TILE)
+        offset, inside = values(k, there, across, kept, inner, TILE)
         value = _input(
             x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
         ).to(dtype)
@@ -189,11 +205,11 @@ def forward_long(
         between = lane_mean - rest[:, None]
         square += tl.sum(count * between * between, 1)
     scale = tl.zeros([ROWS], dtype) + 1.0
-    if beyond_float32(square, exists, CHECKED):
+    if beyond_float32(square, there, CHECKED):
         largest = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, TILE)
+            offset, inside = values(k, there, across, kept, inner, TILE)
             value = _input(
                 x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
             ).to(dtype)
@@ -203,7 +219,7 @@ def forward_long(
         lane_square = tl.zeros([ROWS, BLOCK], dtype)
         for begin in tl.range(0, end, BLOCK, num_stages=2):
             k = begin + lane
-            offset, inside = values(k, exists, across, kept, inner, TILE)
+            offset, inside = values(k, there, across, kept, inner, TILE)
             value = _input(
                 x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
             ).to(dtype)
@@ -212,17 +228,20 @@ def forward_long(
         square = tl.sum(lane_square, 1)
     factor = rstd_of(square, scale, kept, EPS)
     tl.store(mean + row, centre + rest, exists)
+    if valid is not None:
+        factor = tl.where(there, factor, 0.0)
     tl.store(rstd + row, factor, exists)
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, exists, across, kept, inner, TILE)
+        read = of_live(inside, valid, there)
         value = _input(
-            x, residual, gate, gate_each, gate_step, offset, inside, row, exists, k, kept, dtype, TILE
+            x, residual, gate, gate_each, gate_step, offset, read, row, exists, k, kept, dtype, TILE
         )
         if residual is not None:
             tl.store(total + start + offset, value, inside)
         centred = value.to(dtype) - centre[:, None] - rest[:, None]
         _put(
             y + start, offset, centred, factor, weight, weight_each, weight_step, bias, bias_each, bias_step,
-            inside, row, exists, k, kept, ONE, CAST, TILE,
+            inside, read, valid, row, exists, k, kept, ONE, CAST, TILE,
         )  # fmt: skip

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from leannorm._errors import InputError
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
@@ -100,6 +99,7 @@ def run_forward(
     one: float,
     cast_before: bool = False,
     view: View | None = None,
+    valid: Tensor | None = None,
 ) -> None:
     """Launch the forward pass of dense rows, or of those of a view."""
     size = x.element_size()
@@ -114,7 +114,7 @@ def run_forward(
         kernel,
         tile.needed(plan.outer, plan.inner),
         *(x, tile, plan),
-        *(x, residual, gate.values, weight.values, bias.values, y, total, mean, rstd, *plan),
+        *(x, residual, gate.values, weight.values, bias.values, y, total, mean, rstd, valid, *plan),
         *(*of_lines, *steps),
         EPS=eps,
         RMS=rms,
@@ -122,12 +122,6 @@ def run_forward(
         CAST=cast_before and size == 2,
         ONE=float(one),
     )
-
-
-def _refuse_masked(valid: Tensor | None) -> None:
-    """`Triton` computes those in plain torch; nobody else has a reason to call the operator."""
-    if valid is not None:
-        raise InputError("masked rows have no kernel on CUDA; call leannorm.functional.layer_norm")
 
 
 @taped
@@ -144,7 +138,6 @@ def row_forward(
     cast_before: bool = False,
     valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _refuse_masked(valid)
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
     none = empty((0,), x.dtype, x.device)
@@ -172,6 +165,7 @@ def row_forward(
         weight_offset,
         cast_before,
         view,
+        valid,
     )
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
@@ -192,8 +186,6 @@ def row_backward(
     weight_offset: float = 0.0,
     valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_masked(valid)
-
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
         return empty(shape, row_gradient_dtype(x, weight), x.device)
@@ -219,6 +211,7 @@ def row_backward(
         rms,
         weight_offset,
         view,
+        valid,
     )
     return _in_layout_of(x, dx, dense), dweight, dbias
 
@@ -237,16 +230,17 @@ def run_backward(
     rms: bool,
     one: float,
     view: View | None = None,
+    valid: Tensor | None = None,
 ) -> None:
     """Launch the backward pass. Where weight has lines, dweight and dbias have a sum for each."""
     tensors = (2 if dtotal is None else 3) + (weight.each == 1)
     how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
     of_sums, one = (dweight, dbias), float(one)
     if how is None:
-        _backward_long(dy, dtotal, x, mean, rstd, weight, dx, *of_sums, plan, rms, one)
+        _backward_long(dy, dtotal, x, mean, rstd, valid, weight, dx, *of_sums, plan, rms, one)
     else:
         steps = view or NO_VIEW
-        _backward_tile(dy, dtotal, x, mean, rstd, weight, dx, *of_sums, plan, rms, one, how, steps)
+        _backward_tile(dy, dtotal, x, mean, rstd, valid, weight, dx, *of_sums, plan, rms, one, how, steps)
 
 
 def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
@@ -262,6 +256,7 @@ def _backward_tile(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    valid: Tensor | None,
     weight: Line,
     dx: Tensor,
     dweight: Tensor | None,
@@ -285,7 +280,8 @@ def _backward_tile(
         row_backward_kernels.backward_tile,
         groups * parts * halves,
         *(x, how.tile, plan),
-        *(dy, dtotal, x, mean, rstd, weight.values, dx, shares.dweight, shares.dbias, rows, kept, inner),
+        *(dy, dtotal, x, mean, rstd, valid, weight.values, dx),
+        *(shares.dweight, shares.dbias, rows, kept, inner),
         *(count, *lines, *view.arguments(3)),
         RMS=rms,
         ONE=one,
@@ -300,6 +296,7 @@ def _backward_long(
     x: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    valid: Tensor | None,
     weight: Line,
     dx: Tensor,
     dweight: Tensor | None,
@@ -310,8 +307,10 @@ def _backward_long(
 ) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
+    if valid is not None:
+        tile = tile._replace(registers=255)  # of rows side by side each value has its own predicate
     at_once = (dweight, dbias) if weight.each == 1 else (None, None)
-    arguments = (dy, dtotal, x, mean, rstd, weight.values, dx, *at_once, *plan, *weight[1:])
+    arguments = (dy, dtotal, x, mean, rstd, valid, weight.values, dx, *at_once, *plan, *weight[1:])
     kernel = row_backward_kernels.backward_long
     run(kernel, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms, ONE=one)
     if dweight is None or weight.each == 1:
@@ -321,6 +320,7 @@ def _backward_long(
     count, blocks = tile.needed(rows, inner), -(-kept // tile.block)
     parts = min(count, max(4 * processors(x.device) // blocks // groups, 1))
     shares = Shares(dweight, dbias, parts, kept, mean.dtype, groups)
-    of_shares = (dy, x, mean, rstd, shares.dweight, shares.dbias, rows, kept, inner, count, parts, groups)
+    tensors = dy, x, mean, rstd, valid, shares.dweight, shares.dbias
+    of_shares = (*tensors, rows, kept, inner, count, parts, groups)
     run(row_backward_kernels.backward_shares, parts * groups * blocks, x, tile, plan, *of_shares)
     shares.add_up()

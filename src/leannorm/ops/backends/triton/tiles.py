@@ -78,6 +78,81 @@ def tile(
 
 
 @triton.jit
+def valid_positions(
+    mask, t, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """Where `mask` (samples, inner) says that tile `t` has data, `[1, BE]`: the same for all channels."""
+    if COLUMNS:
+        e = tl.arange(0, BE)  # a row gets its second axis when it is loaded: no thread loads it twice
+        rows = samples.to(tl.int64) * inner
+        start = segment * rows + t * BE
+        left = tl.minimum(rows - t * BE, BE).to(tl.int32)
+        valid = (tl.load(mask + start + e, mask=e < left, other=0) != 0)[None, :]
+    else:
+        e = tl.arange(0, BE)[None, :]
+        length = inner // V * V
+        a_sample = tl.cdiv(inner, BE)
+        first = (t % a_sample) * BE
+        start = (segment * samples + t // a_sample) * length + first
+        left = tl.minimum(length - first, BE).to(tl.int32)
+        valid = tl.load(mask + start + e, mask=e < left, other=0) != 0
+    return valid
+
+
+@triton.jit
+def data_of(
+    mask, x, inside, t, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """Which of a tile's elements to load, which of these are data, and which positions are valid, `[1, BE]`.
+
+    Without a mask all that exist. Neighbours that are loaded at once are loaded if one of them is data: what
+    is loaded beside data must be replaced by who loads it.
+    """
+    if mask is None:
+        loaded = inside
+        data = inside
+        valid = inside
+    else:
+        valid = valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE)
+        data = inside & valid
+        if COLUMNS:
+            loaded = data
+        else:
+            W: tl.constexpr = min(V, 128 // x.dtype.element_ty.primitive_bitwidth, BE)
+            one_of = tl.max(tl.reshape(valid.to(tl.int32), (BE // W, W)), 1)
+            one_of = tl.reshape(tl.broadcast_to(one_of[:, None], (BE // W, W)), (1, BE))
+            loaded = inside & tl.max_constancy(one_of != 0, [1, W])
+    return loaded, data, valid
+
+
+@triton.jit
+def at_data(mask, data, values):
+    """The values; with a mask 0 at all elements that are not data."""
+    if mask is not None:
+        values = tl.where(data, values, 0.0)
+    return values
+
+
+@triton.jit
+def number_of(valid):
+    """How many positions of `[1, BE]` are valid."""
+    return tl.sum(tl.sum(valid.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def first_with_data(
+    mask, t0, t1, segment, inner, samples, COLUMNS: tl.constexpr, V: tl.constexpr, BE: tl.constexpr
+):  # fmt: skip
+    """The first of the tiles t0 .. t1-1 that has data (the last, if none has), and how many positions."""
+    t = t0
+    found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE))
+    while (found == 0) & (t + 1 < t1):
+        t += 1
+        found = number_of(valid_positions(mask, t, segment, inner, samples, COLUMNS, V, BE))
+    return t, found
+
+
+@triton.jit
 def run_of_tiles(C, inner, samples, tiles, parts, COLUMNS: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr):
     """What a program works on: its first channel, its part of a segment, and the tiles t0 .. t1-1 of that."""
     pid = tl.program_id(0)

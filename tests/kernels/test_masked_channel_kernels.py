@@ -1,0 +1,258 @@
+"""The per-channel kernels with a mask, of every backend: the reference's numbers, padding is never read."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import ChannelCase
+from kernel_cases import BF16, EVERY, F16, F32, F64, Call, alike, call_on, on_every, tried
+
+from leannorm import nn, use_backend
+from leannorm.ops.backends import REFERENCE
+
+NAN = float("nan")
+
+
+def mask_of(shape: tuple[int, ...], kind: str) -> torch.Tensor:
+    """Of (samples, positions): random, of lengths, of lengths behind a long beginning of padding."""
+    samples, positions = shape[0], torch.Size(shape[2:]).numel()
+    place = torch.arange(positions)
+    if kind == "random" or positions == 1:
+        mask = torch.rand(samples, positions) < 0.6
+    else:
+        lengths = torch.randint(1, positions + 1, (samples, 1))
+        mask = place >= positions - lengths if kind == "late" else place < lengths
+    mask[0 if samples > 1 else 1 :: 3] = False  # samples without a valid position
+    mask[-1, -1] = True
+    return mask
+
+
+def with_nan(call: Call, mask: torch.Tensor) -> Call:
+    """NaN wherever there is no data."""
+    at = (~mask).view(mask.shape[0], 1, *call.x.shape[2:])
+
+    def filled(t: torch.Tensor) -> torch.Tensor:
+        return t.masked_fill(at, NAN)
+
+    residual = None if call.residual is None else filled(call.residual)
+    return call._replace(x=filled(call.x), dy=filled(call.dy), residual=residual)
+
+
+def results(backend, call, mask, statistics=None):  # type: ignore[no-untyped-def]
+    """All that the verbs return, by name; backward by the `statistics` and the output given."""
+    x, dy, weight, bias, residual, act, groups, out_given = call
+    found = backend.masked_forward(x, mask, weight, bias, residual, 1e-5, act, groups)
+    named = dict(zip(("y", "mean", "m2", "rstd", "count"), found, strict=True))
+    mean, rstd, count, out = statistics or (named["mean"], named["rstd"], named["count"], named["y"])
+    saved = mean, rstd, weight, bias, residual, out.to(x.dtype) if out_given else None
+    sums = backend.masked_grad_sums(dy, x, mask, *saved, act)
+    named |= dict(zip(("sum_dz", "sum_dz_xhat"), sums, strict=True))
+    head, tail = saved[:2], saved[2:]
+    grads = backend.masked_backward(dy, x, mask, *head, count, *tail, act, groups, True)
+    named |= dict(zip(("dx", "dweight", "dbias", "dz"), grads, strict=True))
+    named["again"] = backend.masked_normalize(x, mask, *head, weight, bias, residual, act)
+    named["dx_fixed"], _ = backend.masked_input_grad(dy, x, mask, *saved, None, None, act, False)
+    moments = backend.masked_moments(x, mask, groups)
+    return named | {"alone.mean": moments.mean, "alone.m2": moments.m2, "alone.count": moments.count}
+
+
+def assert_close_to_reference(kernels, call, mask):  # type: ignore[no-untyped-def]
+    ours = results(kernels, call, mask)
+    statistics = tuple(ours[name] for name in ("mean", "rstd", "count", "y"))
+    want = results(REFERENCE, call, mask, statistics)
+    exact = results(REFERENCE, call.double(), mask, statistics)
+    values = max(int(mask.sum()), 1)
+    rounding = torch.finfo(F32 if call.x.dtype != F64 else F64).eps
+    largest = torch.where(mask.view(-1, 1, *call.x.shape[2:]), call.x.double(), 0.0).abs().max().item()
+    for name, one in ours.items():
+        other = exact[name]
+        assert (one.shape, one.dtype) == (want[name].shape, want[name].dtype), name
+        allowed = 8 * rounding * max(other.abs().max().item(), 1.0)
+        if name.startswith(("sum", "dw", "db")):
+            allowed *= values**0.5
+        if name.endswith("mean"):
+            allowed = rounding * largest
+        allowed += torch.finfo(one.dtype).eps * other.abs().max().item()
+        if one.shape == call.x.shape:
+            assert one.stride() == call.x.stride(), name
+            assert not one.movedim(1, -1)[~mask.view(one.shape[0], *one.shape[2:])].any(), name
+            allowed *= max(1.0, ours["rstd"].max().item())
+        assert (one.double() - other.double()).abs().max().item() <= allowed, name
+
+
+# several samples in one tile, pieces of a plane, odd and even extents, columns of one row and of many
+SHAPES = [
+    (ChannelCase((3, 4, 17)), 2),
+    (ChannelCase((4, 6, 4, 8)), 3),
+    (ChannelCase((4, 6, 4, 5), "channels_last"), 3),
+    (ChannelCase((2, 3, 300)), 0),
+    (ChannelCase((20, 5)), 0),
+]
+GIVEN = [
+    (case, dtype, kind, groups, act, residual, out)
+    for case, of in SHAPES
+    for dtype, kind, groups, act, residual, out in (
+        (F32, "random", 0, "silu", True, False),
+        (BF16, "lengths", of, "relu", True, True),
+        (F64, "late", case.shape[1] if of else 0, "identity", False, False),
+    )
+]
+
+
+@tried("case, dtype, kind, groups, act, residual, out", alike(EVERY, GIVEN))
+def test_the_verbs_are_the_references(kernels, case, dtype, kind, groups, act, residual, out):
+    torch.manual_seed(0)
+    mask = mask_of(case.shape, kind)
+    call = with_nan(call_on(case, dtype, act, groups, residual, out), mask)
+    assert_close_to_reference(kernels, call, mask)
+
+
+PLANES, COLUMNS = ChannelCase((4, 6, 4, 8)), ChannelCase((4, 6, 4, 5), "channels_last")
+WHOLE = [
+    (PLANES, F32, 0),
+    (COLUMNS, BF16, 0),
+    (ChannelCase((2, 3, 300)), F64, 0),
+    (ChannelCase((20, 5)), F16, 0),
+]
+GROUPED = [(PLANES, BF16, 3), (PLANES, F32, 6), (COLUMNS, F32, 3), (COLUMNS, F16, 6)]
+
+
+# the C++ kernels add up groups with a mask in another order
+@tried("case, dtype, groups", {"cpu": WHOLE, **alike(EVERY[1:], WHOLE + GROUPED)})
+def test_all_valid_is_no_mask_bit_for_bit(kernels, case, dtype, groups):
+    torch.manual_seed(1)
+    x, dy, weight, bias, residual, act, *_ = call_on(case, dtype, "silu", groups, residual=True)
+    mask = torch.ones(mask_of(case.shape, "random").shape, dtype=torch.bool)
+    plain = kernels.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
+    *masked, count = kernels.masked_forward(x, mask, weight, bias, residual, 1e-5, act, groups)
+    saved = masked[1], masked[3]
+    rest = weight, bias, residual, None, act, groups, True
+    plain += kernels.channel_backward(dy, x, *saved, *rest)
+    masked += kernels.masked_backward(dy, x, mask, *saved, count, *rest)
+    assert count.eq(x.numel() / x.shape[1] if not groups else x[0].numel() / groups).all()
+    for one, other in zip(plain, masked, strict=True):
+        assert torch.equal(one, other)
+
+
+@on_every("last, dtype", (False, F32), (True, F32), (False, F64))
+def test_a_mean_far_from_zero_behind_padding(kernels, last, dtype):
+    """The first tiles of a part, and the first parts, have no data: sums are of deviations all the same."""
+    torch.manual_seed(2)
+    x = (torch.randn(12, 3, 6, 70, dtype=F64) + 1e4).to(dtype)
+    mask = torch.zeros(12, 6, 70, dtype=torch.bool)
+    mask[5, 3:], mask[9:, 4], mask[11, 5, ::3] = True, True, True
+    x = torch.where(mask[:, None], x, NAN)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    found = kernels.masked_moments(x, mask.flatten(1))
+    values = x.movedim(1, -1)[mask].double()
+    rounding = 1e-7 if dtype == F32 else 1e-14
+    assert (found.mean - values.mean(0)).abs().max() <= rounding + 1e-15 * 1e4
+    m2 = (values - values.mean(0)).square().sum(0)
+    torch.testing.assert_close(found.m2, m2, rtol=10 * rounding, atol=0)
+    *_, by_one_call, _, _ = kernels.masked_forward(x, mask.flatten(1), None, None, None, 1e-5)
+    torch.testing.assert_close(by_one_call, m2, rtol=10 * rounding, atol=0)
+
+
+@on_every("last", False, True)
+def test_squares_past_float32(kernels, last):
+    torch.manual_seed(3)
+    x, mask = torch.randn(4, 3, 5, 7) * 1e25, mask_of((4, 3, 5, 7), "random")
+    x = torch.where(mask.view(4, 1, 5, 7), x, NAN)
+    x = x.contiguous(memory_format=torch.channels_last) if last else x
+    got, want = kernels.masked_moments(x, mask), REFERENCE.masked_moments(x.double(), mask)
+    torch.testing.assert_close(got.m2, want.m2, rtol=1e-6, atol=0)
+
+
+@on_every("groups", 0, 2, 4)
+def test_no_position_is_valid(kernels, groups):
+    x, mask = torch.full((3, 4, 5), NAN), torch.zeros(3, 5, dtype=torch.bool)
+    y, mean, m2, rstd, count = kernels.masked_forward(x, mask, None, None, x, 1e-5, "relu", groups)
+    for zero in (y, mean, m2, count):
+        assert not zero.any()
+    torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
+    saved = mean, rstd, count, None, None, x, None, "relu", groups, True
+    for zero in kernels.masked_backward(x, x, mask, *saved):
+        assert not zero.any()
+
+
+@on_every("shape", (0, 4, 5), (3, 4, 0))
+def test_nothing_in_it(kernels, shape):
+    x, mask = torch.empty(shape), torch.empty(shape[0], shape[2], dtype=torch.bool)
+    for groups in (0, 2):
+        y, mean, m2, rstd, count = kernels.masked_forward(x, mask, None, None, None, 1e-5, "relu", groups)
+        assert y.shape == shape
+        for zero in (mean, m2, count):
+            assert not zero.any()
+        torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
+        saved = mean, rstd, count, None, None, None, None, "relu", groups, True
+        dx, dweight, dbias, dz = kernels.masked_backward(x, x, mask, *saved)
+        assert dx.shape == dz.shape == shape
+        assert not dweight.any()
+        assert not dbias.any()
+
+
+@on_every("last", False, True)
+def test_a_repeated_call_reads_the_mask_anew(kernels, last):
+    case = ChannelCase((4, 6, 4, 5), "channels_last" if last else "contiguous")
+    for kind in ("random", "late", "lengths"):
+        mask = mask_of(case.shape, kind)
+        assert_close_to_reference(kernels, with_nan(call_on(case), mask), mask)
+
+
+@tried("fill", {"triton": ["zero", "normalize"]})
+def test_layers_by_lengths(kernels, fill):
+    torch.manual_seed(4)
+    layer = nn.BatchNormAct1d(6, act="silu")
+    x, dy, residual, lengths = (
+        torch.randn(4, 6, 11) + 3,
+        torch.randn(4, 6, 11),
+        torch.randn(4, 6, 11),
+        [11, 4, 0, 1],
+    )
+    found = []
+    for backend in (kernels.name, "reference"):
+        one = copy.deepcopy(layer)
+        leaves = [t.detach().requires_grad_() for t in (x, residual)]
+        with use_backend(backend):
+            y = one(*leaves, lengths=lengths, fill=fill)
+            grads = torch.autograd.grad(y, [*leaves, *one.parameters()], dy)
+            evaluated = one.eval()(x, lengths=lengths, fill=fill)
+        found.append([y, *grads, *one.buffers(), evaluated])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+CHECKED = {"cpu": [("contiguous", 0), ("channels_last", 2)], "triton": [("contiguous", 2)]}
+
+
+@tried("layout, groups", CHECKED)
+def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
+    x, dy, weight, bias, residual, act, _, _ = call_on(ChannelCase((2, 4, 3, 3), layout), residual=True)
+    mask = mask_of((2, 4, 3, 3), "random")
+    how = weight, bias, residual
+    _, mean, m2, rstd, count = operators.masked_forward(x, mask, *how, 1e-5, act, groups)
+    saved = mean, rstd, *how, None
+    for name, *arguments in (
+        ("masked_moments", x, mask, groups),
+        ("masked_normalize", x, mask, mean, rstd, *how, act),
+        ("masked_grad_sums", dy, x, mask, *saved, act),
+        ("masked_input_grad", dy, x, mask, *saved, mean, m2, act, True),
+        ("masked_forward", x, mask, *how, 1e-5, act, groups),
+        ("masked_backward", dy, x, mask, mean, rstd, count, *how, None, act, groups, True),
+    ):
+        torch.library.opcheck(getattr(operators, name).default, tuple(arguments))
+
+
+@pytest.mark.parametrize(
+    ("mask", "groups", "words"),
+    [
+        (torch.ones(2, 8, dtype=torch.bool), 0, "mask must be"),
+        (torch.ones(2, 9), 0, "mask must be"),
+        (torch.ones(2, 9, dtype=torch.bool), -1, "no groups of samples"),
+    ],
+)
+def test_a_kernel_refuses_what_it_cannot_read(operators, mask, groups, words):
+    with pytest.raises(RuntimeError, match=words):
+        operators.masked_moments(torch.ones(2, 4, 3, 3), mask, groups)
