@@ -306,7 +306,7 @@ class Packing:
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
-                    if value.from_narrow and value.step is not None:
+                    if value.from_narrow and value.step is not None and value.step.inputs:
                         copy = _copy_that(value.step).tensor
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
