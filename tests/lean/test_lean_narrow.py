@@ -9,6 +9,7 @@ from lean_cases import watched_by_the_compiler
 from torch import nn
 
 from leannorm import lean
+from leannorm.report.memory import measure_step
 from leannorm.saving import masks
 from leannorm.saving.trial import same_bits
 
@@ -148,6 +149,63 @@ def test_the_loss_holds_nothing_where_logits_are_rebuilt():
     run = lambda: F.cross_entropy(head(hidden).float(), target)  # noqa: E731
     assert_stock(run, list(head.parameters()), saved)
     assert saved.kept_bytes < 64 * 500
+
+
+def test_rebuilt_log_probabilities_take_the_place_of_their_logits():
+    hidden, head = torch.randn(512, 8).bfloat16(), nn.Linear(8, 4096).bfloat16()
+    target = torch.randint(0, 4096, (512,))
+
+    def peak(context):
+        def forward():
+            with context():
+                return F.cross_entropy(head(hidden).float(), target)
+
+        forward().backward()  # tries the step
+        return measure_step(forward).peak
+
+    assert peak(lean) < 1.02 * peak(nullcontext)
+
+
+def test_what_took_the_place_of_its_copy_is_read_again():
+    x, reasons, found = torch.randn(64, 64).bfloat16().requires_grad_(), [], {}
+    for context in (nullcontext, lean):
+        x.grad = None
+        with context():
+            wide = x.sin().float()
+            loss = wide.square().sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        with context() as saved:  # reads the cast of the pass before
+            loss = F.silu(wide).square().sum()
+        loss.backward()
+        found[context] = x.grad
+        reasons += [] if saved is None else saved.reasons
+    assert same_bits(found[lean], found[nullcontext])
+    assert reasons == []
+
+
+@pytest.mark.parametrize("goal", [{"overhead": 0.0}, {"budget": 1.0}], ids=str)
+def test_what_a_plan_holds_is_held_in_the_narrow_dtype(goal):
+    hidden, head = torch.randn(64, 32).bfloat16(), nn.Linear(32, 500).bfloat16()
+    target, saved = torch.randint(0, 500, (64,)), lean(**goal)
+    run = lambda: F.cross_entropy(head(hidden).float(), target)  # noqa: E731
+    for _ in range(2):
+        assert_stock(run, list(head.parameters()), saved)
+    assert held(saved, "LogSoftmaxBackward0") == 0
+    assert held(saved, "source of a cast") == 64 * 500 * 2
+    assert saved.kept_bytes <= saved.plan.kept_bytes
+
+
+def test_a_plan_buys_logits_by_what_their_narrow_copy_takes():
+    """Each of both layers could be rebuilt; the logits' price brings 2 bytes a value, not 4."""
+    first, head = nn.Linear(64, 512).bfloat16(), nn.Linear(512, 1024).bfloat16()
+    x, target = torch.randn(128, 64).bfloat16(), torch.randint(0, 1024, (128,))
+    saved = lean(budget=0.8)
+    run = lambda: F.cross_entropy(head(F.silu(first(x))).float(), target)  # noqa: E731
+    for _ in range(2):
+        assert_stock(run, [*first.parameters(), *head.parameters()], saved)
+    assert held(saved, "source of a cast") == 128 * 1024 * 2
+    assert saved.plan.ratio <= 0.8
 
 
 def test_logits_of_float32_are_no_narrow_ones():

@@ -77,3 +77,37 @@ def test_convolutions_of_few_inputs_to_a_value(inputs, rebuilt, dtype):
     x, saved = torch.randn(2, inputs, 9, 9, dtype=dtype, requires_grad=True), lean("conv")
     assert_stock(lambda: F.silu(layer(x)).float().sum(), [x, *layer.parameters()], saved)
     assert [r.rebuilt for r in saved.records if r.node == "ConvolutionBackward0"] == [rebuilt]
+
+
+class Modulated(nn.Module):
+    """As in a diffusion transformer, without attention: a condition shifts and scales the norm's output."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.condition = nn.Sequential(nn.SiLU(), nn.Linear(width, 3 * width))
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x, condition):
+        shift, scale, gate = self.condition(condition).unsqueeze(1).chunk(3, -1)
+        return x + gate * self.mlp(self.norm(x) * (1 + scale) + shift)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_condition_shifts_is_rebuilt(dtype):
+    """Linear layers on the condition are small: they are no products in a row with those of the blocks."""
+    blocks = nn.ModuleList(Modulated(512) for _ in range(3)).to(dtype)
+    x = torch.randn(2, TOKENS, 512, dtype=dtype, requires_grad=True)
+    condition, saved = torch.randn(2, 512, dtype=dtype, requires_grad=True), lean("conv")
+
+    def run():
+        y = x
+        for block in blocks:
+            y = block(y, condition.sin())
+        return y.float().square().mean()
+
+    assert_stock(run, [x, condition, *blocks.parameters()], saved)
+    sums = [r for r in saved.records if r.node == "ViewBackward0" and r.shape == (2 * TOKENS, 512)]
+    assert len(sums) == 3
+    assert all(r.rebuilt for r in sums)
+    assert saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes) < 0.25

@@ -109,45 +109,60 @@ _MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBa
 def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | None:
     """A step for a widening cast, or for a softmax of one, from a copy of the cast in its source's dtype.
 
-    `logits` is the input of the softmax call that is running, if one is.
+    `logits` is the input of the softmax call that is running, if one is. On a CPU the copy is compared every
+    time, since the cast may have been edited.
     """
+    found = _widening_cast(node, tensor, logits)
+    if found is None or not torch.ops.aten.is_non_overlapping_and_dense(found[0]):
+        return None
+    cast, dtype = found
+    narrow = cast.detach().to(dtype)
+    if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, cast)):
+        return None
+    step = Step(_cast, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,))
+    if cast is tensor:
+        return step
+    value = Value(None, 0, step, name=kind_of(cast.grad_fn))
+    return Step(_SOFTMAXES[kind_of(node)], (value,), (), (constant(node, "dim"),), flags=current())
+
+
+def narrow_bytes(node: Any, tensor: Tensor, logits: Tensor | None) -> int:
+    """What `narrow_source` would hold for this tensor; 0 if that is nothing."""
+    found = _widening_cast(node, tensor, logits)
+    return 0 if found is None else tensor.numel() * found[1].itemsize
+
+
+def _widening_cast(node: Any, tensor: Tensor, logits: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
+    """The tensor itself, or the logits of a softmax, if that is a widening cast; and the dtype before it."""
     kind = kind_of(node)
-    if kind == "ToCopyBackward0":
-        return _before_the_cast(tensor, node)
-    if logits is None or kind not in _SOFTMAXES or logits.grad_fn is None:
+    cast: Tensor | None = tensor
+    if kind in _SOFTMAXES:
+        cast = logits
+        if cast is None or cast.grad_fn is None:
+            return None
+        if (cast.grad_fn, cast.output_nr) != node.next_functions[0]:
+            return None
+    elif kind != "ToCopyBackward0":
         return None
-    if (logits.grad_fn, logits.output_nr) != node.next_functions[0]:
-        return None
-    cast = _before_the_cast(logits, logits.grad_fn)
-    if cast is None:
-        return None
-    value = Value(None, 0, cast, name=kind_of(logits.grad_fn))
-    dim = constant(node, "dim")
-    return Step(_SOFTMAXES[kind], (value,), (), (dim,), flags=current())
+    assert cast is not None
+    dtype = _source_dtype(cast, cast.grad_fn)
+    return None if dtype is None else (cast, dtype)
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
-
-
-def _before_the_cast(tensor: Tensor, node: Any) -> Step | None:
-    """The step from a copy in the source's dtype; None if this is no widening cast, or a view or copy of it.
-
-    On a CPU the step is compared every time, since the cast may have been edited.
-    """
+def _source_dtype(tensor: Tensor, node: Any) -> torch.dtype | None:
+    """The dtype before the cast; None if this is no widening cast, or a view or copy of it."""
     while node is not None and kind_of(node) in _MOVE_ONLY:
         node = node.next_functions[0][0]
     if node is None or kind_of(node) != "ToCopyBackward0" or node.next_functions[0][0] is None:
         return None
     producer, number = node.next_functions[0]
-    source = producer._input_metadata[number].dtype
+    source: torch.dtype = producer._input_metadata[number].dtype
     widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
-    if not widened or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        return None
-    narrow = tensor.detach().to(source)
-    if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, tensor)):
-        return None
-    return Step(_cast, (Value(narrow, 0, name="source of a cast"),), (), (tensor.dtype,))
+    return source if widened else None
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype)
 
 
 _CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made

@@ -23,6 +23,7 @@ from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
     POOLS,
     CountingHook,
+    narrow_bytes,
     narrow_source,
     narrowed,
     narrowed_positions,
@@ -94,7 +95,7 @@ class Packing(CountingHook):
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
         lookup = registered(node, output)
         known = lookup() if lookup else None
-        size, place, may = tensor.numel(), -1, False
+        size, place, may, worth = tensor.numel(), -1, False, False
         if size >= SMALLEST:
             place = len(self.calls)
             self.calls.append((kind, *seen_as))
@@ -108,8 +109,8 @@ class Packing(CountingHook):
             unedited = unedited and (lookup.sample is None or lookup.sample.matches(tensor))
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
-            may = self.policy.is_worth(size, self._largest)
-            may = may and (self.following is None or self.following.rebuilds(self.calls)) and unedited
+            worth = self.policy.is_worth(size, self._largest) and unedited
+            may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, tensor) or found
@@ -121,7 +122,7 @@ class Packing(CountingHook):
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        if spent is None and may:
+        if spent is None and worth:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found
@@ -131,6 +132,7 @@ class Packing(CountingHook):
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
             if self.following is not None:
                 value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
+                value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
                 self.ledger.rebuilds(value, tensor)
             else:
@@ -190,7 +192,12 @@ class Packing(CountingHook):
         known: dict[Value, int] = {}
         # if the base of several views was not packed, every view rebuilds the whole base
         parts = tuple(
-            Part(tuple(places), nbytes, price, longest_chain_of_sums(root, known))
+            Part(
+                tuple(places),
+                root.if_held if root.if_held and len(places) == 1 else nbytes,  # a view would hold all of it
+                price,
+                longest_chain_of_sums(root, known),
+            )
             for root, places, nbytes, price in self.ledger.parts()
         )
         seconds = of_step(self.nodes, self.device) if self.nodes else 0.0
@@ -239,9 +246,7 @@ class Packing(CountingHook):
         return value
 
     def _narrow(self, value: Value, step: Step, tensor: Tensor) -> None:
-        narrow = step.inputs[0]
-        while narrow.step is not None:
-            narrow = narrow.step.inputs[0]
+        narrow = _copy_that(step)
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
@@ -300,12 +305,23 @@ class Packing(CountingHook):
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
+                    if value.from_narrow and value.step is not None and value.step.inputs:
+                        copy = _copy_that(value.step).tensor
+                        value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
                     if self.following is not None:
                         value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
+
+
+def _copy_that(step: Step) -> Value:
+    """The narrower copy that this step reads, perhaps through a cast."""
+    narrow = step.inputs[0]
+    while narrow.step is not None:
+        narrow = narrow.step.inputs[0]
+    return narrow
 
 
 def unpack(value: Value | Kept) -> Tensor:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from leannorm._errors import InputError
 from leannorm.saving.recipes.products import PRODUCTS
-from leannorm.saving.values import Step, Value
+from leannorm.saving.values import MUCH_LARGER, Step, Value, products_of, size_of
 
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""
-
-
-MUCH_LARGER = 32
-"""A tensor is held if the largest one so far has at least so many times its elements: a rebuild takes as many
-calls and saves little memory."""
 
 
 class Policy:
@@ -24,9 +17,10 @@ class Policy:
     transformer costs a fifth of its step by the table of prices, at any width and in any dtype.
     Attention: none that is `costly`, without `everything`.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
-    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. Of
-    tensors of one size (a residual connection) at most one product in a row: all that follows up to the next
-    sum is larger, and would be held in its place.
+    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
+    does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
+    one size (a residual connection) at most one product in a row: all that follows up to the next sum is
+    larger, and would be held in its place.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
     """
@@ -48,7 +42,10 @@ class Policy:
         return self.everything or (value is not None and needs_no_norm(value))
 
     def is_worth(self, size: int, largest: int) -> bool:
-        """Is a tensor of `size` elements large enough, compared with the largest one so far?"""
+        """Is a tensor of `size` elements large enough, compared with the largest one so far?
+
+        For a small one a rebuild takes as many calls, and saves little memory.
+        """
         return self.everything or size * MUCH_LARGER > largest
 
     def may_copy(self, parts: int) -> bool:
@@ -58,16 +55,14 @@ class Policy:
     def allows(self, step: Step) -> bool:
         """Is this step cheap enough?"""
         if step.kind == "sum":
-            short = max(value.products for value in step.inputs) <= 1 or len(set(map(_size, step.inputs))) > 1
-            return short and (self.everything or all(map(needs_no_norm, step.inputs)))
+            products = products_of(step.inputs)
+            if len(set(map(size_of, step.inputs))) > 1:
+                return not products or all(map(needs_no_norm, step.inputs))
+            return products <= 1 and (self.everything or all(map(needs_no_norm, step.inputs)))
         return self.everything or not step.costly
 
 
 NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(products=True, everything=True)
-
-
-def _size(value: Value) -> int:
-    return prod(value.shape if value.tensor is None else value.tensor.shape)
 
 
 def needs_no_norm(value: Value) -> bool:

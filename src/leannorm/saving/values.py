@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from enum import IntEnum
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ class Value:
     """One tensor of the forward pass, shared by every node that saved it.
 
     Either `tensor` is held, or `step` rebuilds it. A rebuilt tensor is kept from its first use to its last,
-    so that several readers cost one rebuild; stock autograd would hold it during that time, too.
+    so that several readers cost one rebuild; stock autograd would hold it during that time, too. If it is
+    rebuilt from a narrower copy of its own, it takes the place of that copy.
     """
 
     layout: Hashable = None  # of the packed tensor; None for a value that was not packed
@@ -69,6 +71,7 @@ class Value:
     dtype = torch.float32
     seconds = 0.0  # of one rebuild, measured
     price = 0.0  # of one rebuild, by the table
+    if_held = 0  # bytes that holding it would take, perhaps in a narrower dtype
     place = -1  # index among the packed tensors
     as_made = True  # when it was packed, did it hold its node's output, unedited?
     seen_at = 0  # sequence number of the first node made after it was packed
@@ -120,8 +123,7 @@ class Value:
             value.used()
             if value.step is None and value.sample is None and value.tensor is not None:
                 value.sample = Sample.of(value.tensor)
-        self.products = max((value.products for value in step.inputs), default=0)
-        self.products += step.kind == "product"
+        self.products = products_of(step.inputs) + (step.kind == "product")
         for tensor in step.captured:
             if tensor is not None:
                 self.stream = stream_of(tensor)
@@ -167,6 +169,10 @@ class Value:
         """The tensor, in the forward pass; not counted as one of its readers."""
         if self.step is None:
             return self._proved(EditedError)
+        if self.from_narrow and self._rebuilt is not None:
+            if self._rebuilt._version != self._rebuilt_version:
+                raise EditedError(self._edited(self._rebuilt))
+            return self._rebuilt
         return run(self.step, [(value.look(), Owner.HELD) for value in self.step.inputs], current())[0]
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
@@ -209,10 +215,12 @@ class Value:
             tensor, memory = run(self.step, inputs, flags)
             self._rebuilt_on = stream_of(tensor)
         self._left -= 1
-        if self._left <= 0:
+        if self._left <= 0 and not self.from_narrow:
             self._rebuilt, self._left = None, self.users
         elif memory is not Owner.HELD:  # held memory may be edited before the next read
             self._rebuilt, self._rebuilt_version, memory = tensor, tensor._version, Owner.SHARED
+            if self.from_narrow:  # not both at once: the copy is freed, the tensor lasts as in stock
+                self.step = self.step._replace(inputs=())
         return tensor, memory
 
     def _check_version(self) -> None:
@@ -229,6 +237,25 @@ class Value:
             f" version {tensor._version}; expected version {self.version} instead. leannorm.lean() needs it"
             " for the backward pass: edit a copy of it, or edit it after backward()."
         )
+
+
+MUCH_LARGER = 32
+"""What has so many times fewer elements than another tensor takes little memory and little time beside it."""
+
+
+def size_of(value: Value) -> int:
+    """Elements of the tensor."""
+    return prod(value.shape if value.tensor is None else value.tensor.shape)
+
+
+def products_of(values: tuple[Value, ...]) -> int:
+    """The longest chain of products among these inputs; those that are much smaller than the largest one are
+    not counted, such as the shift and scale of a norm's output, from a linear layer on a condition."""
+    most = max((value.products for value in values), default=0)
+    if not most or len(values) < 2:
+        return most
+    largest = max(map(size_of, values))
+    return max(v.products for v in values if size_of(v) * MUCH_LARGER > largest)
 
 
 def is_parameter(tensor: Tensor) -> bool:
