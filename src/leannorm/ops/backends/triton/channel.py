@@ -217,6 +217,7 @@ def channel_forward(
         registers=SET_REGISTERS if plan.sets.columns else None,
         **plan.sets.constants,
         DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.sets_stages,
     )
     return y, mean, m2, rstd
 

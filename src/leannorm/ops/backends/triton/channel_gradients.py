@@ -210,6 +210,7 @@ def _backward(
             registers=PRESSED_REGISTERS if pressed else SET_REGISTERS,
             **plan.sets.constants,
             DOUBLE=x.dtype == torch.float64,
+            STAGES=plan.choice.sets_stages,
         )
     shares.add_up()
     return dweight, dbias, returned_dz

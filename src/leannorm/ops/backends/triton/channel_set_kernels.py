@@ -36,7 +36,7 @@ SIZES = ("C", "inner", "samples", "G")
 def set_forward_kernel(
     x, residual, y, mean, m2, rstd, weight, bias, C, inner, samples, G,
     ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once."""
     dtype: tl.constexpr = tl.float64 if DOUBLE else tl.float32
@@ -53,7 +53,7 @@ def set_forward_kernel(
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for c0 in range(first, last, BC):
-        for t in range(zero, count):
+        for t in tl.range(zero, count, num_stages=STAGES):
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             deviation = tl.where(inside, read(x, start, offsets, inside, DOUBLE) - shift, 0.0)
             total += deviation
@@ -92,7 +92,7 @@ def set_forward_kernel(
         c = c0 + tl.arange(0, BC)[:, None]
         w = per_channel(weight, c, c < last, 1.0, DOUBLE)
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
-        for step in range(zero, count):
+        for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             z = normalized(x, high, low, scale, w, b, residual, start, offsets, inside, ACT, DOUBLE)
@@ -103,7 +103,7 @@ def set_forward_kernel(
 def set_backward_kernel(
     dy, x, residual, out, dx, dz, mean, rstd, weight, bias, sum_dz, sum_dz_xhat, C, inner, samples, G,
     ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
@@ -131,7 +131,7 @@ def set_backward_kernel(
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
         total = tl.zeros((BC, BE), dtype)
         product = tl.zeros((BC, BE), dtype)
-        for t in range(zero, count):
+        for t in tl.range(zero, count, num_stages=STAGES):
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
             g = gradient_before_activation(dy, xhat, w, b, residual, out, start, offsets, inside, ACT, DOUBLE)
@@ -159,7 +159,7 @@ def set_backward_kernel(
         c = c0 + tl.arange(0, BC)[:, None]
         w = per_channel(weight, c, c < last, 1.0, DOUBLE)
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
-        for step in range(zero, count):
+        for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             xhat = ((read(x, start, offsets, inside, DOUBLE) - high) - low) * scale
