@@ -22,6 +22,7 @@ from leannorm.ops.backends.triton import (  # noqa: E402
     channel,
     channel_gradients,
     launch,
+    modulated,
     rows,
     statistics,
     tape,
@@ -74,10 +75,11 @@ def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
         return torch.randn(count + offset).to(dtype)[offset:].view(shape)
 
     f32, f64 = torch.float32, torch.float64
-    for shape, groups in (((4, 8, 6, 6), 0), ((64, 8, 64, 64), 0), ((4, 8, 6, 6), 2), ((2, 8, 256, 256), 2)):
+    sizes = (4, 8, 6, 6)
+    for shape, groups in ((sizes, 0), ((64, 8, 64, 64), 0), (sizes, 2), ((2, 8, 256, 256), 2), (sizes, -2)):
         x, dy, r, y = (new(*shape) for _ in range(4))
         w, b = new(8, dtype=f32), new(8, dtype=f32)
-        stats = (shape[0], groups) if groups else (8,)
+        stats = (2, 8) if groups < 0 else (shape[0], groups) if groups else (8,)
         mean, rstd, p, q = (new(*stats, dtype=f64) for _ in range(4))
         yield channel.channel_forward, (x, w, b, None, 1e-5, "relu", groups)
         yield channel.channel_forward, (x, w, None, r, 1e-5, "silu", groups)
@@ -106,6 +108,22 @@ def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
             yield rows.row_forward, (x, r if rms else None, w, None if rms else b, 1, 2, 1e-5, rms)
             yield rows.row_backward, (dy, r if rms else None, x, mean, rstd, w, 1, 2, rms, True)
             yield rows.row_backward, (dy, None, x, mean, rstd, None, 1, 2, rms, False)
+    for kept in (64, 20000):
+        x, dy, gate = new(40, kept), new(40, kept), new(40, 2 * kept)[:, kept:]
+        rstd, w = new(40, dtype=f32), new(kept, dtype=f32)
+        for before in (False, True):
+            yield modulated.row_gated_forward, (x, gate, w, 1e-5, "silu", before, False)
+            yield modulated.row_gated_backward, (dy, x, gate, rstd, w, "silu", before, True)
+        for groups in (5, 40):
+            gate, scale, shift = (new(groups, kept, dtype=dtype if groups == 40 else f32) for _ in range(3))
+            mean = new(40, dtype=f32)
+            yield modulated.row_ada_forward, (x, dy, gate, scale, shift, 1.0, 1e-5, False)
+            yield modulated.row_ada_backward, (dy, None, x, mean, rstd, scale, 1.0, False, True)
+            yield modulated.row_gate_backward, (dy, x, gate)
+    heads, w = new(2, 10, 3, 4, 64)[:, :, 1], new(64)
+    mean, rstd = new(2, 10, 4, 1, dtype=f32), new(2, 10, 4, 1, dtype=f32)
+    yield rows.row_forward, (heads, None, w, None, 3, 4, 1e-5, True)
+    yield rows.row_backward, (heads, None, heads.clone(), mean, rstd, w, 3, 4, True, True)
 
 
 def launched_by(operator, arguments) -> list[tuple]:
@@ -176,6 +194,25 @@ def alignment() -> None:
         tape.forget()
     count = max(number for number, _ in functions) + 1
     assert all(functions[n, 0] != functions[n, 1] for n in range(count))
+
+
+def negated() -> None:
+    """A view that torch negates when it is read is written out by the dispatcher, in every call."""
+    x, dy, w = torch.randn(40, 64), torch.randn(40, 64), torch.randn(64)
+    mean, rstd = torch.zeros(40, 1), torch.ones(40, 1)
+
+    def given(call, *arguments) -> set:
+        LAUNCHED.clear()
+        call(*arguments)
+        return {v.data_ptr() if isinstance(v, torch.Tensor) else v for v in tree_leaves(LAUNCHED)}
+
+    for _ in range(3):
+        forward = given(TRITON.row_forward, torch._neg_view(x), None, w, None, 1, 2, 1e-5, True)
+        backward = given(TRITON.row_backward, torch._neg_view(dy), None, x, mean, rstd, w, 1, 2, True)
+        assert w.data_ptr() in forward & backward
+        assert x.data_ptr() not in forward
+        assert x.data_ptr() in backward
+        assert dy.data_ptr() not in backward
 
 
 def devices_and_streams() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from leannorm import nn, use_backend
+from leannorm import functional, nn, use_backend
 from leannorm.ops.backends import triton
 
 HERE = Path(__file__).parent
@@ -24,6 +25,7 @@ SCENES = (
     "integers",
     "numbers",
     "alignment",
+    "negated",
     "devices_and_streams",
     "hooks",
     "another_triton",
@@ -86,6 +88,41 @@ def test_calls_in_turns_are_those_of_their_own_kind(layout):
                 torch.testing.assert_close(y, want, msg=f"{turn} {ours}")
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(made[0].running_var, plain[0].running_var)
+
+
+def in_memory():
+    """Where the tensors lie that are alive and have memory."""
+    gc.collect()
+    alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.layout is torch.strided]
+    return {t.untyped_storage().data_ptr() for t in alive if t.untyped_storage().nbytes()}
+
+
+@interpreted
+def test_a_noted_call_keeps_no_memory():
+    """What lives on in a CUDA graph's pool is taken for a leak by torch.compile, which then raises."""
+    from leannorm.ops.backends.triton import tape
+
+    tape.forget()
+    x, w, call = torch.randn(3, 7, 5), torch.randn(7), triton._kernels
+    before = in_memory()
+    made = [*call.row_forward(x, None, None, None, 2, 3, 1e-5, False), *call.channel_moments(x, 0)]
+    made += [*call.channel_forward(x, w, w, None, 1e-5, "relu", 0), *call.constants_of(w, w, 1e-5)]
+    assert len(in_memory()) > len(before)
+    del made
+    assert in_memory() == before
+
+
+@interpreted
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_a_view_that_is_negated_when_it_is_read(which):
+    """Such as the imaginary part of a conjugate: its memory holds the other sign."""
+    x, weight = torch.randn(5, 8), torch.randn(8)
+    given = {"x": x, "weight": weight}
+    given[which] = torch._neg_view(given[which])
+    for _ in range(3):
+        with use_backend("triton"):
+            y = functional.rms_norm(given["x"], (8,), given["weight"])
+        torch.testing.assert_close(y, -functional.rms_norm(x, (8,), weight))
 
 
 @interpreted

@@ -31,15 +31,21 @@ def why_not():
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-@cache
-def table(architecture, *arguments):
-    """What each variant takes, from a process that does not interpret."""
-    command = [sys.executable, str(HERE / "triton_variants.py"), str(architecture), *arguments]
+def said_by(script, architecture, *arguments):
+    """The lines of a process that does not interpret."""
+    command = [sys.executable, str(HERE / script), str(architecture), *arguments]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found
+    return found
+
+
+@cache
+def table(architecture, *arguments, script="triton_variants.py"):
+    """What each variant takes."""
+    found = said_by(script, architecture, *arguments)
     for row in found:
         print(f"sm_{architecture} {row['registers']:4} registers {row['shared']:7} shared  {row['name']}")
     return found
@@ -51,6 +57,12 @@ def assert_nothing_spills(found):
 
 def test_nothing_spills():
     assert_nothing_spills(table(90))
+
+
+def test_triton_understands_every_kernel_in_every_dtype():
+    """The interpreter runs what the compiler refuses: a number in float32 where float64 was before, say."""
+    found = said_by("triton_covering.py", 90, "front")
+    assert {"forward_long", "gated_forward"} <= {row["kernel"] for row in found if "float64" in row["name"]}
 
 
 def test_programs_that_share_the_rows_are_there_at_a_time():
@@ -82,3 +94,11 @@ def test_a_kernel_without_registers_is_seen_to_spill():
 @pytest.mark.parametrize("architecture", [80, 90, 100])
 def test_nothing_spills_anywhere(architecture):
     assert_nothing_spills(table(architecture, "all"))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("architecture", [80, 86, 90, 100, 120])
+def test_nothing_spills_in_a_part_that_has_of_each_kind_one(architecture):
+    found = table(architecture, script="triton_covering.py")
+    assert_nothing_spills(found)
+    assert not [row["name"] for row in found if row["shared"] + 1024 > row["limit"]]

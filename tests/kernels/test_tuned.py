@@ -97,7 +97,7 @@ def test_where_the_file_is(monkeypatch, tmp_path):
 
 
 def test_the_plan_follows_the_file(file, monkeypatch):
-    from leannorm.ops.backends.triton import channel, launch, tape, tuned
+    from leannorm.ops.backends.triton import channel, channel_gradients, launch, tape, tuned
     from leannorm.ops.backends.triton.tiling import DEFAULT, Choice
 
     choice = Choice(in_flight=16, warps=2, moments=8, moments_stages=3, sums_stages=2, mapping_stages=4)
@@ -122,9 +122,87 @@ def test_the_plan_follows_the_file(file, monkeypatch):
         moments, normalize = launched["moments_kernel"], launched["normalize_kernel"]
         found.append((moments["warps"], moments["registers"], moments["STAGES"], normalize["STAGES"]))
     assert found == [(2, 128, 3, 4), (4, 96, 1, 1)]
+    choice, x = Choice(sets_stages=3), x[:2, :, :14, :14].contiguous()
+    monkeypatch.setattr(channel, "choice_for", lambda device: choice)
+    monkeypatch.setattr(channel_gradients, "launch", channel.launch)
+    tape.forget()
+    _, mean, _, rstd = channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
+    given = (x, x, mean, rstd, per_channel, per_channel, None, None, "relu", 0, False)
+    channel_gradients.channel_backward(*given)
+    assert [launched[f"set_{which}_kernel"]["STAGES"] for which in ("forward", "backward")] == [3, 3]
     assert Choice() == DEFAULT
     assert launch.processors(torch.device("cpu")) == 2
     tape.forget()
+
+
+def measuring(of_choice, noise=lambda turn: 1.0):
+    """Stands in for a device: each choice takes `of_choice(choice)` seconds, times what a turn's noise is."""
+    seen = []
+
+    def seconds(choice, what):
+        seen.append(what)
+        return None if of_choice(choice) is None else of_choice(choice) * noise(len(seen))
+
+    return seconds, seen
+
+
+def choices(**changed):
+    from leannorm.ops.backends.triton.tiling import Choice
+
+    return Choice(**changed)
+
+
+def test_the_search_keeps_what_helps_and_goes_on_where_one_fails():
+    from benchmarks.gpu import tune
+
+    def of_choice(choice):
+        if choice.warps == 2:
+            return None  # cannot be launched
+        return (1 - 0.1 * (choice.in_flight == 64)) * (1 - 0.05 * (choice.sums == 5))
+
+    tried = {"in_flight": (16, 64), "warps": (2, 8), "sums": (3, 5)}
+    seconds, seen = measuring(of_choice)
+    fastest = tune.search(choices(), tried, seconds)
+    assert fastest[0] == choices(in_flight=64, sums=5)
+    assert len(fastest) == tune._FINALISTS
+    assert len(seen) == len(set(seen)) == 7
+    assert tune.search(choices(), tried, lambda choice, what: None) == []
+
+
+@pytest.mark.parametrize(
+    ("gain", "taken"), [(0.9, True), (0.97, True), (0.99, False), (1.0, False), (1.1, False)]
+)
+def test_what_is_written_down_was_faster_in_every_turn(gain, taken):
+    """Turns differ by up to 1% here, the whole device by 30% between turns: that is taken for no gain."""
+    from benchmarks.gpu import tune
+
+    other = choices(sums_stages=2)
+    seconds, seen = measuring(
+        lambda choice: gain if choice == other else 1.0,
+        lambda call: (1 + 0.3 * ((call - 1) // 2 % 2)) * (1 + 0.01 * (call % 3 == 0)),
+    )
+    chosen, times = tune.final(choices(), [other], seconds, 9)
+    assert chosen == (other if taken else choices())
+    assert [len(of_choice) for of_choice in times.values()] == [9, 9]
+    assert len(seen) == 18
+
+
+def test_a_lucky_measurement_is_not_written_down():
+    from benchmarks.gpu import tune
+
+    lucky = choices(warps=8)
+    seconds, _ = measuring(lambda choice: 1.0, lambda call: 0.5 if call == 2 else 1.0)
+    assert tune.search(choices(), {"warps": (8,)}, seconds) == [lucky]
+    assert tune.final(choices(), [lucky], seconds, 9)[0] == choices()
+
+
+def test_turns_that_the_time_was_not_enough_for_do_not_count():
+    from benchmarks.gpu import tune
+
+    other, left = choices(warps=8), iter([0.5, 1.0, 1.0, 0.5])
+    chosen, times = tune.final(choices(), [other], lambda choice, what: next(left, None), 9)
+    assert chosen == choices()
+    assert [len(of_choice) for of_choice in times.values()] == [2, 2]
 
 
 def test_smoke(tmp_path):
@@ -140,6 +218,11 @@ def test_smoke(tmp_path):
     entries = json.loads(file.read_text())
     tuned.read(entries["smoke"], 2)
     results = json.loads((tmp_path / "gpu-smoke-tune.json").read_text())
-    assert len(results["tuned"]) == 8
+    measured = results["tuned"]
+    assert {row["what"] for row in measured if row["part"] == "loops"} > {"the defaults", "in_flight = 16"}
+    assert {row["sets_stages"] for row in measured if row["part"] == "sets"} == {1, 2}
+    once = [row for row in measured if not row["what"].startswith("turn")]
+    assert len(once) == 11
+    assert len(measured) == len(once) or any(row["what"] == "turn 2 of 2" for row in measured)
     assert not results["wrong"]
     assert not results["notes"]

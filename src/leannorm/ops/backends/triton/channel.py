@@ -224,6 +224,7 @@ def forward(
         registers=SET_REGISTERS if plan.sets.columns or mask is not None else None,
         **plan.sets.constants,
         DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.sets_stages,
     )
     return y, mean, m2, rstd
 

@@ -253,6 +253,7 @@ def backward(
             registers=PRESSED_REGISTERS if pressed else SET_REGISTERS,
             **plan.sets.constants,
             DOUBLE=x.dtype == torch.float64,
+            STAGES=plan.choice.sets_stages,
         )
     shares.add_up()
     return dweight, dbias, returned_dz

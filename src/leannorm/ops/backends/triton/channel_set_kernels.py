@@ -39,7 +39,7 @@ SIZES = ("C", "inner", "samples", "G")
 def set_forward_kernel(
     x, residual, y, mask, mean, m2, rstd, n, weight, bias, C, inner, samples, G,
     ACT: tl.constexpr, EPS: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics and output: reads x (and residual) once from memory and x once from cache, writes y once.
 
@@ -66,7 +66,7 @@ def set_forward_kernel(
     total = tl.zeros((BC, BE), dtype)
     square = tl.zeros((BC, BE), dtype)
     for c0 in range(first, last, BC):
-        for t in range(zero, count):
+        for t in tl.range(zero, count, num_stages=STAGES):
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             loaded, data, valid = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
             if mask is not None:
@@ -115,7 +115,7 @@ def set_forward_kernel(
         c = c0 + tl.arange(0, BC)[:, None]
         w = per_channel(weight, c, c < last, 1.0, DOUBLE)
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
-        for step in range(zero, count):
+        for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
@@ -129,7 +129,7 @@ def set_backward_kernel(
     dy, x, residual, out, dx, dz, mask, mean, rstd, n, weight, bias, sum_dz, sum_dz_xhat,
     C, inner, samples, G,
     ACT: tl.constexpr, GROUPED: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr,
-    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr,
+    WIDE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx (and dz), and the sums of dz and dz * xhat of every channel of every segment.
 
@@ -158,7 +158,7 @@ def set_backward_kernel(
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
         total = tl.zeros((BC, BE), dtype)
         product = tl.zeros((BC, BE), dtype)
-        for t in range(zero, count):
+        for t in tl.range(zero, count, num_stages=STAGES):
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)
             xhat = ((read(x, start, offsets, loaded, DOUBLE) - high) - low) * scale
@@ -190,7 +190,7 @@ def set_backward_kernel(
         c = c0 + tl.arange(0, BC)[:, None]
         w = per_channel(weight, c, c < last, 1.0, DOUBLE)
         b = per_channel(bias, c, c < last, 0.0, DOUBLE)
-        for step in range(zero, count):
+        for step in tl.range(zero, count, num_stages=STAGES):
             t = count - 1 - step
             start, offsets, inside = tile(t, segment, c0, last, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
             loaded, data, _ = data_of(mask, x, inside, t, segment, inner, samples, COLUMNS, V, BE)

@@ -49,7 +49,8 @@ def beyond_float32(square, exists, CHECKED: tl.constexpr):
 @triton.jit
 def scale_of(largest):
     """A power of two that brings deviations of this size to where their squares are float32."""
-    return tl.where(largest > 2.0**40, 2.0**-78, tl.where(largest < 2.0**-40, 2.0**60, 1.0))
+    scale = tl.where(largest > 2.0**40, 2.0**-78, tl.where(largest < 2.0**-40, 2.0**60, 1.0))
+    return scale.to(largest.dtype)  # numbers alone are float32
 
 
 @triton.jit

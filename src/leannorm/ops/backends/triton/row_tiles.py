@@ -163,8 +163,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
 
 def shares(inner: int, itemsize: int) -> Tile:
     """For the sums over rows that are longer than a tile."""
-    rows = 4 if inner == 1 else _beside(inner, itemsize)
-    return Tile(rows, 2048 // rows, 4, whole=False)
+    rows, values = 4 if inner == 1 else _beside(inner, itemsize), 1024 if itemsize == 8 else 2048
+    return Tile(rows, values // rows, 4, whole=False)
 
 
 def elementwise(kept: int) -> Tile:
@@ -174,23 +174,30 @@ def elementwise(kept: int) -> Tile:
 
 
 def gated(kept: int, itemsize: int) -> Tile:
-    """For a gate of the input's shape, forward: a thread holds 16 values of both, or 8 of wide ones."""
-    a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
+    """For a gate of the input's shape, forward: a thread holds 16 values of both, 8 or 4 of wide ones."""
+    a_warp = _gated_by_warp(kept, itemsize)
     block = power_of_two(kept)
     rows = max(a_warp // block, 1)
     if rows * block > 16 * a_warp:
-        return Tile(1, _LONG // 2, 8, whole=False)
+        return Tile(1, _LONG // (4 if itemsize == 8 else 2), 8, whole=False)
     return Tile(rows, block, max(rows * block // a_warp, 1))
 
 
 def gated_backward(kept: int, itemsize: int) -> Backward:
-    """The same for its backward pass: 16 values (8 where they are wide), of five tensors and the sums."""
-    a_warp = 256 if itemsize == 8 or _scattered(kept, 1, itemsize) else 512
+    """The same for its backward pass: of five tensors and the sums."""
+    a_warp = _gated_by_warp(kept, itemsize)
     block = power_of_two(kept)
     warps = max(block // a_warp, 4)
     if warps > 8:
-        return Backward(Tile(1, _LONG // 4, 4, whole=False), 1, fold=False)
+        return Backward(Tile(1, _LONG // (8 if itemsize == 8 else 4), 4, whole=False), 1, fold=False)
     programs = 8 // warps  # with what the activation and its slope need, a thread takes some 250 registers
     limit = min(_REGISTERS // (32 * warps * programs), 255)
     tile = Tile(warps * a_warp // block, block, warps, registers=limit)
     return Backward(tile, programs, fold=False, stages=2 if warps * a_warp * itemsize <= 8192 else 1)
+
+
+def _gated_by_warp(kept: int, itemsize: int) -> int:
+    """Values of a warp, of which a thread holds 16; fewer where they or their loads take more registers."""
+    if itemsize == 8:
+        return 128  # the slopes of activations take most
+    return 256 if _scattered(kept, 1, itemsize) else 512

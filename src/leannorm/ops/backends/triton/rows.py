@@ -107,6 +107,8 @@ def run_forward(
     pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
     lines = weight.each is not None
     tile = tiles.forward(plan.kept, plan.inner, size, pressed or lines, lines)
+    if parameters > size and tile.whole and tile.warps <= 8 and _device(x.device)[0] >= 10:
+        tile = tile._replace(registers=96)  # for Blackwell the compiler chooses 64, and spills
     kernel = row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long
     of_lines = *gate[1:], *weight[1:], *bias[1:]
     steps = (view or NO_VIEW).arguments(2) if tile.whole else ()

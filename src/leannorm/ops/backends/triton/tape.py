@@ -91,17 +91,21 @@ class _Tape:
         return tuple([slots[number] for number in self.results]) or None
 
 
-@functools.cache
-def _one(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One value: `empty_like` of what it expands to takes half the time of `empty`, and makes the same."""
-    return torch.empty((), dtype=dtype, device=device)
+def _pattern(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without memory: `empty_like` of it takes half the time of `empty`, and makes the same.
+
+    Where a CUDA graph's pool serves this call, memory that outlives it would be taken for a leak, and raise.
+    """
+    made = torch.empty((), dtype=dtype, device=device).expand(shape)
+    made.untyped_storage().resize_(0)
+    return made
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A new tensor of an operator."""
     made = torch.empty(shape, dtype=dtype, device=device)
     if (recorder := listening.recorder) is not None:
-        pattern = _one(dtype, device).expand(shape) if made.numel() else made
+        pattern = _pattern(shape, dtype, device) if made.numel() else made
         recorder.sayable &= torch.empty_like(pattern).stride() == made.stride()
         recorder.slots.append(made)
         recorder.made.append(pattern)
@@ -135,15 +139,18 @@ class taped:  # noqa: N801  (a decorator)
         _all.append(self.tapes)
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.call(arguments, self.operator)
+        return self.call(arguments, self._resolved)
+
+    def _resolved(self, *arguments: Any) -> Any:
+        return self.operator(*[torch.resolve_neg(a) if isinstance(a, Tensor) else a for a in arguments])
 
     def call(self, arguments: tuple[Any, ...], otherwise: Callable[..., Any]) -> Any:
-        """`otherwise` serves tensor subclasses, whose call a tape cannot say."""
+        """`otherwise` serves what a tape cannot say: subclasses, and views that the dispatcher negates."""
         if listening.recorder is not None:  # a part of another operator
             return self.operator(*arguments)
         key: list[Any] = []
         for a in arguments:
-            if type(a) in _PLAIN:
+            if type(a) in _PLAIN and not a.is_neg():
                 key += (a.shape, a.stride(), a.dtype, a.device)
             elif isinstance(a, Tensor):
                 return otherwise(*arguments)

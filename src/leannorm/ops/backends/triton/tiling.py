@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     many of which are resident at once. Programs for each multiprocessor: of kernels that write partial
     results (moments, sums), as many as are resident at once by their registers, since a remainder would run
     alone; of the others, many. Stages: how many tiles are on their way, of which all but one wait in shared
-    memory.
+    memory; `sets_stages` of programs that read a whole set.
     """
 
     in_flight: int = 32
@@ -42,6 +42,7 @@ class Choice(NamedTuple):
     moments_stages: int = 1
     sums_stages: int = 1
     mapping_stages: int = 1
+    sets_stages: int = 1
 
     def registers(self, programs: int) -> int:
         """A thread's, where so many programs are to be resident."""

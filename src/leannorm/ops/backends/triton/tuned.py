@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[int, ...]] = {
     "moments_stages": (1, 2, 3, 4),
     "sums_stages": (1, 2, 3, 4),
     "mapping_stages": (1, 2, 3, 4),
+    "sets_stages": (1, 2, 3, 4),
 }
 _RESIDENT = 64  # warps of a multiprocessor, of which fewer fit where each has 32 registers a thread
 
