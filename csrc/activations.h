@@ -101,4 +101,9 @@ template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   }
 }
 
+// By a call, so that they are compiled once for many kernels.
+template <class V> LEANNORM_ONCE V activate_by_call(V z, int act) { return activate(z, act); }
+template <class V> LEANNORM_ONCE V slope_from_input_by_call(V z, int act) { return slope_from_input(z, act); }
+template <class V> LEANNORM_ONCE V slope_from_output_by_call(V y, int act) { return slope_from_output(y, act); }
+
 }  // namespace leannorm::LEANNORM_ISA

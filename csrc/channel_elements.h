@@ -25,8 +25,14 @@ template <class V> struct Backward : Affine<V> {
   }
 };
 
-// Splits the work at compile time by what is common, at run time by what is rare.
+// Splits the work at compile time by what is common, at run time by what is rare. Processors of before 2013 have one
+// form for all.
 enum Form { kPlain, kReluFromInput, kReluFromOutput, kAny };
+#if defined(__x86_64__) && !defined(__AVX2__)
+constexpr bool kManyForms = false;
+#else
+constexpr bool kManyForms = true;
+#endif
 LEANNORM_INLINE Form forward_form(int act) { return act == kIdentity ? kPlain : act == kRelu ? kReluFromInput : kAny; }
 LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   if (act == kIdentity) return kPlain;
@@ -70,6 +76,18 @@ template <class E> struct Place {
   }
 };
 
+// The commonest activations where they stand, the others by a call.
+template <class V> LEANNORM_INLINE V activated(V z, int act) {
+  if (act == kIdentity) return z;
+  return act == kRelu ? activate(z, kRelu) : activate_by_call(z, act);
+}
+// dz, from the activation's input or output.
+template <bool FromOutput, class V> LEANNORM_INLINE V through_activation(V dy, V v, int act) {
+  if (act == kRelu) return v <= V{} ? V{} : dy;  // at NaN as torch's
+  if constexpr (FromOutput) return dy * slope_from_output_by_call(v, act);
+  else return dy * slope_from_input_by_call(v, act);
+}
+
 template <class E, Form form, bool Whole>
 LEANNORM_INLINE auto normalized(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine, int act) {
   using V = typename E::V;
@@ -87,7 +105,7 @@ LEANNORM_INLINE auto normalized(Place<E> place, int64_t n, int64_t ahead, const 
 #pragma GCC unroll 2
   for (V& each : z.of) {
     if constexpr (form == kReluFromInput) each = activate(each, kRelu);
-    else if constexpr (form == kAny) each = activate(each, act);
+    else if constexpr (form == kAny) each = activated(each, act);
   }
   return z;
 }
@@ -116,13 +134,13 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
 #pragma GCC unroll 2
   for (int j = 0; j < kVectors; ++j) result.of[j] = {dy.of[j], affine.centre(x.of[j])};
   if constexpr (form == kPlain) return result;
+  if (form == kAny && act == kIdentity) return result;
   if (form == kReluFromOutput || (form == kAny && o.out != nullptr)) {
     const auto y = place.template load<Whole>(o.out, n, V{});
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) {
       V& dz = result.of[j].dz;
-      if constexpr (form == kAny) dz = dz * slope_from_output(y.of[j], act);
-      else dz = y.of[j] <= V{} ? V{} : dz;  // at NaN as torch's
+      dz = through_activation<true>(dz, y.of[j], form == kAny ? act : kRelu);
     }
     return result;
   }
@@ -133,8 +151,7 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
     auto& [dz, centred] = result.of[j];
     V z = affine.apply(centred);
     if (o.residual != nullptr) z = z + r.of[j];
-    if constexpr (form == kAny) dz = dz * slope_from_input(z, act);
-    else dz = z <= V{} ? V{} : dz;
+    dz = through_activation<false>(dz, z, form == kAny ? act : kRelu);
   }
   return result;
 }

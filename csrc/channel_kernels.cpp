@@ -5,21 +5,23 @@
 namespace leannorm::LEANNORM_ISA {
 
 #define BY_FORWARD_FORM(name)                                                              \
-  template <class T> void name(Operands o, Block b, Coefficients c, int act) { \
-    switch (forward_form(act)) {                                                           \
-      case kPlain: return name<T, kPlain>(o, b, c, act);                                   \
-      case kReluFromInput: return name<T, kReluFromInput>(o, b, c, act);                   \
-      default: return name<T, kAny>(o, b, c, act);                                         \
+  template <class T> void name(Operands o, Block b, Coefficients c, int act) {             \
+    if constexpr (kManyForms) {                                                            \
+      const Form form = forward_form(act);                                                 \
+      if (form == kPlain) return name<T, kPlain>(o, b, c, act);                            \
+      if (form == kReluFromInput) return name<T, kReluFromInput>(o, b, c, act);            \
     }                                                                                      \
+    name<T, kAny>(o, b, c, act);                                                           \
   }
-#define BY_BACKWARD_FORM(name, parameters, ...)                              \
-  template <class T> void name parameters {                                  \
-    switch (backward_form(o, act)) {                                         \
-      case kPlain: return name<T, kPlain>(__VA_ARGS__);                      \
-      case kReluFromInput: return name<T, kReluFromInput>(__VA_ARGS__);      \
-      case kReluFromOutput: return name<T, kReluFromOutput>(__VA_ARGS__);    \
-      default: return name<T, kAny>(__VA_ARGS__);                            \
-    }                                                                        \
+#define BY_BACKWARD_FORM(name, parameters, ...)                                            \
+  template <class T> void name parameters {                                                \
+    if constexpr (kManyForms) {                                                            \
+      const Form form = backward_form(o, act);                                             \
+      if (form == kPlain) return name<T, kPlain>(__VA_ARGS__);                             \
+      if (form == kReluFromInput) return name<T, kReluFromInput>(__VA_ARGS__);             \
+      if (form == kReluFromOutput) return name<T, kReluFromOutput>(__VA_ARGS__);           \
+    }                                                                                      \
+    name<T, kAny>(__VA_ARGS__);                                                            \
   }
 #define SUMS_PARAMETERS (Operands o, Block b, Coefficients c, int act, double* s, double* t)
 #define GRAD_PARAMETERS (Operands o, Block b, Coefficients c, int act)

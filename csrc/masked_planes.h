@@ -1,4 +1,5 @@
-// Planes of which some elements are no data. What is read of these is replaced before it meets anything.
+// Planes of which some elements are no data. What is read of these is replaced before it meets anything. One form of
+// each kernel serves all activations, with a mask and without: what it asks for each vector is not felt beside the rest.
 #pragma once
 
 #include "channel_planes.h"
@@ -10,7 +11,7 @@ template <class E> struct Mask {
   using T = typename E::Scalar;
   using V = typename E::V;
   using Batch = typename E::Batch;
-  const T* of = nullptr;
+  const T* of = nullptr;  // null: all is data
   int64_t start = 0;
 
   template <bool Whole> LEANNORM_INLINE Batch at(int64_t i, int64_t n) const {
@@ -18,14 +19,6 @@ template <class E> struct Mask {
     else return E::load(of + (i - start), n, V{});
   }
 };
-// Of a plane that is all data up to its end.
-struct NoMask { static constexpr const void* of = nullptr; };
-// body(mask), with what the compiler knows of it; one body where any activation is computed.
-template <Form form, class E, class Body> LEANNORM_INLINE void with_mask(const Mask<E>& mask, Body body) {
-  if constexpr (form == kAny) body(mask);
-  else if (mask.of == nullptr) body(NoMask());
-  else body(mask);
-}
 template <class V> LEANNORM_INLINE V chosen(V mask, V yes, V no) { return mask != V{} ? yes : no; }
 
 template <class E> LEANNORM_INLINE Mask<E> mask_of(const Valid& valid, int64_t plane, int64_t start) {
@@ -45,24 +38,22 @@ template <class E, class Add, class Done>
 LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& valid, typename E::V k, Add add, Done done) {
   using T = typename E::Scalar;
   const T* x = static_cast<const T*>(base);
-  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, const Mask<E>& of_plane) LEANNORM_BODY {
-    with_mask<kPlain>(of_plane, [&](auto mask) LEANNORM_BODY {
-      each_run<E::W, kPlain>(
-          start, 1, {1, 0, length, 0},
-          [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-            if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
-            typename E::Batch b;
-            if constexpr (whole) b = E::load(x + i);
-            else b = E::load(x + i, n, k);
-            if constexpr (!std::is_same_v<decltype(mask), NoMask>) {
-              const auto m = mask.template at<whole>(i, n);
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, const Mask<E>& mask) LEANNORM_BODY {
+    each_run<E::W, kAny>(
+        start, 1, {1, 0, length, 0},
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
+          typename E::Batch b;
+          if constexpr (whole) b = E::load(x + i);
+          else b = E::load(x + i, n, k);
+          if (mask.of != nullptr) {
+            const auto m = mask.template at<whole>(i, n);
 #pragma GCC unroll 2
-              for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], k);
-            }
-            add(b);
-          },
-          done);
-    });
+            for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], k);
+          }
+          add(b);
+        },
+        done);
   });
 }
 
@@ -110,7 +101,7 @@ LEANNORM_INLINE void ones(float16* p, int64_t n) { for (int64_t i = 0; i < n; ++
 
 // As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those behind it. A batch that
 // has both is cut by a mask of its own.
-template <class E, Form form, class Begin, class Take>
+template <class E, class Begin, class Take>
 LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& valid, Begin begin, Take take) {
   using T = typename E::Scalar;
   constexpr int W = E::W;
@@ -126,9 +117,7 @@ LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& va
     for (int64_t stop = first_line<T>(o, i, end);; stop = end) {  // up to the first line, and from there on
       const bool past = writes_past<T>(o, i);
       const int64_t valid_stop = data < stop ? data : stop;
-      with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
-        for (; i + W <= valid_stop; i += W) take(i, W, std::true_type(), past, mask);
-      });
+      for (; i + W <= valid_stop; i += W) take(i, W, std::true_type(), past, of_plane);
       if (i < valid_stop) {
         const int64_t n = stop - i < W ? stop - i : W;
         T some[W] = {};
@@ -150,52 +139,31 @@ LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& va
   if (o.past) settle();
 }
 
-template <class E, Form form, bool Whole, class M>
-LEANNORM_INLINE void masked_normalize_batch(Place<E> place, int64_t n, int64_t ahead, const Affine<typename E::V>& affine,
-                                            int act, bool past, const M& mask) {
-  using V = typename E::V;
-  const Operands& o = place.o;
-  place.fetch(o.x, ahead);
-  if (o.residual != nullptr) place.fetch(o.residual, ahead);
-  auto z = place.template load<Whole>(o.x, n, V{});
-#pragma GCC unroll 2
-  for (V& each : z.of) each = affine.apply(affine.centre(each));
-  if (o.residual != nullptr) {
-    const auto r = place.template load<Whole>(o.residual, n, V{});
-#pragma GCC unroll 2
-    for (int j = 0; j < z.size; ++j) z.of[j] = z.of[j] + r.of[j];
-  }
-#pragma GCC unroll 2
-  for (V& each : z.of) {
-    if constexpr (form == kReluFromInput) each = activate(each, kRelu);
-    else if constexpr (form == kAny) each = activate(each, act);
-  }
-  if constexpr (!std::is_same_v<M, NoMask>) if (mask.of != nullptr) {
-    const auto m = mask.template at<Whole>(place.at, n);
-#pragma GCC unroll 2
-    for (int j = 0; j < z.size; ++j) z.of[j] = chosen(m.of[j], z.of[j], V{});
-  }
-  place.template store<Whole>(o.result, z, n, past);
-}
-
-template <class T, Form form> void masked_normalize(Operands o, Block block, Valid valid, Coefficients c, int act) {
+template <class T> void masked_normalize(Operands o, Block block, Valid valid, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Affine<V> affine;
-  each_masked<E, form>(
+  each_masked<E>(
       o, block, valid, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, bool past, auto mask) LEANNORM_BODY {
-        masked_normalize_batch<E, form, whole>({o, i}, n, block.ahead, affine, act, past, mask);
+      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+        const Place<E> place{o, i};
+        auto z = normalized<E, kAny, whole>(place, n, block.ahead, affine, act);
+        if (mask.of != nullptr) {
+          const auto m = mask.template at<whole>(i, n);
+#pragma GCC unroll 2
+          for (int j = 0; j < z.size; ++j) z.of[j] = chosen(m.of[j], z.of[j], V{});
+        }
+        place.template store<whole>(o.result, z, n, past);
       });
 }
 
 // dz and x - mean, 0 where there is no data.
-template <class E, Form form, bool Whole, class M>
+template <class E, bool Whole>
 LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typename E::V>& affine, int act,
-                                     const M& mask) {
+                                     const Mask<E>& mask) {
   using V = typename E::V;
-  auto g = gradient<E, form, Whole>(place, n, affine, act);
-  if constexpr (!std::is_same_v<M, NoMask>) if (mask.of != nullptr) {
+  auto g = gradient<E, kAny, Whole>(place, n, affine, act);
+  if (mask.of != nullptr) {
     const auto m = mask.template at<Whole>(place.at, n);
 #pragma GCC unroll 2
     for (int j = 0; j < g.size; ++j) {
@@ -206,56 +174,54 @@ LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typ
   return g;
 }
 
-template <class T, Form form>
+template <class T>
 void masked_grad_sums(Operands o, Block block, Valid valid, Coefficients c, int act, double* sum_dz,
                       double* sum_dz_centred) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Runs<E> runs;
   Sums<V> sum;
-  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, const Mask<E>& of_plane) LEANNORM_BODY {
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, const Mask<E>& mask) LEANNORM_BODY {
     const int64_t s = valid.statistic(plane);
     const Affine<V> affine = plane_affine<V>(c, s);
-    with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
-      each_run<E::W, form>(
-          start, 1, {1, 0, length, 0},
-          [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-            const Place<E> place{o, i};
-            if (block.next != 0) {
-              place.fetch(o.x, block.next);
-              place.fetch(o.dy, block.next);
-              if (o.out != nullptr) place.fetch(o.out, block.next);
-            }
-            const auto g = masked_gradient<E, form, whole>(place, n, affine, act, mask);
+    each_run<E::W, kAny>(
+        start, 1, {1, 0, length, 0},
+        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+          const Place<E> place{o, i};
+          if (block.next != 0) {
+            place.fetch(o.x, block.next);
+            place.fetch(o.dy, block.next);
+            if (o.out != nullptr) place.fetch(o.out, block.next);
+          }
+          const auto g = masked_gradient<E, whole>(place, n, affine, act, mask);
 #pragma GCC unroll 2
-            for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
-          },
-          [&]() LEANNORM_BODY { take(sum, runs); });
-    });
+          for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
+        },
+        [&]() LEANNORM_BODY { take(sum, runs); });
     if (valid.of_one_sample) sum.put(sum_dz + s, sum_dz_centred + s);
   });
   sum.put(sum_dz, sum_dz_centred);
 }
 
-template <class T, Form form> void masked_input_grad(Operands o, Block block, Valid valid, Coefficients c, int act) {
+template <class T> void masked_input_grad(Operands o, Block block, Valid valid, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Backward<V> backward;
-  each_masked<E, form>(
+  each_masked<E>(
       o, block, valid, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, bool past, auto mask) LEANNORM_BODY {
+      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
         const Place<E> place{o, i};
         place.fetch(o.x, block.ahead);
         place.fetch(o.dy, block.ahead);
         if (o.out != nullptr) place.fetch(o.out, block.ahead);
-        const auto g = masked_gradient<E, form, whole>(place, n, backward, act, mask);
+        const auto g = masked_gradient<E, whole>(place, n, backward, act, mask);
         typename E::Batch dx, dz;
 #pragma GCC unroll 2
         for (int j = 0; j < dx.size; ++j) {
           dz.of[j] = g.of[j].dz;
           dx.of[j] = backward.input_grad(g.of[j].dz, g.of[j].centred);
         }
-        if constexpr (!std::is_same_v<decltype(mask), NoMask>) if (mask.of != nullptr) {
+        if (mask.of != nullptr) {
           const auto m = mask.template at<whole>(i, n);
 #pragma GCC unroll 2
           for (int j = 0; j < dx.size; ++j) dx.of[j] = chosen(m.of[j], dx.of[j], V{});
