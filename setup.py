@@ -4,8 +4,8 @@ The library holds no Python: torch's stable ABI (2.10 on) serves every Python an
 the wheel is tagged for the platform alone. `csrc/*_kernels.cpp` is compiled once for each instruction
 set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded.
 
-Beside them `csrc/nodes/` becomes `leannorm/_nodes.so`, autograd nodes for small calls. Those need torch's whole
-C++ interface, and serve the torch and the Python that they are built for alone; a wheel for all has none.
+Beside them `csrc/nodes/` becomes `leannorm/_nodes.so`, autograd nodes for small calls. Those need all of torch's
+C++ interface, and serve only the torch and the Python that they are built for; a wheel for all has none.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             if os.environ.get("LEANNORM_BUILD_NODES", "1") == "0":
-                raise BuildError("the package was built without them, as every wheel is (LEANNORM_BUILD_NODES=0)")
+                raise BuildError(
+                    "the package was built without them, as every wheel is (LEANNORM_BUILD_NODES=0)"
+                )
             objects = self.compiler.compile(
                 [NODES],
                 output_dir=os.path.join(self.build_temp, "nodes"),

@@ -171,6 +171,8 @@ def _backward_of_node(
 
 if NODES is not None:
     NODES.set_backward(_backward_of_node)
+    for _function in (DirectChannelNorm, DirectChannelAffine, DirectRowNorm):
+        torch.autograd.graph.Node.register(getattr(NODES, f"{_function.__name__}Backward"))
 
 
 def _channel_forward(

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from leannorm.ops.backends.library import schema_digest, why_unfit
 from leannorm.ops.backends import CPU
+from leannorm.ops.backends.library import schema_digest, why_unfit
 
 PATH = Path(__file__).parents[1] / "_nodes.so"
 
