@@ -7,7 +7,7 @@ TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_6
 
 .PHONY: demo test site wheel conformance faults fuzz matrix check sanitize clean
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* src/leannorm/ops/schema.py)
+$(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* src/leannorm/ops/schema.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade -c constraints.txt pip setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt torch numpy
@@ -28,10 +28,10 @@ site: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # One wheel for every Python and every torch from 2.10 on, in dist/: made, audited, and tried beside torch in an
-# environment that has nothing else and no compiler.
+# environment that has nothing else and no compiler. Without the autograd nodes, which serve one torch alone.
 wheel: $(VENV)/.ready
 	rm -rf dist build/lib build/bdist.* build/wheel
-	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
+	LEANNORM_BUILD_NODES=0 $(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 	    --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tests/matrix.py --bare

@@ -3,6 +3,9 @@
 The library holds no Python: torch's stable ABI (2.10 on) serves every Python and every later torch, so
 the wheel is tagged for the platform alone. `csrc/*_kernels.cpp` is compiled once for each instruction
 set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded.
+
+Beside them `csrc/nodes/` becomes `leannorm/_nodes.so`, autograd nodes for small calls. Those need all of torch's
+C++ interface, and serve only the torch and the Python that they are built for; a wheel for all has none.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import platform
 import shlex
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +41,8 @@ FLAGS = [
     "-w",  # the compiler warns of its own intrinsics
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
+NODES = "csrc/nodes/nodes.cpp"
+NODE_FLAGS = ["-std=c++20", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-w"]
 
 
 here = Path(__file__).parent
@@ -54,8 +60,10 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         library = Path(self.build_lib, "leannorm", "_C.so")
+        nodes = library.with_name("_nodes.so")
         reason = library.with_suffix(".reason")
-        for stale in (library, reason):
+        made = library, reason, nodes, nodes.with_suffix(".reason")
+        for stale in made:
             stale.unlink(missing_ok=True)
         in_place, self.inplace = self.inplace, False
         try:
@@ -72,7 +80,7 @@ class BuildKernels(build_ext):
         finally:
             self.inplace = in_place
         if in_place:
-            self._copy_to_source(library, reason)
+            self._copy_to_source(*made)
 
     def _copy_to_source(self, *built: Path) -> None:
         package = Path(self.get_finalized_command("build_py").get_package_dir("leannorm"))
@@ -106,7 +114,9 @@ class BuildKernels(build_ext):
             )[0]
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
+            nodes = pool.submit(self._build_nodes, torch_root, Path(self.get_ext_fullpath(ext.name)))
             objects = list(pool.map(compiled, jobs))
+        nodes.result()
         apple = sys.platform == "darwin"
         self.compiler.link_shared_object(
             objects,
@@ -116,6 +126,48 @@ class BuildKernels(build_ext):
             extra_postargs=["-undefined", "dynamic_lookup"] if apple else ["-Wl,--as-needed"],
             target_lang="c++",
         )
+
+    def _build_nodes(self, torch_root: Path, library: Path) -> None:
+        """The autograd nodes, or a note that says why there are none."""
+        target = library.with_name("_nodes.so")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            if os.environ.get("LEANNORM_BUILD_NODES", "1") == "0":
+                raise BuildError(
+                    "the package was built without them, as every wheel is (LEANNORM_BUILD_NODES=0)"
+                )
+            objects = self.compiler.compile(
+                [NODES],
+                output_dir=os.path.join(self.build_temp, "nodes"),
+                include_dirs=[
+                    str(torch_root / "include"),
+                    str(torch_root / "include/torch/csrc/api/include"),
+                    sysconfig.get_path("include"),
+                ],
+                extra_postargs=[
+                    *NODE_FLAGS,
+                    f'-DLEANNORM_NODES="{self._built_for()}"',
+                    *shlex.split(os.environ.get("CXXFLAGS", "")),
+                ],
+            )
+            self.compiler.link_shared_object(
+                objects,
+                str(target),
+                library_dirs=[str(torch_root / "lib")],
+                libraries=["torch_cpu", "torch_python", "c10"],
+                extra_postargs=["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [],
+                target_lang="c++",
+            )
+        except Exception as error:  # the kernels do not need them
+            target.unlink(missing_ok=True)
+            target.with_suffix(".reason").write_text(" ".join(str(error).split()) + "\n")
+
+    def _built_for(self) -> str:
+        """As autograd/nodes.py says it."""
+        import torch
+
+        here = torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
+        return f"torch {' '.join(here)} {self._schema_digest()}"
 
     @staticmethod
     def _schema_digest() -> str:
@@ -154,8 +206,8 @@ class PlatformWheel(bdist_wheel):
 
 
 sources = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("*.cpp"))
-headers = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("*.h"))
+headers = sorted(str(path.relative_to(here)) for path in (here / "csrc").glob("**/*.h"))
 setup(
-    ext_modules=[Extension("leannorm._C", sources, depends=[*headers, *sources], language="c++")],
+    ext_modules=[Extension("leannorm._C", sources, depends=[*headers, *sources, NODES], language="c++")],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

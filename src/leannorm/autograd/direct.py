@@ -7,17 +7,23 @@ every rule, which raises the error if one is broken, and picks a backend.
 
 The operators and what they are given are those of the whole way, and so are the results, bit for bit. The
 functions save what `ChannelNorm` and `RowNorm` save, and hand second derivatives to them.
+
+Where autograd nodes in C++ are built (`nodes.py`), they stand in for these classes: same names, same saved
+tensors, same bits. They ask for the same conditions and return None where one does not hold; they leave calls
+whose saved tensors hooks are to see, and backward passes that are recorded, to the classes here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice_differentiable
+from leannorm.autograd.nodes import NODES
 from leannorm.autograd.rows import KeptByRowNorm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
@@ -142,6 +148,33 @@ _norm, _affine = applied_directly(DirectChannelNorm), applied_directly(DirectCha
 _row_norm = applied_directly(DirectRowNorm)
 
 
+def _backward_of_node(
+    name: str,
+    saved: list[Tensor | None],
+    needed: tuple[bool, ...],
+    how: tuple[Any, ...],
+    dy: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of a node in C++, by the class that it stands in for."""
+    x, mean, rstd, weight, bias, out = saved
+    ctx = SimpleNamespace(needs_input_grad=needed)
+    if name == "DirectRowNormBackward":
+        ctx.saved_tensors, ctx.rows = (x, mean, rstd, weight, None), (*how, 0.0, False)
+        return DirectRowNorm.backward(ctx, dy)
+    ctx.act, *rest = how
+    if name == "DirectChannelAffineBackward":
+        ctx.saved_tensors, (ctx.layout,) = (x, mean, rstd, weight, bias, None, out), rest
+        return DirectChannelAffine.backward(ctx, dy)
+    ctx.saved_tensors, (ctx.eps, ctx.groups) = (x, mean, rstd, weight, bias), rest
+    return DirectChannelNorm.backward(ctx, dy)
+
+
+if NODES is not None:
+    NODES.set_backward(_backward_of_node)
+    for _function in (DirectChannelNorm, DirectChannelAffine, DirectRowNorm):
+        torch.autograd.graph.Node.register(getattr(NODES, f"{_function.__name__}Backward"))
+
+
 def _channel_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -194,6 +227,10 @@ def direct_channel_norm(
     Moves the `running` statistics too: mean, variance, counter or None, momentum. The caller has checked what
     no kernel does: `eps`, the momentum, and that x has channels and more than one value of each.
     """
+    if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
+        y = NODES.channel_norm(x, weight, bias, eps, act, groups, running)
+        if y is not None:
+            return y
     if not (plain() and picks_cpu() and x.is_cpu and is_dense(x)):
         return None
     if weight is None or bias is None:
@@ -230,6 +267,10 @@ def direct_evaluation(
     act: str = "identity",
 ) -> Tensor | None:
     """The output of `channel_affine` by running statistics, if this call is a usual one."""
+    if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
+        y = NODES.evaluation(x, weight, bias, eps, act, mean, var)
+        if y is not None:
+            return y
     if not (plain() and picks_cpu() and x.is_cpu and is_dense(x) and mean.is_cpu and var.is_cpu):
         return None
     if weight is None or bias is None:
@@ -256,6 +297,10 @@ def direct_row_norm(
     """The output of `row_norm` over the last axes, if this call is a usual one."""
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
+    if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
+        y = NODES.row_norm(x, weight, bias, eps, shape, rms)
+        if y is not None:
+            return y
     if not (plain() and picks_cpu() and x.is_cpu and eps >= 0):
         return None
     stop = x.dim()

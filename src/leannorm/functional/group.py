@@ -71,7 +71,7 @@ def group_norm(
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
     if unmasked(mask, lengths, fill):
-        y = _usual(input, num_groups, weight, bias, eps)
+        y = usual_group_norm(input, num_groups, weight, bias, eps)
         if y is not None:
             return y
     return _group_norm(input, num_groups, Epilogue(weight, bias), eps, (mask, lengths, fill))
@@ -113,13 +113,13 @@ def group_norm_act(
         return hand_over(group_norm_act, locals())
     _checks.activation(act)
     if unmasked(mask, lengths, fill):
-        y = _usual(input, num_groups, weight, bias, eps, act)
+        y = usual_group_norm(input, num_groups, weight, bias, eps, act)
         if y is not None:
             return y
     return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps, (mask, lengths, fill))
 
 
-def _usual(
+def usual_group_norm(
     input: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -128,7 +128,9 @@ def _usual(
     act: str = "identity",
 ) -> Tensor | None:
     """Where the call is a usual one (`autograd.direct`); else None: then the rules are checked one by one."""
-    if leaving() or not (input.dim() > 1 and eps >= 0 and input.numel() >= 2 * num_groups > 0):
+    if has_torch_function_variadic(input, weight, bias) or leaving():
+        return None
+    if not (input.dim() > 1 and eps >= 0 and input.numel() >= 2 * num_groups > 0):
         return None
     return direct_channel_norm(input, weight, bias, eps, act, num_groups)
 
@@ -256,6 +258,18 @@ def _instances_of_valid(
     return y
 
 
+def usual_instance_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rank: int, num_features: int
+) -> Tensor | None:
+    """`usual_group_norm` of a layer without running statistics, on a batch of its channels."""
+    if leaving() or input.dim() != rank:
+        return None
+    samples, channels = input.shape[:2]
+    if channels != num_features or input.numel() <= samples * channels:
+        return None
+    return usual_group_norm(input, num_features, weight, bias, eps)
+
+
 def layer_instance_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -284,15 +298,8 @@ def layer_instance_norm(
     overridden = has_torch_function_variadic(*tensors)
     if overridden and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
-    if (
-        use_input_stats
-        and running_mean is None
-        and not (overridden or leaving())
-        and unmasked(mask, lengths, fill)
-        and input.dim() == rank
-        and input.numel() > input.shape[0] * input.shape[1] == input.shape[0] * num_features
-    ):
-        y = _usual(input, num_features, weight, bias, eps)
+    if use_input_stats and running_mean is None and not overridden and unmasked(mask, lengths, fill):
+        y = usual_instance_norm(input, weight, bias, eps, rank, num_features)
         if y is not None:
             return y
     if leaving() and moves_its_statistics(locals()):

@@ -63,6 +63,20 @@ def _valid_rows(
     return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
 
 
+def usual_row_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    rms: bool,
+) -> Tensor | None:
+    """For layers: where the call is a usual one (`autograd.direct`) over the last axes; else None."""
+    if has_torch_function_variadic(input, weight, bias):
+        return None
+    return direct_row_norm(input, weight, bias, normalized_shape, eps, rms)
+
+
 @takes_jagged(rows)
 @stands_in_for(F.layer_norm)
 def layer_norm(

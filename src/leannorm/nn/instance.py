@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from leannorm import _checks
-from leannorm.functional.group import layer_instance_norm
-from leannorm.functional.valid import Lengths
+from leannorm.functional.group import layer_instance_norm, usual_instance_norm
+from leannorm.functional.valid import Lengths, unmasked
 from leannorm.nn._base import parameter_of, without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
@@ -33,6 +33,17 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         super().__init__(*given, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
 
+    def _usual(self, input: Tensor) -> Tensor | None:
+        """`usual_instance_norm`, where there are no running statistics."""
+        if self.track_running_stats or self._buffers.get("running_mean", input) is not None:
+            return None
+        rank, weight, bias = (
+            self._get_no_batch_dim() + 1,
+            parameter_of(self, "weight"),
+            parameter_of(self, "bias"),
+        )
+        return usual_instance_norm(input, weight, bias, self.eps, rank, self.num_features)
+
     def forward(
         self,
         input: Tensor,
@@ -46,10 +57,13 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         With `track_running_stats` evaluation uses the running statistics, which training moves. `mask` or
         `lengths` leave out padding, as in `functional.instance_norm`.
         """
+        if unmasked(mask, lengths, fill):
+            y = self._usual(input) if type(input) is Tensor else None
+            if y is not None:
+                return y
+            if quantizing(input) and (seen := quantized(self, input)) is not None:
+                return seen  # type: ignore[no-any-return]
         # nothing here may depend on the input: it may be a proxy of torch.fx
-        masked = mask is not None or lengths is not None
-        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
-            return seen  # type: ignore[no-any-return]
         if self.stats_dtype is not None:
             self._cast_back()
         return layer_instance_norm(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm.functional.layer import layer_norm, rms_norm
+from leannorm.functional.layer import layer_norm, rms_norm, usual_row_norm
 from leannorm.functional.valid import Lengths
 from leannorm.nn._base import parameter_of
 from leannorm.nn._leaving import Leaving, quantized, quantizing
@@ -55,10 +55,14 @@ class LayerNorm(Leaving, torch.nn.LayerNorm):
 
     def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
         """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
-        masked = mask is not None or lengths is not None
-        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
-            return seen  # type: ignore[no-any-return]
         of_layer = self.normalized_shape, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
+        if mask is None and lengths is None:
+            if self.dim is None and type(input) is Tensor:
+                y = usual_row_norm(input, *of_layer, rms=False)
+                if y is not None:
+                    return y
+            if quantizing(input) and (seen := quantized(self, input)) is not None:
+                return seen  # type: ignore[no-any-return]
         return layer_norm(input, *of_layer, dim=self.dim, mask=mask, lengths=lengths)
 
     def extra_repr(self) -> str:
@@ -113,13 +117,18 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
 
     def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
         """`input`, divided for each row by its root mean square; 0 in the rows that are no data."""
-        masked = mask is not None or lengths is not None
-        if not masked and quantizing(input) and (seen := quantized(self, input)) is not None:
-            return seen  # type: ignore[no-any-return]
+        weight = parameter_of(self, "weight")
+        if mask is None and lengths is None:
+            if self.dim is None and type(input) is Tensor and not self.weight_offset and self.cast == "after":
+                y = usual_row_norm(input, self.normalized_shape, weight, None, self.eps, rms=True)
+                if y is not None:
+                    return y
+            if quantizing(input) and (seen := quantized(self, input)) is not None:
+                return seen  # type: ignore[no-any-return]
         return rms_norm(
             input,
             self.normalized_shape,
-            parameter_of(self, "weight"),
+            weight,
             self.eps,
             dim=self.dim,
             weight_offset=self.weight_offset,

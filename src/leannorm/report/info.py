@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from leannorm._torch import TESTED, is_tested
+from leannorm.autograd.nodes import WHY_NOT
 from leannorm.ops.select import backends
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
@@ -38,6 +39,7 @@ def installation() -> Installation:
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
         "CUDA devices": ", ".join(_cuda_devices()) or "none",
+        "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
     return Installation(facts | {name: _version(name) for name in _OPTIONAL}, backends())
 

@@ -60,13 +60,18 @@ class Deferred:
 
     def run_fused(self, act: str) -> Tensor:
         self.has_run = True
-        if isinstance(self.norm, nn.GroupNorm):
-            return self.norm._normalize(self.input, act)
+        if self.residual is None:
+            return self._normalized(act)
+        assert not isinstance(self.norm, nn.GroupNorm)
         return self.norm._normalize(self.input, act, self.residual)
+
+    def _normalized(self, act: str = "identity") -> Tensor:
+        y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._usual(self.input, act)
+        return self.norm._normalize(self.input, act) if y is None else y
 
     def run_unfused(self) -> Tensor:
         self.has_run = True
-        y = self.norm._normalize(self.input)
+        y = self._normalized()
         if self.residual is None:
             return y
         if self.in_place:

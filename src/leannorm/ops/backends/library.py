@@ -21,7 +21,8 @@ def load(path: Path = PATH) -> str | None:
         built = note.read_text().strip() if note.exists() else "the package was installed without building"
         return f"the C++ kernels are not built: {built}"
     try:
-        why = _why_unfit(path)
+        stamp = b"leannorm schemas " + schema_digest()
+        why = why_unfit(path, stamp, "other operators than those of this source")
         if why is None:
             torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
@@ -29,15 +30,18 @@ def load(path: Path = PATH) -> str | None:
     return None if why is None else f"the C++ kernels cannot be loaded: {why}"
 
 
-def _why_unfit(path: Path) -> str | None:
-    """What would end the process, or give wrong results, if the library were loaded; None if nothing does."""
+def why_unfit(path: Path, stamp: bytes, others: str) -> str | None:
+    """What would end the process, or give wrong results, if the library were loaded; None if nothing does.
+
+    A library that fits holds the `stamp`; one that does not was built for `others`.
+    """
     with path.open("rb") as file:
         header = file.read(64)
         if len(header) < 64 or _end_of_sections(header) > path.stat().st_size:
             return f"{path} is not whole: install leannorm again"
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if data.find(b"leannorm schemas " + schema_digest()) < 0:
-                return f"{path} was built for other operators than those of this source: build it again"
+            if data.find(stamp) < 0:
+                return f"{path} was built for {others}: build it again"
     return None
 
 

@@ -1,0 +1,143 @@
+// What a call of these functions is made of: tensors from Python, is it a usual one, operators and their arguments.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace leannorm {
+
+using at::Tensor;
+using torch::jit::Stack;
+
+// Is nothing active in this thread that looks at operators, or stands in for tensors: no transform, tracer, mode?
+// Autocast may be, which does not know our operators, and inference mode.
+inline bool plain_thread() {
+  const auto now = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet no_grad(c10::DispatchKey::ADInplaceOrView), autocast = c10::autocast_dispatch_keyset;
+  const auto left_out = now.excluded_ | autocast, usual = c10::default_excluded_set | autocast;
+  if (now.included_ == c10::default_included_set) return left_out == usual;
+  return now.included_ == c10::default_included_set - no_grad && left_out == (usual | c10::autograd_dispatch_keyset);
+}
+
+// A dense CPU tensor and nothing more: no wrapper, no lazy conjugation, no tangent.
+inline bool plain(const Tensor& v) {
+  static const auto keys = [](bool inference) {
+    const c10::InferenceMode mode(inference);
+    return at::empty({0}).key_set();
+  };
+  static const c10::DispatchKeySet usual = keys(false), in_inference = keys(true);
+  return (v.key_set() == usual || v.key_set() == in_inference) && !v._fw_grad(0).defined();
+}
+
+// A call that nothing but autograd records, and no recompute by a backward pass; as `plain` of ops/modes.py.
+inline bool plain_call() {
+  return plain_thread() && torch::autograd::get_current_graph_task_id() == -1 &&
+         !at::impl::torch_function_mode_enabled();
+}
+
+inline bool recorded(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  const auto needs = [](const Tensor& v) { return v.defined() && v.requires_grad(); };
+  return at::GradMode::is_enabled() && (needs(x) || needs(weight) || needs(bias));
+}
+// Is what a node saves shown to hooks? They are to see nodes that they know: those of Python.
+inline bool hooked() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
+
+// As is_contiguous(), the axis of channels behind all others.
+inline bool channels_last(const Tensor& x) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  int64_t expected = 1;
+  const auto follows = [&](int64_t d) {
+    if (sizes[d] != 1 && strides[d] != expected) return false;
+    expected *= sizes[d];
+    return true;
+  };
+  if (x.numel() == 0) return true;
+  if (!follows(1)) return false;
+  for (int64_t d = x.dim() - 1; d > 1; --d)
+    if (!follows(d)) return false;
+  return follows(0);
+}
+inline bool dense(const Tensor& x) { return x.dim() > 1 && (x.is_contiguous() || channels_last(x)); }
+
+// An argument; false where it is none that a usual call has.
+inline bool read(PyObject* from, Tensor& to) {
+  if (from == Py_None) return true;
+  if (!THPVariable_CheckExact(from)) return false;
+  to = THPVariable_Unpack(from);
+  return plain(to);
+}
+inline bool read(PyObject* from, double& to) {
+  to = PyFloat_AsDouble(from);
+  if (to != -1.0 || !PyErr_Occurred()) return true;
+  PyErr_Clear();
+  return false;
+}
+inline bool read(PyObject* from, int64_t& to) {
+  to = PyLong_AsLongLong(from);
+  if (to != -1 || !PyErr_Occurred()) return true;
+  PyErr_Clear();
+  return false;
+}
+inline bool read(PyObject* from, c10::IValue& to) {
+  const char* const text = PyUnicode_Check(from) ? PyUnicode_AsUTF8(from) : nullptr;
+  if (text == nullptr) return PyErr_Clear(), false;
+  to = std::string(text);
+  return true;
+}
+
+// An operator's arguments; a tensor that is not defined is None.
+inline c10::IValue argument(const Tensor& v) { return v.defined() ? c10::IValue(v) : c10::IValue(); }
+template <class T> c10::IValue argument(const T& v) { return v; }
+template <class... Arguments> Stack stack_of(const Arguments&... given) {
+  Stack stack;
+  stack.reserve(sizeof...(given));
+  (stack.push_back(argument(given)), ...);
+  return stack;
+}
+inline Tensor tensor(Stack& results, size_t i) { return std::move(results[i]).toTensor(); }
+
+// An operator of the kernels, by its name, below autograd; its results take the place of its arguments.
+struct Operator {
+  const c10::OperatorHandle handle;
+
+  explicit Operator(const char* name) : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")) {}
+  void operator()(Stack& stack) const { handle.callBoxed(&stack); }
+  // False if the kernel has refused its arguments: then it has written nothing.
+  bool taken(Stack& stack) const {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    try {
+      handle.callBoxed(&stack);
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  }
+};
+
+// A new tensor for Python, made while other threads of Python run; None where it is not defined.
+template <class Make> PyObject* result(Make make) {
+  Tensor made;
+  {
+    const py::gil_scoped_release others_run;
+    made = make();
+  }
+  return THPVariable_Wrap(std::move(made));
+}
+
+// A node behind the pointer that this release of torch counts references with.
+template <class Kind, class Pointer> auto new_node() {
+  if constexpr (std::is_constructible_v<Pointer, std::shared_ptr<Kind>>)
+    return std::shared_ptr<Kind>(new Kind(), [](auto* node) { deleteNode(node); });  // torch's, where it has it
+  else
+    return c10::make_intrusive<Kind>();
+}
+
+}  // namespace leannorm

@@ -1,0 +1,361 @@
+"""Autograd nodes in C++ (csrc/nodes/) beside the classes of direct.py that they stand in for: all the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch._dynamo import compiled_autograd
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import leannorm
+from leannorm import nn
+from leannorm.autograd import direct, nodes
+from leannorm.report.info import installation
+
+SHAPE = (6, 4, 5, 3)
+LAYERS = {
+    "batch": lambda: nn.BatchNorm2d(4),
+    "batch, act": lambda: nn.BatchNormAct2d(4, act="silu"),
+    "evaluation": lambda: nn.BatchNorm2d(4).eval(),
+    "evaluation, act": lambda: nn.BatchNormAct2d(4, act="silu").eval(),
+    "frozen": lambda: nn.BatchNorm2d(4).eval().requires_grad_(False),
+    "frozen, act by output": lambda: nn.BatchNormAct2d(4).eval().requires_grad_(False),
+    "group": lambda: nn.GroupNorm(2, 4),
+    "instance": lambda: nn.InstanceNorm2d(4),
+    "layer": lambda: nn.LayerNorm(3),
+    "rms": lambda: nn.RMSNorm(3),
+}
+built = pytest.mark.skipif(nodes.NODES is None, reason=str(nodes.WHY_NOT))
+each_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+def of(name):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.randn_like(p) + 1)
+    return layer, torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
+
+
+def gradients(layer, x):
+    return [x.grad, *(p.grad for p in layer.parameters())]
+
+
+def in_python(node):
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def compare(told, monkeypatch):
+    """What `told` gives with nodes in C++ and with those in Python."""
+    ours = told()
+    monkeypatch.setattr(direct, "NODES", None)
+    others = told()
+    assert len(ours) == len(others)
+    for a, b in zip(ours, others, strict=True):
+        if isinstance(a, torch.Tensor):
+            assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+            assert torch.equal(a, b)
+        else:
+            assert a == b
+
+
+@built
+@each_layer
+def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
+    layer, x, _ = of(name)
+    node = layer(x).grad_fn
+    monkeypatch.setattr(direct, "NODES", None)
+    other = layer(x).grad_fn
+    assert in_python(other) and not in_python(node)  # noqa: PT018
+    assert node.name() == other.name() == type(node).__name__ == type(other).__name__
+    assert isinstance(node, Node)
+    edges = [[edge and type(edge).__name__ for edge, _ in n.next_functions] for n in (node, other)]
+    assert edges[0] == edges[1][:3]
+
+
+@built
+@each_layer
+def test_layouts_dtypes_and_parts_of_the_gradient(name, monkeypatch):
+    def told():
+        found = []
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for layout in (torch.channels_last, torch.contiguous_format):
+                layer, x, dy = of(name)
+                x = x.detach().to(dtype, memory_format=layout).requires_grad_()
+                y = layer(x)
+                y.backward(dy.to(y.dtype))
+                found += [y.detach(), *gradients(layer, x)]
+        layer, x, _ = of(name)
+        layer(x).sum().backward()  # an expanded gradient
+        found += gradients(layer, x)
+        layer, x, dy = of(name)
+        y = layer(x.detach())  # of which the parameters alone are recorded
+        if y.requires_grad:
+            y.backward(dy)
+            found += gradients(layer, x)
+        for frozen in ("weight", "bias"):
+            layer, x, dy = of(name)
+            if getattr(layer, frozen, None) is not None:
+                getattr(layer, frozen).requires_grad_(False)
+            layer(x).backward(dy)
+            found += gradients(layer, x)
+        return found
+
+    compare(told, monkeypatch)
+
+
+@built
+@each_layer
+def test_second_derivatives_and_batches_of_gradients(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        y = layer(x)
+        leaves = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        batch = torch.stack([dy, 2 * dy])
+        found = list(torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True))
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        total = dx.square().sum() + x.sin().sum()
+        return [*found, dx.detach(), *torch.autograd.grad(total, leaves, allow_unused=True)]
+
+    compare(told, monkeypatch)
+
+
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@built
+@each_layer
+def test_no_gradient_at_all_is_one_of_zeros(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        Nothing.apply(layer(x)).backward(dy)
+        return gradients(layer, x)
+
+    compare(told, monkeypatch)
+
+
+@built
+@each_layer
+def test_hooks_of_tensors_and_of_the_node(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        y, seen = layer(x), []
+        y.register_hook(lambda g: g * 2)
+        y.grad_fn.register_prehook(lambda gs: tuple(g * 3 for g in gs))
+        y.grad_fn.register_hook(lambda into, out: seen.append(out[0]))
+        x.register_hook(lambda g: g + 1)
+        y.backward(dy)
+        return [*gradients(layer, x), *seen]
+
+    compare(told, monkeypatch)
+
+
+def error_of(call):
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@built
+@each_layer
+def test_twice_through_the_graph_and_what_was_edited_since(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        y = layer(x)
+        y.backward(dy, retain_graph=True)
+        y.backward(dy)
+        found = [*gradients(layer, x), error_of(lambda: y.backward(dy))]
+        assert "second time" in found[-1]
+        for edited in ("x", "y", "weight"):
+            layer, x, dy = of(name)
+            x = x * 1
+            y = layer(x)
+            tensor = {"x": x, "y": y}.get(edited, getattr(layer, edited, None))
+            if tensor is not None:
+                with torch.no_grad():
+                    tensor.mul_(2)
+            found.append(error_of(lambda y=y, dy=dy: y.backward(dy)))
+        return found
+
+    compare(told, monkeypatch)
+
+
+@built
+@each_layer
+def test_hooks_of_saved_tensors_see_nodes_of_python(name):
+    layer, x, dy = of(name)
+    layer(x).backward(dy)
+    want = gradients(layer, x)
+    layer, x, dy = of(name)
+    seen = []
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        y = layer(x)
+    assert seen
+    assert in_python(y.grad_fn)
+    y.backward(dy)
+    for a, b in zip(gradients(layer, x), want, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+@built
+@each_layer
+def test_lean_behind_a_node(name, monkeypatch):
+    def told():
+        layer, x, _ = of(name)
+        outside = layer(x * 1)
+        with leannorm.lean():
+            loss = (layer(outside).relu() * outside).sin().sum()
+        loss.backward()
+        return gradients(layer, x)
+
+    compare(told, monkeypatch)
+
+
+@built
+@each_layer
+def test_compiled_autograd(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        for factor in (1, 2):
+            y = layer(x)
+            with compiled_autograd._enable(lambda graph: graph):
+                y.backward(dy * factor)
+        return gradients(layer, x)
+
+    compare(told, monkeypatch)
+
+
+@built
+@each_layer
+def test_nothing_is_kept_behind_the_backward_pass(name):
+    layer, x, dy = of(name)
+    inner = x * 1
+    y = layer(inner)
+    kept, output = weakref.ref(inner), weakref.ref(y)
+    y.backward(dy)
+    del inner
+    assert kept() is None  # the graph of y stands, its tensors are gone
+    del y
+    assert output() is kept() is None
+    inner = x * 1
+    y = layer(inner)
+    kept, output = weakref.ref(inner), weakref.ref(y)
+    del inner, y
+    assert output() is kept() is None
+
+
+class Raises(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise ZeroDivisionError(str(function))
+
+
+@built
+@each_layer
+def test_modes_and_their_errors(name):
+    layer, x, dy = of(name)
+    y = layer(x)
+    with pytest.raises(ZeroDivisionError), Raises():
+        torch.autograd.grad(y, x, dy)
+    with pytest.raises(ZeroDivisionError), Raises():
+        layer(x)
+
+
+@built
+def test_threads(monkeypatch):
+    def told():
+        layer, x, dy = of("layer")
+        found = [None] * 4
+
+        def work(i):
+            mine = (x.detach() + i).requires_grad_()
+            for _ in range(20):
+                layer(mine).backward(dy)
+            found[i] = mine.grad
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    compare(told, monkeypatch)
+
+
+@built
+@each_layer
+def test_inference_mode_and_autocast(name, monkeypatch):
+    def told():
+        layer, x, dy = of(name)
+        with torch.inference_mode():
+            y = layer(x)
+        assert y.is_inference()
+        with torch.autocast("cpu", torch.bfloat16):
+            z = layer(x)
+        z.backward(dy)
+        return [y.clone(), z.detach(), *gradients(layer, x), *layer.buffers()]
+
+    compare(told, monkeypatch)
+
+
+USE = """
+import torch, leannorm
+from leannorm.report.info import installation
+y = leannorm.nn.LayerNorm(3)(torch.ones(2, 3, requires_grad=True))
+y.sum().backward()
+print(isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction), end=" | ")
+print(installation().facts["autograd nodes of small calls"])
+"""
+UNFIT = {
+    "not there": (None, "not built: the package was installed without building them"),
+    "empty": (lambda data: b"", "is not whole"),
+    "of another torch": (lambda data: data.replace(b"nodes torch ", b"nodes torch 1"), "build it again"),
+    "of other operators": (
+        lambda data: data.replace(STAMP, STAMP[:-4] + b"0000"),
+        "was built for another torch, Python or source",
+    ),
+    "all but the last byte": (lambda data: data[:-1], "is not whole"),
+}
+STAMP = f"leannorm nodes {nodes.built_for()}".encode()
+
+
+@built
+@pytest.mark.parametrize("unfit", UNFIT)
+def test_a_library_that_does_not_fit_rests_and_says_why(tmp_path, unfit):
+    change, words = UNFIT[unfit]
+    package = tmp_path / "leannorm"
+    ignored = shutil.ignore_patterns("_nodes.*", "__pycache__")
+    shutil.copytree(nodes.PATH.parent, package, ignore=ignored)
+    if change is not None:
+        (package / nodes.PATH.name).write_bytes(change(nodes.PATH.read_bytes()))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", USE], env=environment, check=True, capture_output=True, text=True
+    )
+    python, said = run.stdout.split(" | ")
+    assert python == "True"
+    assert said.startswith("in Python: the C++ autograd nodes ")
+    assert words in said
+
+
+def test_what_serves_is_told():
+    said = installation().facts["autograd nodes of small calls"]
+    assert said == ("in C++" if nodes.NODES is not None else f"in Python: {nodes.WHY_NOT}")
