@@ -13,11 +13,11 @@ constexpr int64_t kPage = 4096, kBehind = 8192;  // bytes
 // visit(rows, element, column, lanes, whole) for every vector of every row, where `rows` rows are taken at
 // once. The machine fetches ahead within a page: of rows as long as that many are read abreast, and their
 // coefficients are loaded once for all; shorter rows are best read few at a time. Their number is known to the
-// compiler, but at the end of a row and where any activation is computed: there one body is enough.
+// compiler, but at the end of a row, in a last row alone and where any activation is computed: there one body is enough.
 template <class T, Form form, int Many, class Visit>
 LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
   constexpr int W = Element<T>::W, kFew = 2;
-  const int64_t whole = block.length / W * W, rest = block.length - whole;
+  const int64_t whole = block.length / W * W;
   const bool long_rows = block.stride * int64_t(sizeof(T)) >= kPage;
   const auto visit_whole = [&](auto rows, int64_t at) LEANNORM_BODY {
     for (int64_t c = 0; c < whole; c += W) visit(rows, at + c, c, W, std::true_type());
@@ -25,11 +25,15 @@ LEANNORM_INLINE void each_column_vector(Block block, Visit visit) {
   for (int64_t i = 0, taken; i < block.count; i += taken) {
     const int64_t left = block.count - i, at = i * block.stride;
     taken = long_rows && left >= Many ? Many : left >= kFew ? kFew : 1;
+    int64_t c = whole;
     if constexpr (form == kAny) visit_whole(int(taken), at);
     else if (taken == Many) visit_whole(Constant<Many>(), at);
     else if (taken == kFew) visit_whole(Constant<kFew>(), at);
-    else visit_whole(Constant<1>(), at);
-    if (rest != 0) visit(int(taken), at + whole, whole, rest, std::false_type());
+    else c = 0;
+    for (; c < block.length; c += W) {
+      const int64_t n = block.length - c < W ? block.length - c : W;
+      visit(int(taken), at + c, c, n, std::false_type());
+    }
   }
 }
 

@@ -25,13 +25,14 @@ template <class V> struct Backward : Affine<V> {
   }
 };
 
-// Splits the work at compile time by what is common, at run time by what is rare. Processors of before 2013 have one
-// form for all.
-enum Form { kPlain, kReluFromInput, kReluFromOutput, kAny };
+// Splits the work at compile time by what is common, at run time by what is rare; kCommon is identity and relu, told
+// apart at run time. float64 has one form for all, and so has every type on processors of before 2013: kAny, where the
+// other activations are calls, so that they are compiled once.
+enum Form { kPlain, kReluFromInput, kReluFromOutput, kCommon, kAny };
 #if defined(__x86_64__) && !defined(__AVX2__)
-constexpr bool kManyForms = false;
+template <class T> constexpr bool kManyForms = false;
 #else
-constexpr bool kManyForms = true;
+template <class T> constexpr bool kManyForms = !std::is_same_v<T, double>;
 #endif
 LEANNORM_INLINE Form forward_form(int act) { return act == kIdentity ? kPlain : act == kRelu ? kReluFromInput : kAny; }
 LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
@@ -76,16 +77,18 @@ template <class E> struct Place {
   }
 };
 
-// The commonest activations where they stand, the others by a call.
-template <class V> LEANNORM_INLINE V activated(V z, int act) {
-  if (act == kIdentity) return z;
-  return act == kRelu ? activate(z, kRelu) : activate_by_call(z, act);
+template <Form form, class V> LEANNORM_INLINE V activated(V z, int act) {
+  if constexpr (form == kPlain) return z;
+  else if constexpr (form != kAny) return form != kCommon || act == kRelu ? activate(z, kRelu) : z;
+  else if constexpr (kManyForms<typename Scalar<V>::type>) return activate(z, act);
+  else return act == kIdentity ? z : act == kRelu ? activate(z, kRelu) : activate_by_call(z, act);
 }
-// dz, from the activation's input or output.
-template <bool FromOutput, class V> LEANNORM_INLINE V through_activation(V dy, V v, int act) {
-  if (act == kRelu) return v <= V{} ? V{} : dy;  // at NaN as torch's
-  if constexpr (FromOutput) return dy * slope_from_output_by_call(v, act);
-  else return dy * slope_from_input_by_call(v, act);
+// dz, from the activation's input or output; not of identity.
+template <Form form, bool FromOutput, class V> LEANNORM_INLINE V through_activation(V dy, V v, int act) {
+  constexpr bool by_call = !kManyForms<typename Scalar<V>::type>;
+  if (form != kAny || (by_call && act == kRelu)) return v <= V{} ? V{} : dy;  // at NaN as torch's
+  if constexpr (FromOutput) return dy * (by_call ? slope_from_output_by_call(v, act) : slope_from_output(v, act));
+  else return dy * (by_call ? slope_from_input_by_call(v, act) : slope_from_input(v, act));
 }
 
 template <class E, Form form, bool Whole>
@@ -103,10 +106,7 @@ LEANNORM_INLINE auto normalized(Place<E> place, int64_t n, int64_t ahead, const 
     for (int j = 0; j < z.size; ++j) z.of[j] = z.of[j] + r.of[j];
   }
 #pragma GCC unroll 2
-  for (V& each : z.of) {
-    if constexpr (form == kReluFromInput) each = activate(each, kRelu);
-    else if constexpr (form == kAny) each = activated(each, act);
-  }
+  for (V& each : z.of) each = activated<form>(each, act);
   return z;
 }
 
@@ -134,13 +134,14 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
 #pragma GCC unroll 2
   for (int j = 0; j < kVectors; ++j) result.of[j] = {dy.of[j], affine.centre(x.of[j])};
   if constexpr (form == kPlain) return result;
-  if (form == kAny && act == kIdentity) return result;
-  if (form == kReluFromOutput || (form == kAny && o.out != nullptr)) {
+  constexpr bool any = form == kAny || form == kCommon;
+  if (any && act == kIdentity) return result;
+  if (form == kReluFromOutput || (any && o.out != nullptr)) {
     const auto y = place.template load<Whole>(o.out, n, V{});
 #pragma GCC unroll 2
     for (int j = 0; j < kVectors; ++j) {
       V& dz = result.of[j].dz;
-      dz = through_activation<true>(dz, y.of[j], form == kAny ? act : kRelu);
+      dz = through_activation<form, true>(dz, y.of[j], act);
     }
     return result;
   }
@@ -151,7 +152,7 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
     auto& [dz, centred] = result.of[j];
     V z = affine.apply(centred);
     if (o.residual != nullptr) z = z + r.of[j];
-    dz = through_activation<false>(dz, z, form == kAny ? act : kRelu);
+    dz = through_activation<form, false>(dz, z, act);
   }
   return result;
 }

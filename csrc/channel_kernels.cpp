@@ -6,7 +6,7 @@ namespace leannorm::LEANNORM_ISA {
 
 #define BY_FORWARD_FORM(name)                                                              \
   template <class T> void name(Operands o, Block b, Coefficients c, int act) {             \
-    if constexpr (kManyForms) {                                                            \
+    if constexpr (kManyForms<T>) {                                                         \
       const Form form = forward_form(act);                                                 \
       if (form == kPlain) return name<T, kPlain>(o, b, c, act);                            \
       if (form == kReluFromInput) return name<T, kReluFromInput>(o, b, c, act);            \
@@ -15,7 +15,7 @@ namespace leannorm::LEANNORM_ISA {
   }
 #define BY_BACKWARD_FORM(name, parameters, ...)                                            \
   template <class T> void name parameters {                                                \
-    if constexpr (kManyForms) {                                                            \
+    if constexpr (kManyForms<T>) {                                                         \
       const Form form = backward_form(o, act);                                             \
       if (form == kPlain) return name<T, kPlain>(__VA_ARGS__);                             \
       if (form == kReluFromInput) return name<T, kReluFromInput>(__VA_ARGS__);             \

@@ -1,5 +1,4 @@
-// Planes of which some elements are no data. What is read of these is replaced before it meets anything. One form of
-// each kernel serves all activations, with a mask and without: what it asks for each vector is not felt beside the rest.
+// Planes of which some elements are no data. What is read of these is replaced before it meets anything.
 #pragma once
 
 #include "channel_planes.h"
@@ -19,7 +18,25 @@ template <class E> struct Mask {
     else return E::load(of + (i - start), n, V{});
   }
 };
+// Of a plane that is all data up to its end.
+struct NoMask { static constexpr const void* of = nullptr; };
+// body(mask), with what the compiler knows of it; one body where any activation is computed.
+template <Form form, class E, class Body> LEANNORM_INLINE void with_mask(const Mask<E>& mask, Body body) {
+  if constexpr (form == kAny) body(mask);
+  else if (mask.of == nullptr) body(NoMask());
+  else body(mask);
+}
 template <class V> LEANNORM_INLINE V chosen(V mask, V yes, V no) { return mask != V{} ? yes : no; }
+// b, but `no` where there is no data.
+template <bool Whole, class M, class Batch, class V>
+LEANNORM_INLINE void choose(const M& mask, Batch& b, int64_t i, int64_t n, V no) {
+  if constexpr (!std::is_same_v<M, NoMask>) {
+    if (mask.of == nullptr) return;
+    const auto m = mask.template at<Whole>(i, n);
+#pragma GCC unroll 2
+    for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], no);
+  }
+}
 
 template <class E> LEANNORM_INLINE Mask<E> mask_of(const Valid& valid, int64_t plane, int64_t start) {
   if (valid.mask == nullptr) return {};
@@ -38,22 +55,20 @@ template <class E, class Add, class Done>
 LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& valid, typename E::V k, Add add, Done done) {
   using T = typename E::Scalar;
   const T* x = static_cast<const T*>(base);
-  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, const Mask<E>& mask) LEANNORM_BODY {
-    each_run<E::W, kAny>(
-        start, 1, {1, 0, length, 0},
-        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-          if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
-          typename E::Batch b;
-          if constexpr (whole) b = E::load(x + i);
-          else b = E::load(x + i, n, k);
-          if (mask.of != nullptr) {
-            const auto m = mask.template at<whole>(i, n);
-#pragma GCC unroll 2
-            for (int j = 0; j < b.size; ++j) b.of[j] = chosen(m.of[j], b.of[j], k);
-          }
-          add(b);
-        },
-        done);
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, const Mask<E>& of_plane) LEANNORM_BODY {
+    with_mask<kCommon>(of_plane, [&](auto mask) LEANNORM_BODY {
+      each_run<E::W, kCommon>(
+          start, 1, {1, 0, length, 0},
+          [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+            if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
+            typename E::Batch b;
+            if constexpr (whole) b = E::load(x + i);
+            else b = E::load(x + i, n, k);
+            choose<whole>(mask, b, i, n, k);
+            add(b);
+          },
+          done);
+    });
   });
 }
 
@@ -101,7 +116,7 @@ LEANNORM_INLINE void ones(float16* p, int64_t n) { for (int64_t i = 0; i < n; ++
 
 // As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those behind it. A batch that
 // has both is cut by a mask of its own.
-template <class E, class Begin, class Take>
+template <class E, Form form, class Begin, class Take>
 LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& valid, Begin begin, Take take) {
   using T = typename E::Scalar;
   constexpr int W = E::W;
@@ -117,7 +132,9 @@ LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& va
     for (int64_t stop = first_line<T>(o, i, end);; stop = end) {  // up to the first line, and from there on
       const bool past = writes_past<T>(o, i);
       const int64_t valid_stop = data < stop ? data : stop;
-      for (; i + W <= valid_stop; i += W) take(i, W, std::true_type(), past, of_plane);
+      with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
+        for (; i + W <= valid_stop; i += W) take(i, W, std::true_type(), past, mask);
+      });
       if (i < valid_stop) {
         const int64_t n = stop - i < W ? stop - i : W;
         T some[W] = {};
@@ -139,31 +156,27 @@ LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& va
   if (o.past) settle();
 }
 
-template <class T> void masked_normalize(Operands o, Block block, Valid valid, Coefficients c, int act) {
+template <class T, Form form> void masked_normalize(Operands o, Block block, Valid valid, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Affine<V> affine;
-  each_masked<E>(
+  each_masked<E, form>(
       o, block, valid, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+      [&](int64_t i, int64_t n, auto whole, bool past, auto mask) LEANNORM_BODY {
         const Place<E> place{o, i};
-        auto z = normalized<E, kAny, whole>(place, n, block.ahead, affine, act);
-        if (mask.of != nullptr) {
-          const auto m = mask.template at<whole>(i, n);
-#pragma GCC unroll 2
-          for (int j = 0; j < z.size; ++j) z.of[j] = chosen(m.of[j], z.of[j], V{});
-        }
+        auto z = normalized<E, form, whole>(place, n, block.ahead, affine, act);
+        choose<whole>(mask, z, i, n, V{});
         place.template store<whole>(o.result, z, n, past);
       });
 }
 
 // dz and x - mean, 0 where there is no data.
-template <class E, bool Whole>
+template <class E, Form form, bool Whole, class M>
 LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typename E::V>& affine, int act,
-                                     const Mask<E>& mask) {
+                                     const M& mask) {
   using V = typename E::V;
-  auto g = gradient<E, kAny, Whole>(place, n, affine, act);
-  if (mask.of != nullptr) {
+  auto g = gradient<E, form, Whole>(place, n, affine, act);
+  if constexpr (!std::is_same_v<M, NoMask>) if (mask.of != nullptr) {
     const auto m = mask.template at<Whole>(place.at, n);
 #pragma GCC unroll 2
     for (int j = 0; j < g.size; ++j) {
@@ -174,58 +187,56 @@ LEANNORM_INLINE auto masked_gradient(Place<E> place, int64_t n, const Affine<typ
   return g;
 }
 
-template <class T>
+template <class T, Form form>
 void masked_grad_sums(Operands o, Block block, Valid valid, Coefficients c, int act, double* sum_dz,
                       double* sum_dz_centred) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Runs<E> runs;
   Sums<V> sum;
-  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, const Mask<E>& mask) LEANNORM_BODY {
+  each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, const Mask<E>& of_plane) LEANNORM_BODY {
     const int64_t s = valid.statistic(plane);
     const Affine<V> affine = plane_affine<V>(c, s);
-    each_run<E::W, kAny>(
-        start, 1, {1, 0, length, 0},
-        [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
-          const Place<E> place{o, i};
-          if (block.next != 0) {
-            place.fetch(o.x, block.next);
-            place.fetch(o.dy, block.next);
-            if (o.out != nullptr) place.fetch(o.out, block.next);
-          }
-          const auto g = masked_gradient<E, whole>(place, n, affine, act, mask);
+    with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
+      each_run<E::W, form>(
+          start, 1, {1, 0, length, 0},
+          [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
+            const Place<E> place{o, i};
+            if (block.next != 0) {
+              place.fetch(o.x, block.next);
+              place.fetch(o.dy, block.next);
+              if (o.out != nullptr) place.fetch(o.out, block.next);
+            }
+            const auto g = masked_gradient<E, form, whole>(place, n, affine, act, mask);
 #pragma GCC unroll 2
-          for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
-        },
-        [&]() LEANNORM_BODY { take(sum, runs); });
+            for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
+          },
+          [&]() LEANNORM_BODY { take(sum, runs); });
+    });
     if (valid.of_one_sample) sum.put(sum_dz + s, sum_dz_centred + s);
   });
   sum.put(sum_dz, sum_dz_centred);
 }
 
-template <class T> void masked_input_grad(Operands o, Block block, Valid valid, Coefficients c, int act) {
+template <class T, Form form> void masked_input_grad(Operands o, Block block, Valid valid, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Backward<V> backward;
-  each_masked<E>(
+  each_masked<E, form>(
       o, block, valid, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
-      [&](int64_t i, int64_t n, auto whole, bool past, const Mask<E>& mask) LEANNORM_BODY {
+      [&](int64_t i, int64_t n, auto whole, bool past, auto mask) LEANNORM_BODY {
         const Place<E> place{o, i};
         place.fetch(o.x, block.ahead);
         place.fetch(o.dy, block.ahead);
         if (o.out != nullptr) place.fetch(o.out, block.ahead);
-        const auto g = masked_gradient<E, whole>(place, n, backward, act, mask);
+        const auto g = masked_gradient<E, form, whole>(place, n, backward, act, mask);
         typename E::Batch dx, dz;
 #pragma GCC unroll 2
         for (int j = 0; j < dx.size; ++j) {
           dz.of[j] = g.of[j].dz;
           dx.of[j] = backward.input_grad(g.of[j].dz, g.of[j].centred);
         }
-        if (mask.of != nullptr) {
-          const auto m = mask.template at<whole>(i, n);
-#pragma GCC unroll 2
-          for (int j = 0; j < dx.size; ++j) dx.of[j] = chosen(m.of[j], dx.of[j], V{});
-        }
+        choose<whole>(mask, dx, i, n, V{});
         if (o.dz != nullptr) place.template store<whole>(o.dz, dz, n, past);
         place.template store<whole>(o.result, dx, n, past);
       });

@@ -161,14 +161,14 @@ template <class V_, class T> struct Dense {
   LEANNORM_INLINE static V load(const T* p) { return read<V>(p); }
   LEANNORM_INLINE static void store(T* p, V v) { std::memcpy(p, &v, sizeof v); }
   LEANNORM_INLINE static V load(const T* p, int64_t n, V rest) {
-    if (n < 0 || n >= W) __builtin_unreachable();
+    if (n < 0 || n > W) __builtin_unreachable();
     T lane[W];
     std::memcpy(lane, &rest, sizeof lane);
     std::memcpy(lane, p, n * sizeof(T));
     return read<V>(lane);
   }
   LEANNORM_INLINE static void store(T* p, V v, int64_t n) {
-    if (n < 0 || n >= W) __builtin_unreachable();
+    if (n < 0 || n > W) __builtin_unreachable();
     std::memcpy(p, &v, n * sizeof(T));
   }
 };
