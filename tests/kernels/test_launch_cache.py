@@ -159,3 +159,12 @@ def test_a_momentum_that_is_a_tensor_is_read_by_every_call():
             layer(x)
         plain(x)
         torch.testing.assert_close(layer.running_var, plain.running_var)
+
+
+@interpreted
+def test_a_long_row_of_float64_is_computed_in_float64():
+    """Of each lane's running mean too, whose weight was a float32 number."""
+    x = torch.randn(2, 9000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with use_backend("triton"):
+        y = functional.layer_norm(x, (9000,))
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (9000,)), rtol=0, atol=1e-13)

@@ -21,7 +21,7 @@ from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton import row_gate_kernels as kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import processors
-from leannorm.ops.backends.triton.rows import NO_LINE, Line, run, run_backward, run_forward
+from leannorm.ops.backends.triton.rows import NO_LINE, Line, run, run_backward, run_forward, unspilled
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, taped
 from leannorm.ops.plan import Plan
@@ -156,7 +156,7 @@ def row_gated_forward(
     plan = Plan(x.shape[0], x.shape[1], 1)
     y, rstd = empty(x.shape, x.dtype, x.device), empty(x.shape[:1], compute_dtype(x), x.device)
     x, gate = _rows(plan.kept, x, gate)
-    tile = tiles.gated(plan.kept, x.element_size())
+    tile = unspilled(tiles.gated(plan.kept, x.element_size()), x, 128)
     run(
         kernels.gated_forward,
         tile.needed(plan.outer, 1),

@@ -183,7 +183,7 @@ def forward_long(
         centre = tl.sum(first, 1) / tl.minimum(kept, BLOCK)
     lane_mean = tl.zeros([ROWS, BLOCK], dtype)
     lane_square = tl.zeros([ROWS, BLOCK], dtype)
-    seen = 0.0
+    seen = tl.full((), 0.0, dtype)  # a number alone is float32
     for begin in tl.range(0, end, BLOCK, num_stages=2):
         k = begin + lane
         offset, inside = values(k, there, across, kept, inner, TILE)

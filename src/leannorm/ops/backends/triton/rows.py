@@ -38,6 +38,12 @@ def _device(device: torch.device) -> tuple[int, int]:
     return found.major, getattr(found, "shared_memory_per_block_optin", 99 << 10)
 
 
+def unspilled(tile: tiles.Tile, x: Tensor, registers: int) -> tiles.Tile:
+    """With a limit of registers on Blackwell: without one the compiler chooses 64 there, and spills."""
+    free = tile.whole and tile.warps <= 8 and tile.registers is None
+    return tile._replace(registers=registers) if free and _device(x.device)[0] >= 10 else tile
+
+
 class Line(NamedTuple):
     """A parameter, or (groups, kept) lines of it: `each` rows share one, they begin `step` values apart."""
 
@@ -107,8 +113,8 @@ def run_forward(
     pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
     lines = weight.each is not None
     tile = tiles.forward(plan.kept, plan.inner, size, pressed or lines, lines)
-    if parameters > size and tile.whole and tile.warps <= 8 and _device(x.device)[0] >= 10:
-        tile = tile._replace(registers=96)  # for Blackwell the compiler chooses 64, and spills
+    if parameters > size:
+        tile = unspilled(tile, x, 96)
     kernel = row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long
     of_lines = *gate[1:], *weight[1:], *bias[1:]
     steps = (view or NO_VIEW).arguments(2) if tile.whole else ()
