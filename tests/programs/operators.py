@@ -1,6 +1,6 @@
 """Every operator of torch's own table of tests, under `lean()`: gradients are stock's bit for bit.
 
-python -m programs.operators                    all: some 120,000 programs, 6 minutes on one core
+python -m programs.operators                    all: some 237,000 programs, 10 minutes on one core
 python -m programs.operators --most 2           two calls of each, in float32
 
 The table has more arguments of each operator than a test would think of. They come out of a layer, so that
@@ -26,6 +26,8 @@ from leannorm.saving import packing, small
 from leannorm.saving.trial import same_bits
 
 LAYERS = {"product": lambda x: x * 1.0, "leaky relu": nn.LeakyReLU(1.0), "copy": torch.clone}
+# torch hands LAPACK's gelsy uninitialized pivots: the same call has several results
+NOT_REPEATABLE = "linalg.lstsq", "linalg.lstsq.grad_oriented"
 FEWEST_REBUILT = 30  # kinds of nodes; below, the equality would say little
 
 
@@ -34,7 +36,9 @@ def calls(most: int | None) -> Iterator[tuple[str, object, object]]:
     dtypes = (torch.float32,) if most else (torch.float32, torch.bfloat16, torch.float64)
     for op in op_db:
         for dtype in dtypes:
-            if not (op.supports_autograd and dtype in op.supported_dtypes("cpu")):
+            if op.full_name in NOT_REPEATABLE or not op.supports_autograd:
+                continue
+            if dtype not in op.supported_dtypes("cpu"):
                 continue
             try:
                 samples = list(op.sample_inputs("cpu", dtype, requires_grad=True))
@@ -77,10 +81,10 @@ def equal(ours: list[Tensor | None], stock: list[Tensor | None]) -> bool:
 def stock_of(op, sample, layer) -> list[Tensor | None] | None:
     """Stock's gradients, if there are some, and the same at every try."""
     try:
-        tries = [gradients(op, sample, layer, nullcontext()) for _ in range(3)]
+        tries = [gradients(op, sample, layer, nullcontext()) for _ in range(2)]
     except (RuntimeError, TypeError, NotImplementedError):  # torch has no gradient of this call
         return None
-    return tries[0] if tries[0] is not None and all(equal(t, tries[0]) for t in tries[1:]) else None
+    return tries[0] if None not in tries and equal(*tries) else None
 
 
 def main() -> int:
