@@ -198,7 +198,7 @@ def test_a_repeated_call_reads_the_mask_anew(kernels, last):
     case = ChannelCase((4, 6, 4, 5), "channels_last" if last else "contiguous")
     for kind in ("random", "late", "lengths"):
         mask = mask_of(case.shape, kind)
-        assert_close_to_reference(kernels, with_nan(call_on(case), mask), mask)
+        assert_close_to_reference(kernels, with_nan(call_on(case, F32), mask), mask)
 
 
 @tried("fill", {"triton": ["zero", "normalize"]})
@@ -229,7 +229,7 @@ CHECKED = {"cpu": [("contiguous", 0), ("channels_last", 2)], "triton": [("contig
 
 @tried("layout, groups", CHECKED)
 def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
-    x, dy, weight, bias, residual, act, _, _ = call_on(ChannelCase((2, 4, 3, 3), layout), residual=True)
+    x, dy, weight, bias, residual, act, _, _ = call_on(ChannelCase((2, 4, 3, 3), layout), F32, residual=True)
     mask = mask_of((2, 4, 3, 3), "random")
     how = weight, bias, residual
     _, mean, m2, rstd, count = operators.masked_forward(x, mask, *how, 1e-5, act, groups)

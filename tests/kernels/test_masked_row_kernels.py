@@ -67,3 +67,12 @@ def test_no_row_is_data(kernels):
     x, r, weight, bias, dy, dtotal = (torch.full_like(t, NAN) if i != 2 else t for i, t in enumerate(given))
     found = both_ways(kernels, (x, r, weight, bias, dy, dtotal), 2, 3, False, torch.zeros_like(valid))
     assert all((t == 0).all() for t in found)
+
+
+@pytest.mark.parametrize(
+    "valid", [torch.ones(5, 7), torch.ones(6, 7, dtype=torch.bool), torch.ones(7, 5, dtype=torch.bool).t()]
+)
+def test_a_kernel_refuses_a_mask_that_it_cannot_read(kernels, valid):
+    x = torch.ones(5, 7, 3)
+    with pytest.raises(RuntimeError, match="valid must be"):
+        kernels.ops.row_forward(x, None, None, None, 2, 3, 1e-5, False, 0.0, False, valid)

@@ -6,6 +6,7 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
     backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
                  shares of dweight and dbias; for rows longer than a tile three, 5 S (6 S)
 
+Rows that a mask leaves out are not read: each load is switched off there, and zeros are written.
 Rows of a view that are lines of memory, such as the heads of q, k and v, are read where they are
 (`row_views`).
 """
@@ -132,6 +133,16 @@ def run_forward(
     )
 
 
+def _check(valid: Tensor | None, mean: Tensor) -> None:
+    """Raise for a mask that the kernels, which see a pointer, would read wrongly."""
+    if valid is None:
+        return
+    if valid.dtype != torch.bool or not valid.is_contiguous() or valid.numel() != mean.numel():
+        raise RuntimeError(
+            f"valid must be bool, contiguous and have an entry for each of {mean.numel()} rows"
+        )
+
+
 @taped
 def row_forward(
     x: Tensor,
@@ -148,6 +159,7 @@ def row_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shape = row_statistics_shape(x.shape, start, stop)
     mean, rstd = (empty(shape, compute_dtype(x), x.device) for _ in range(2))
+    _check(valid, mean)
     none = empty((0,), x.dtype, x.device)
     if x.numel() == 0:
         total = none if residual is None else torch.empty_like(x)
@@ -194,6 +206,8 @@ def row_backward(
     weight_offset: float = 0.0,
     valid: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check(valid, mean)
+
     def affine(wanted: bool) -> Tensor:
         shape = x.shape[start:stop] if wanted else (0,)
         return empty(shape, row_gradient_dtype(x, weight), x.device)
