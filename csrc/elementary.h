@@ -6,11 +6,15 @@
 namespace leannorm::LEANNORM_ISA {
 
 // e^x = 2^n * (1 + p), |p| small: what exp and expm1 share.
-struct ReducedExp { F power_of_two, half_power, p; };
+struct ReducedExp { F n, p; };
 LEANNORM_INLINE ReducedExp reduce_exp(F x) {
-  // Past these e^x is 0 or infinite; NaN fails both comparisons and stays.
+  // Past these e^x is 0 or infinite; NaN stays.
+#if defined(__AVX512F__)
+  x = (F)_mm512_max_ps(_mm512_set1_ps(-128), _mm512_min_ps(_mm512_set1_ps(128), (__m512)x));
+#else
   x = x > 128.0f ? F{} + 128.0f : x;
   x = x < -128.0f ? F{} - 128.0f : x;
+#endif
   const F magic = F{} + 0x1.8p23f;  // adding it rounds to an integer
   const F n = (x * 1.44269504088896341f + magic) - magic;
   F r = x - n * 0.693359375f;
@@ -21,17 +25,25 @@ LEANNORM_INLINE ReducedExp reduce_exp(F x) {
   q = q * r + 4.1665795894e-2f;
   q = q * r + 1.6666665459e-1f;
   q = q * r + 5.0000001201e-1f;
-  // 2^n in two factors, so that neither leaves the range of float32 before the product does.
+  return {n, r + r * r * q};
+}
+// v * 2^n
+LEANNORM_INLINE F scaled(F v, F n) {
+#if defined(__AVX512F__)
+  return (F)_mm512_scalef_ps((__m512)v, (__m512)n);
+#else
+  // In two factors, so that neither leaves the range of float32 before the product does.
   const I whole = __builtin_convertvector(n, I), half = whole >> 1;
-  return {bits<F>((whole - half + 127) << 23), bits<F>((half + 127) << 23), r + r * r * q};
+  return v * bits<F>((whole - half + 127) << 23) * bits<F>((half + 127) << 23);
+#endif
 }
 LEANNORM_INLINE F exp(F x) {
   const ReducedExp e = reduce_exp(x);
-  return (1 + e.p) * e.power_of_two * e.half_power;
+  return scaled(1 + e.p, e.n);
 }
 LEANNORM_INLINE F expm1(F x) {
   const ReducedExp e = reduce_exp(x);
-  const F power = e.power_of_two * e.half_power;
+  const F power = scaled(F{} + 1.0f, e.n);
   return (power - 1) + power * e.p;
 }
 

@@ -40,11 +40,18 @@ bool stream(const Tensor& x, int64_t tensors, std::initializer_list<const Tensor
 using Pointers = std::array<char*, 2>;
 
 // Sums over the rows of each group, of `vectors` lines: pieces of a group, whose number depends on the shape alone,
-// are summed by themselves, then added in order. body(begin, end, lines) adds the rows' share to zeros.
+// are summed by themselves, then added in order. body(begin, end, lines) adds the rows' share to zeros; where
+// every row has a line of its own (`alone`), whose sum has one term, it writes those of all rows.
 template <class Body>
-void sum_groups(const Tensor& x, int64_t groups, int64_t vectors, const Pointers& to, ScalarType type, Body body) {
+void sum_groups(const Tensor& x, int64_t groups, int64_t vectors, const Pointers& to, ScalarType type, Body body,
+                bool alone = false) {
+  const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
+  if (alone && vectors > 0) {
+    torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) { body(begin, end, to); });
+    return;
+  }
   if (vectors == 0) groups = 1;
-  const int64_t rows = x.sizes()[0], kept = x.sizes()[1], each = rows / groups;
+  const int64_t each = rows / groups;
   const int64_t length = std::clamp<int64_t>((rows + 63) / 64, 16, 256), pieces = (each + length - 1) / length;
   const int64_t bytes = kept * (type == ScalarType::Double ? 8 : type == ScalarType::Float ? 4 : 2), shared = pieces > 1 ? groups * pieces : 0;
   const Tensor shares = new_tensor(x, {shared, vectors, kept}, type);
@@ -78,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, cons
   const Tensor y = new_like(x), total = branch ? new_like(x) : no_tensor(x);
   const AdaForward args{kept, data(x), data(branch), lines(gate, x), lines(factor, x), lines(addend, x),
                         mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), one, eps, rms,
-                        stream(x, branch ? 4 : 2, {&y})};
+                        stream(x, (branch ? 4 : 2) + 2 * (factor.sizes()[0] == rows), {&y})};
   const auto forward = LEANNORM_PICK(modulated_kernels).ada_forward[element_type(x)];
   torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) { forward(args, begin, end); });
   return {y, total, mean, rstd};
@@ -89,12 +96,15 @@ std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Opti
                                                     double one, bool rms, bool want_sums) {
   const int64_t kept = x.sizes()[1], groups = factor.sizes()[0];
   const ScalarType type = factor.scalar_type();
-  const Tensor dx = new_like(x), with_xhat = new_tensor(x, {want_sums ? groups : 0, kept}, type), plain = new_like(with_xhat);
+  const bool alone = groups == x.sizes()[0];  // then the sums of dy are dy
+  const Tensor dx = new_like(x), with_xhat = new_tensor(x, {want_sums ? groups : 0, kept}, type);
+  const Tensor plain = new_tensor(x, {want_sums && !alone ? groups : 0, kept}, type);
   const AdaBackward args{kept, data(dy), data(dtotal), data(x), data(mean), data(rstd), lines(factor, x),
-                         mutable_data(dx), one, rms, stream(x, dtotal ? 4 : 3, {&dx})};
+                         mutable_data(dx), one, rms, stream(x, (dtotal ? 4 : 3) + 2 * alone, {&dx, &with_xhat})};
   const auto backward = LEANNORM_PICK(modulated_kernels).ada_backward[element_type(x)];
-  sum_groups(x, groups, want_sums ? 2 : 0, {mutable_data(with_xhat), mutable_data(plain)}, type,
-             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0], to[1]); });
+  char* const of_dy = alone ? nullptr : mutable_data(plain);
+  sum_groups(x, groups, want_sums ? 2 : 0, {mutable_data(with_xhat), of_dy}, type,
+             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0], to[1]); }, alone);
   return {dx, with_xhat, plain};
 }
 
@@ -105,7 +115,8 @@ std::tuple<Tensor, Tensor> row_gate_backward(const Tensor& dtotal, const Optiona
   const GateBackward args{kept, data(dtotal), data(branch), lines(gate, dtotal), mutable_data(dbranch)};
   const auto backward = LEANNORM_PICK(modulated_kernels).gate_backward[element_type(dtotal)];
   sum_groups(dtotal, groups, branch ? 1 : 0, {mutable_data(dgate)}, type,
-             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0]); });
+             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0]); },
+             groups == dtotal.sizes()[0]);
   return {dbranch, dgate};
 }
 

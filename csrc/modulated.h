@@ -62,7 +62,8 @@ struct GatedBackward {
 
 struct ModulatedKernels {
   // [ElementType]. The sums of dy * xhat and of dy, of dtotal * branch, and of the weight's gradient are added
-  // to what stands there (of a narrow line, whose sum has one term, written there); null where unwanted.
+  // to what stands there; null where unwanted. Where each row has a line of its own, the first and the third are
+  // lines of all rows, which are written, and the second, which would be dy, is null.
   // `scratch` is for two lines of the compute type.
   void (*ada_forward[4])(const AdaForward&, int64_t begin, int64_t end);
   void (*ada_backward[4])(const AdaBackward&, int64_t begin, int64_t end, void* with_xhat, void* plain);

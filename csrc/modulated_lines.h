@@ -23,16 +23,19 @@ template <class T> struct Line {
   }
 };
 
-// Adds a row's term to a sum, or writes it where the sum has no other.
-template <class E, class T> LEANNORM_INLINE void add_to(void* sum, bool narrow, int64_t i, VectorOf<T> v, int64_t n) {
-  ScalarOf<T>* const p = static_cast<ScalarOf<T>*>(sum) + i;
-  if (sizeof(T) < sizeof(*p) && narrow) store<E>(static_cast<T*>(sum) + i, v, n);
-  else store<E>(p, load<E>(p, n) + v, n);
-}
-
 template <class E, class T> inline void put_as(bool past, T* p, VectorOf<T> v, int64_t n) {
   if (past) put<E, true>(p, v, n);
   else put<E, false>(p, v, n);
+}
+
+// A row's term of the sum of its lines: added to it, or written where every row has a sum of its own.
+template <class E, class T>
+LEANNORM_INLINE void term(void* sum, const Lines& of, bool past, int64_t start, int64_t i, VectorOf<T> v, int64_t n) {
+  using S = ScalarOf<T>;
+  S* const p = static_cast<S*>(sum) + i;
+  if (of.each > 1) return store<E>(p, load<E>(p, n) + v, n);
+  if (sizeof(T) < sizeof(S) && of.narrow) put_as<E>(past, static_cast<T*>(sum) + start + i, v, n);
+  else put_as<E>(past, p + start, v, n);
 }
 
 template <class T> void ada_forward(const AdaForward& a, int64_t begin, int64_t end) {
@@ -103,8 +106,8 @@ void ada_backward(const AdaBackward& a, int64_t begin, int64_t end, void* with_x
       if (dtotal != nullptr) v = v + load<E>(dtotal + i, count);
       put_as<E>(a.stream, dx + i, v, count);
       if (with_xhat == nullptr) return;
-      add_to<E, T>(with_xhat, factor.narrow, i, d * xhat, count);
-      add_to<E, T>(plain, factor.narrow, i, d, count);
+      term<E, T>(with_xhat, a.factor, a.stream, row * n, i, d * xhat, count);
+      if (plain != nullptr) term<E, T>(plain, a.factor, a.stream, row * n, i, d, count);
     });
   }
   if (a.stream) settle();
@@ -122,7 +125,7 @@ template <class T> void gate_backward(const GateBackward& a, int64_t begin, int6
       using E = decltype(extent);
       const V d = load<E>(dtotal + i, count);
       store<E>(dbranch + i, d * gate.template at<E>(i, count), count);
-      if (branch != nullptr) add_to<E, T>(dgate, gate.narrow, i, d * load<E>(branch + i, count), count);
+      if (branch != nullptr) term<E, T>(dgate, a.gate, false, row * n, i, d * load<E>(branch + i, count), count);
     });
   }
 }

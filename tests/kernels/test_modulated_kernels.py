@@ -4,6 +4,8 @@ import pytest
 import torch
 from cases import DTYPES
 
+from leannorm import functional
+from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
 from leannorm.ops.schema import OPS
 
@@ -81,12 +83,63 @@ def test_the_number_of_threads_changes_nothing():
         results.append(
             [
                 *ada(CPU, (3, 900, 64), F32, False, True, False),
+                *ada(CPU, (3, 900, 64), BF16, False, True, False, (2, 2)),
                 *gated(CPU, (2, 999, 65), BF16, "silu", True, True),
             ]
         )
     torch.set_num_threads(before)
     for a, b in zip(*results, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_the_gradient_of_a_token_s_shift_is_dy():
+    """The kernel neither writes nor returns it; where it needs another shape, it is no view of dy."""
+    x, dy, scale, line = (torch.randn(6, 8) for _ in range(4))
+    mean, rstd = torch.randn(6), torch.rand(6)
+    for groups in (6, 2):
+        given = dy, None, x, mean, rstd, line[:groups], 1.0, False, True
+        assert [len(v) for v in OPS.row_ada_backward(*given)] == [6, groups, 0 if groups == 6 else groups]
+        torch.library.opcheck(OPS.row_ada_backward, given)
+    for sizes in ((2, 3, 8), (6, 1, 8)):
+        statistics = x.view(sizes), mean.view(*sizes[:2], 1), rstd.view(*sizes[:2], 1)
+        for weight in (None, torch.randn(8)):
+            alike = CPU.ada_backward(
+                dy.view(sizes), None, *statistics, scale.view(sizes), weight, None, 2, False, True, False
+            )
+            assert torch.equal(alike[2], dy.view(sizes))
+    other = CPU.ada_backward(dy.view(sizes), None, *statistics, scale, None, None, 2, False, True, False)
+    assert torch.equal(other[2], dy)
+    assert other[2].data_ptr() != dy.data_ptr()
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 8), (10, 1, 8)])
+def test_gradients_that_are_added_up_leave_dy_alone(sizes):
+    x, dy = torch.randn(sizes), torch.randn(sizes)
+    scale, shift = (torch.zeros(10, 8).view(sizes).squeeze(1).requires_grad_() for _ in range(2))
+    before = dy.clone()
+    for times in (1, 2):
+        functional.ada_layer_norm(x, (8,), scale, shift).backward(dy)
+        torch.testing.assert_close(shift.grad, times * before.view_as(shift))
+        assert torch.equal(dy, before)
+
+
+EDGES = [0.0, 1e-40, 1e-8, 0.3, 5.0, 87.0, 88.8, 95.0, 103.0, 104.0, 127.0, 200.0, 1e30, float("inf")]
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_activations_at_the_edges(act):
+    """At zeros, infinities, NaN, and where e^x leaves float32, as the formula in float64."""
+    gate = torch.tensor([[*EDGES, *(-e for e in EDGES), float("nan"), float("nan"), 1.0, -1.0]])
+    ones = torch.ones_like(gate)
+    got, _ = CPU.gated_forward(ones, gate, None, 1, 0.0, act, True, False)
+    want = ACTIVATIONS[act].forward(gate.double())
+    torch.testing.assert_close(got.double(), want, rtol=4e-7, atol=1e-6, equal_nan=True)
+    _, dgate, _ = CPU.gated_backward(ones, ones, gate, ones[:, 0], None, 1, act, True, False)
+    _, slope, _ = REFERENCE.gated_backward(
+        *(t.double() for t in (ones, ones, gate, ones[:, :1])), None, 1, act, True, False
+    )
+    there = ~(gate.abs() >= 1e30)  # where some derivatives are inf * 0
+    torch.testing.assert_close(dgate[there].double(), slope[there], rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 @RMS

@@ -247,8 +247,10 @@ def _(x: Tensor, branch: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Ten
 @_fake("row_ada_backward")
 def _(dy: Tensor, dtotal: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     _, _, factor, _, _, want_sums = rest
-    shape = factor.shape[0] if want_sums else 0, x.shape[1]
-    of_xhat, plain = (_lines(x, *shape, dtype=factor.dtype) for _ in range(2))
+    groups = factor.shape[0] if want_sums else 0
+    # the sum over one row is dy, and not given
+    counts = groups, 0 if groups == x.shape[0] else groups
+    of_xhat, plain = (_lines(x, n, x.shape[1], dtype=factor.dtype) for n in counts)
     return torch.empty_like(x), of_xhat, plain
 
 

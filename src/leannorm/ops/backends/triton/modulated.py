@@ -6,7 +6,7 @@ follow each other. Launches of each call, and the bytes that memory must move, i
     ada forward      one launch, 2 S (4 S with a branch)
     ada backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
                      shares where several go through a group; for rows longer than a tile three, 5 S (6 S).
-                     Lines of single rows have no sums: 5 S in one launch, of which lines are 1 S and sums 2 S
+                     Lines of single rows have no sums: 5 S in one launch, 1 S of them lines and 1 S dscale
     gate backward    one launch, 3 S, and the shares' sum
     gated forward    one launch, 3 S
     gated backward   one launch, 5 S, and the shares' sum
@@ -93,8 +93,10 @@ def row_ada_backward(
     _check(x, dy, dtotal)
     plan, groups = _plan(x), factor.shape[0] if want_sums else 0
     dx = empty(x.shape, x.dtype, x.device)
-    of_xhat, plain = (empty((groups, x.shape[1]), factor.dtype, x.device) for _ in range(2))
-    of_line = of_xhat if want_sums else None, plain if want_sums else None
+    alone = groups == x.shape[0]  # then the sums of dy are dy
+    counts = groups, 0 if alone else groups
+    of_xhat, plain = (empty((n, x.shape[1]), factor.dtype, x.device) for n in counts)
+    of_line = of_xhat if want_sums else None, plain if want_sums and not alone else None
     dy, dtotal, mean, rstd = dy.contiguous(), _flat(dtotal), mean.contiguous(), rstd.contiguous()
     run_backward(dy, dtotal, x, mean, rstd, _lines(factor, x), dx, *of_line, plan, rms, one)
     return dx, of_xhat, plain

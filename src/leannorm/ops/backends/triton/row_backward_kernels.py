@@ -50,10 +50,9 @@ def _factor(
 
 
 @triton.jit
-def _put_sums(dweight, dbias, offset, d, xhat, inside):
-    """Of a line a row, whose sums are over one row."""
+def _put_sum(dweight, offset, d, xhat, inside):
+    """Of a line a row, whose sum is over one row. That of dy would be dy."""
     tl.store(dweight + offset, rounded_for(dweight, d * xhat), inside)
-    tl.store(dbias + offset, rounded_for(dbias, d), inside)
 
 
 _INTEGERS = ["rows", "kept", "inner", "each", "step"]
@@ -158,7 +157,7 @@ def backward_tile(
         _put_gradient(dx + start, through, offset, g, xhat, factor, mean_xhat, mean_one, inside, RMS)
         if dweight is not None:
             if each is not None:
-                _put_sums(dweight + start, dbias + start, offset, d, xhat, inside)
+                _put_sum(dweight + start, offset, d, xhat, inside)
             elif HOW.fold:
                 sum_dweight += tl.sum(d * xhat, 0, keep_dims=True)
                 sum_dbias += tl.sum(d, 0, keep_dims=True)
@@ -173,10 +172,10 @@ def backward_tile(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def backward_long(
-    dy, dtotal, x, mean, rstd, weight, dx, dweight, dbias, rows, kept, inner, each, step,
+    dy, dtotal, x, mean, rstd, weight, dx, dweight, rows, kept, inner, each, step,
     RMS: tl.constexpr, ONE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The input's gradient of rows longer than a tile; and dweight and dbias, where they have a line a row.
+    """The input's gradient of rows longer than a tile; and dweight, where it has a line a row.
 
     Moves 3 s bytes an element (4 s with dtotal) from and to memory, 2 s more from the cache, in one launch.
     """
@@ -208,7 +207,7 @@ def backward_long(
         if weight is not None:
             g = d * _factor(weight, each, step, row, exists, k, kept, dtype, ONE, TILE)
         if dweight is not None:
-            _put_sums(dweight + start, dbias + start, offset, d, xhat, inside)
+            _put_sum(dweight + start, offset, d, xhat, inside)
         through = None if dtotal is None else dtotal + start
         _put_gradient(dx + start, through, offset, g, xhat, factor, by_xhat, by_one, inside, RMS)
 

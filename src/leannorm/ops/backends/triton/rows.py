@@ -238,7 +238,8 @@ def run_backward(
     one: float,
     view: View | None = None,
 ) -> None:
-    """Launch the backward pass. Where weight has lines, dweight and dbias have a sum for each."""
+    """Launch the backward pass. Where weight has lines, dweight and dbias have a sum for each; dbias is None
+    where every row has a line of its own, as its sum would be dy."""
     tensors = (2 if dtotal is None else 3) + (weight.each == 1)
     how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
     of_sums, one = (dweight, dbias), float(one)
@@ -310,8 +311,8 @@ def _backward_long(
 ) -> None:
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
-    at_once = (dweight, dbias) if weight.each == 1 else (None, None)
-    arguments = (dy, dtotal, x, mean, rstd, weight.values, dx, *at_once, *plan, *weight[1:])
+    at_once = dweight if weight.each == 1 else None
+    arguments = (dy, dtotal, x, mean, rstd, weight.values, dx, at_once, *plan, *weight[1:])
     kernel = row_backward_kernels.backward_long
     run(kernel, tile.needed(outer, inner), x, tile, plan, *arguments, RMS=rms, ONE=one)
     if dweight is None or weight.each == 1:

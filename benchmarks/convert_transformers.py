@@ -1,0 +1,108 @@
+"""A training step of a network of transformers after `convert`, beside stock's.
+
+    python -m benchmarks.convert_transformers [MODEL ...] [--dtype bfloat16] [--cpu-time] [--operators 8]
+
+Networks of 4 layers, hidden 1,024, on 2 x 512 tokens. Gradients are compared first: those of a converted
+network may be no further from float32's than twice stock's. The settings take turns in one process, freed
+memory is kept for all, and ratios are medians over the turns. `--cpu-time` measures the processor time of one
+thread, for a machine that also runs other work. `--operators` lists what takes the most of a step's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.lean_transformers import LARGE, MODELS
+from leannorm import convert, keep_freed_memory
+
+SIZES = LARGE._replace(tokens=(2, 512))
+GOAL = 0.93  # of stock's time
+SETTINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "stock": lambda model: model,
+    "convert": convert,
+    'convert, fuse="trace"': lambda model: convert(model, fuse="trace"),
+}
+
+
+def step(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    model.zero_grad()
+    model(**inputs).loss.backward()
+
+
+def gradients(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    step(model, inputs)
+    found = [p.grad.float() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def compare(sides: dict[str, nn.Module], inputs: dict[str, Tensor]) -> None:
+    """Raises if a converted network's gradients are wrong, on some of the tokens."""
+    few = {name: tokens[:1, :64] for name, tokens in inputs.items()}
+    exact = gradients(copy.deepcopy(sides["stock"]).float(), few)
+    off = {}
+    for name, model in sides.items():
+        off[name] = sum(
+            float((g - e).square().sum()) for g, e in zip(gradients(model, few), exact, strict=True)
+        )
+        if not off[name] <= 4 * off["stock"]:
+            raise SystemExit(f"a wrong answer is not timed: gradients of {name} are off by {off[name]:.2e}")
+
+
+def turns(sides: dict[str, nn.Module], inputs: dict[str, Tensor], steps: int, cpu: bool) -> None:
+    clock = time.thread_time if cpu else time.perf_counter
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(steps):
+        for name, model in sides.items():
+            start = clock()
+            step(model, inputs)
+            seconds[name].append(clock() - start)
+    for name, of in seconds.items():
+        ratio = median(a / b for a, b in zip(of, seconds["stock"], strict=True))
+        verdict = "" if name == "stock" else f" ({'reached' if ratio <= GOAL else 'falls short of'} {GOAL})"
+        print(f"  {name:24}{median(of) * 1e3:9.1f} ms  {ratio:5.3f}{verdict}", flush=True)
+
+
+def operators(model: nn.Module, inputs: dict[str, Tensor], count: int) -> None:
+    """The operators that take the most of a step's time themselves."""
+    with torch.profiler.profile() as profile:
+        step(model, inputs)
+    averages = profile.key_averages()
+    whole = sum(event.self_cpu_time_total for event in averages)
+    for event in sorted(averages, key=lambda event: -event.self_cpu_time_total)[:count]:
+        print(f"    {event.self_cpu_time_total / whole:6.1%}  {event.count:4} x {event.key[:80]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*", default=["llama"], metavar="MODEL")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--operators", type=int, default=0, metavar="COUNT")
+    options = parser.parse_args()
+    torch.set_num_threads(1 if options.cpu_time else options.threads)
+    print(keep_freed_memory())
+    for name in options.models:
+        torch.manual_seed(0)
+        model, inputs, _ = MODELS[name](SIZES)
+        model.to(getattr(torch, options.dtype))
+        sides = {key: made(copy.deepcopy(model)) for key, made in SETTINGS.items()}
+        compare(sides, inputs)
+        print(f"{name}, {options.dtype}")
+        turns(sides, inputs, options.steps, options.cpu_time)
+        for key in ("stock", "convert") if options.operators else ():
+            print(f"  {key}: the operators' own time")
+            operators(sides[key], inputs, options.operators)
+
+
+if __name__ == "__main__":
+    main()
