@@ -1,6 +1,6 @@
 """A training step of a network of transformers after `convert`, beside stock's.
 
-    python -m benchmarks.convert_transformers [MODEL ...] [--dtype bfloat16] [--steps 5] [--cpu-time] [--operators 8]
+    python -m benchmarks.convert_transformers [MODEL ...] [--dtype bfloat16] [--cpu-time] [--operators 8]
 
 Networks of 4 layers, hidden 1,024, on 2 x 512 tokens. Gradients are compared first: those of a converted
 network may be no further from float32's than twice stock's. The settings take turns in one process, freed

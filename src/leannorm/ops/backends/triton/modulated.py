@@ -6,7 +6,7 @@ follow each other. Launches of each call, and the bytes that memory must move, i
     ada forward      one launch, 2 S (4 S with a branch)
     ada backward     one launch, 3 S (4 S with the sum's gradient), and a second that adds up the programs'
                      shares where several go through a group; for rows longer than a tile three, 5 S (6 S).
-                     Lines of single rows have no sums: 5 S in one launch, of which lines are 1 S and dscale is 1 S
+                     Lines of single rows have no sums: 5 S in one launch, 1 S of them lines and 1 S dscale
     gate backward    one launch, 3 S, and the shares' sum
     gated forward    one launch, 3 S
     gated backward   one launch, 5 S, and the shares' sum
