@@ -78,8 +78,8 @@ def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
     assert in_python(other) and not in_python(node)  # noqa: PT018
     assert node.name() == other.name() == type(node).__name__ == type(other).__name__
     assert isinstance(node, Node)
-    edges = [[edge and type(edge).__name__ for edge, _ in n.next_functions] for n in (node, other)]
-    assert edges[0] == edges[1][:3]
+    edges = [[type(edge).__name__ for edge, _ in n.next_functions if edge] for n in (node, other)]
+    assert edges[0] == edges[1]
 
 
 @built
@@ -229,13 +229,15 @@ def test_lean_behind_a_node(name, monkeypatch):
     compare(told, monkeypatch)
 
 
+# torch reads it of a saved output, whoever saved it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @built
 @each_layer
 def test_compiled_autograd(name, monkeypatch):
     def told():
         layer, x, dy = of(name)
         for factor in (1, 2):
-            y = layer(x)
+            y = layer(x * factor)  # the second pass runs the graph of the first, on other saved tensors
             with compiled_autograd._enable(lambda graph: graph):
                 y.backward(dy * factor)
         return gradients(layer, x)
