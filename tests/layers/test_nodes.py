@@ -1,4 +1,4 @@
-"""Autograd nodes in C++ (csrc/nodes/) beside the classes of direct.py that they stand in for: all the same."""
+"""Autograd nodes in C++ (csrc/nodes/) beside the classes of direct.py that they stand in for: the same."""
 
 from __future__ import annotations
 
