@@ -4,8 +4,8 @@ The library holds no Python: torch's stable ABI (2.10 on) serves every Python an
 the wheel is tagged for the platform alone. `csrc/*_kernels.cpp` is compiled once for each instruction
 set of `INSTRUCTION_SETS`, and the best one is chosen when the library is loaded.
 
-Beside them `csrc/nodes/` becomes `leannorm/_nodes.so`, autograd nodes for small calls. Those need all of torch's
-C++ interface, and serve only the torch and the Python that they are built for; a wheel for all has none.
+Beside them `csrc/nodes/` becomes `leannorm/_nodes.so`, autograd nodes for small calls. Those need all of
+torch's C++ interface, and serve only the torch and the Python that they are built for; a wheel has none.
 """
 
 from __future__ import annotations

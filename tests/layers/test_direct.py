@@ -18,6 +18,14 @@ from leannorm.ops.backends import CPU
 
 pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
 
+
+@pytest.fixture(params=["C++", "Python"] if direct.NODES is not None else ["Python"], autouse=True)
+def nodes_in(request, monkeypatch):
+    """Both kinds of autograd nodes, where both are here."""
+    if request.param == "Python":
+        monkeypatch.setattr(direct, "NODES", None)
+
+
 IMAGE = (6, 8, 5, 3)
 LAYERS = {
     "batch": (lambda: nn.BatchNorm2d(8), IMAGE),

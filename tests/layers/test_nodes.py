@@ -1,4 +1,4 @@
-"""Autograd nodes in C++ (csrc/nodes/) beside the classes of direct.py that they stand in for: all the same."""
+"""Autograd nodes in C++ (csrc/nodes/) beside the classes of direct.py that they stand in for: the same."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
     assert in_python(other) and not in_python(node)  # noqa: PT018
     assert node.name() == other.name() == type(node).__name__ == type(other).__name__
     assert isinstance(node, Node)
-    edges = [[edge and type(edge).__name__ for edge, _ in n.next_functions] for n in (node, other)]
-    assert edges[0] == edges[1][:3]
+    edges = [[type(edge).__name__ for edge, _ in n.next_functions if edge] for n in (node, other)]
+    assert edges[0] == edges[1]
 
 
 @built
@@ -229,15 +229,16 @@ def test_lean_behind_a_node(name, monkeypatch):
     compare(told, monkeypatch)
 
 
+# torch reads it of a saved output, whoever saved it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @built
 @each_layer
 def test_compiled_autograd(name, monkeypatch):
     def told():
         layer, x, dy = of(name)
-        for factor in (1, 2):
-            y = layer(x)
-            with compiled_autograd._enable(lambda graph: graph):
-                y.backward(dy * factor)
+        with compiled_autograd._enable(lambda graph: graph):
+            for factor in (1, 2):  # the second pass runs the graph of the first, on other saved tensors
+                layer(x * factor).backward(dy * factor)
         return gradients(layer, x)
 
     compare(told, monkeypatch)

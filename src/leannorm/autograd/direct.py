@@ -228,7 +228,7 @@ def direct_channel_norm(
     no kernel does: `eps`, the momentum, and that x has channels and more than one value of each.
     """
     if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
-        y = NODES.channel_norm(x, weight, bias, eps, act, groups, running)
+        y: Tensor | None = NODES.channel_norm(x, weight, bias, eps, act, groups, running)
         if y is not None:
             return y
     if not (plain() and picks_cpu() and x.is_cpu and is_dense(x)):
@@ -250,7 +250,7 @@ def direct_channel_norm(
             return None
     try:
         if recorded and torch.is_grad_enabled():
-            y: Tensor = _norm(x, weight, bias, how)
+            y = _norm(x, weight, bias, how)
             return y
         return _channel_forward(x, weight, bias, how)[0]
     except _RefusedError:
@@ -268,7 +268,7 @@ def direct_evaluation(
 ) -> Tensor | None:
     """The output of `channel_affine` by running statistics, if this call is a usual one."""
     if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
-        y = NODES.evaluation(x, weight, bias, eps, act, mean, var)
+        y: Tensor | None = NODES.evaluation(x, weight, bias, eps, act, mean, var)
         if y is not None:
             return y
     if not (plain() and picks_cpu() and x.is_cpu and is_dense(x) and mean.is_cpu and var.is_cpu):
@@ -284,7 +284,7 @@ def direct_evaluation(
     how = mean, var, eps, act
     try:
         if recorded and torch.is_grad_enabled():
-            y: Tensor = _affine(x, weight, bias, how)
+            y = _affine(x, weight, bias, how)
             return y
         return _evaluate(x, weight, bias, how)[0]
     except _RefusedError:
@@ -298,7 +298,7 @@ def direct_row_norm(
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
-        y = NODES.row_norm(x, weight, bias, eps, shape, rms)
+        y: Tensor | None = NODES.row_norm(x, weight, bias, eps, shape, rms)
         if y is not None:
             return y
     if not (plain() and picks_cpu() and x.is_cpu and eps >= 0):
@@ -319,7 +319,7 @@ def direct_row_norm(
     rows = start, stop, eps, rms, 0.0, False
     try:
         if recorded and torch.is_grad_enabled():
-            y: Tensor = _row_norm(x, weight, bias, rows)
+            y = _row_norm(x, weight, bias, rows)
         else:
             y = _row_forward(x, weight, bias, rows)[0]
     except _RefusedError:

@@ -36,8 +36,8 @@ def load(path: Path = PATH) -> tuple[Any, str | None]:
         return None, f"the C++ autograd nodes are not built: {why}"
     try:
         stamp = f"leannorm nodes {built_for()}\0".encode()
-        why = why_unfit(path, stamp, "another torch, Python or source of leannorm than those here")
-        if why is None:
+        unfit = why_unfit(path, stamp, "another torch, Python or source of leannorm than those here")
+        if unfit is None:
             loader = ExtensionFileLoader("leannorm._nodes", str(path))
             spec = spec_from_file_location("leannorm._nodes", path, loader=loader)
             assert spec is not None
@@ -45,8 +45,8 @@ def load(path: Path = PATH) -> tuple[Any, str | None]:
             loader.exec_module(module)
             return module, None
     except (OSError, RuntimeError, ImportError) as error:
-        why = " ".join(str(error).split())
-    return None, f"the C++ autograd nodes cannot be loaded: {why}"
+        unfit = " ".join(str(error).split())
+    return None, f"the C++ autograd nodes cannot be loaded: {unfit}"
 
 
 NODES, WHY_NOT = load()
