@@ -1,6 +1,6 @@
 """Whole networks after `convert(fuse="trace")`, alone and under `lean()`: held bytes, peak, step time.
 
-    python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile] [--json FILE]
+    python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile | --compiled] [--json FILE]
 
 Numbers are relative to stock. The loss in float64 is compared before anything is timed. The settings take
 turns in one process; freed memory is kept for all; ratios are medians over the turns. `--against-compile`
@@ -19,12 +19,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from torch import nn
 from torch._functorch import config
 
 from benchmarks.lean import Side, network
 from leannorm import convert, keep_freed_memory, lean
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
+
+
+def _compile(model: nn.Module) -> None:
+    model.compile(options={"fallback_random": True})  # dropout as stock's
+
 
 CONVERT = functools.partial(convert, fuse="trace")
 SETTINGS = {
@@ -36,18 +42,21 @@ SETTINGS = {
 COMPILE = {
     "torch.compile(0.5)": (
         lambda: config.patch(activation_memory_budget=0.5),
-        lambda model: model.compile(options={"fallback_random": True}),  # dropout as stock's
+        _compile,
     )
+}
+COMPILED = {
+    "stock": (contextlib.nullcontext, _compile),
+    "convert": (contextlib.nullcontext, lambda model: _compile(CONVERT(model))),
 }
 
 
-def compare(name: str, steps: int, against_compile: bool) -> list[dict[str, Any]]:
+def compare(name: str, steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
     model, x = network(name)
     double, small = copy.deepcopy(model).double(), x[:2].double()
     losses = [Side(double, small, *SETTINGS[key]).forward().item() for key in ("stock", "convert")]
     if not abs(losses[0] - losses[1]) <= 1e-9 * abs(losses[0]):
         raise SystemExit(f"a wrong answer is not timed: {name} loses {losses[1]}, stock {losses[0]}")
-    settings = SETTINGS | (COMPILE if against_compile else {})
     sides = {key: Side(model, x, *setting) for key, setting in settings.items()}
     first = {}
     for key, side in sides.items():  # the first pass tries steps (or compiles); later ones are alike
@@ -82,14 +91,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", default=["resnet50", "digits"])
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--against-compile", action="store_true")
+    compiling = parser.add_mutually_exclusive_group()
+    compiling.add_argument(
+        "--against-compile", action="store_const", dest="settings", const=SETTINGS | COMPILE
+    )
+    compiling.add_argument("--compiled", action="store_const", dest="settings", const=COMPILED)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(keep_freed_memory())
     print(f"{'':12} {'':22}  held   peak   time")
     rows = []
     for name in options.models:
-        for row in compare(name, options.steps, options.against_compile):
+        for row in compare(name, options.steps, options.settings or SETTINGS):
             rows.append(row)
             numbers = f"{row['held']:6.3f} {row['peak']:6.3f} {row['time']:6.3f}"
             seconds = f"{row['seconds'] * 1e3:.0f} ms, the first step {row['first']:.1f} s"

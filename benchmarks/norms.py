@@ -6,7 +6,7 @@ Results are checked before anything is timed. The sides take turns in one proces
 both, and times are medians over the turns. The floor is the time to move the bytes (forward: read and write
 once; backward: read twice, write once; a residual adds one tensor in each direction) at the speed of
 `x.clone()` in the same run. `--cpu-time` measures the processor time of one thread, for a machine that also
-runs other work.
+runs other work. `benchmarks.norms_table` makes one table of the files of several processors.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def main() -> None:
             )
         report[row.name] = {"ratio": mean, "floor": share, "shapes": [t._asdict() for t in timings]}
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        about = {"processor": processor(), "threads": torch.get_num_threads(), "dtype": options.dtype}
+        options.json.write_text(json.dumps({**about, "rows": report}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

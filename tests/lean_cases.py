@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from leannorm import functional
 from leannorm import nn as lnn
@@ -249,3 +251,13 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
     "leannorm, scale and shift of a token": lambda: on_tokens(DiTBlock(True), DiTBlock(True)),
     "leannorm, gated": lambda: on_tokens(GatedBlock(True), GatedBlock(False)),
 }
+
+
+@contextmanager
+def watched_by_the_compiler() -> Iterator[None]:
+    """As torch.compile leaves a process in which it failed: each Python function starts through its hook."""
+    before = set_eval_frame(False)  # watches, and compiles nothing
+    try:
+        yield
+    finally:
+        set_eval_frame(before)

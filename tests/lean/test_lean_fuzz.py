@@ -5,6 +5,10 @@ Before that, the fuzzer itself: it finds a planted error of one bit, and knows w
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from programs.campaign import run_seeds, summary
@@ -27,6 +31,13 @@ def test_random_programs(part):
     assert not failures, "\n\n".join([summary(counts), *map(str, failures)])
     assert counts["refused"] < 0.05 * size
     assert counts["lenient"] < 0.05 * size
+
+
+def test_operators_of_torchs_own_tests():
+    """Two calls of each; `make fuzz` runs them all."""
+    command = [sys.executable, "-m", "programs.operators", "--most", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -155,7 +155,8 @@ def test_noise_that_is_filled_after_it_was_saved_stays_where_it_is():
 
 def test_who_holds_a_tensor_is_counted_the_same_wherever_it_is_asked_first():
     counts = {references_when_alone.__wrapped__()}
-    for mode in (torch.inference_mode, torch.no_grad, FakeTensorMode, lambda: torch.device("meta"), KeepsAll):
+    modes = torch.inference_mode, torch.no_grad, FakeTensorMode, lambda: torch.device("meta"), KeepsAll
+    for mode in (*modes, lean_cases.watched_by_the_compiler):
         with mode():
             counts.add(references_when_alone.__wrapped__())
     assert len(counts) == 1

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from lean_cases import watched_by_the_compiler
 from torch import nn
 
 from leannorm import lean
@@ -221,6 +222,15 @@ def test_dropout_holds_a_bit_a_value(dtype, p):
     if 0 < p < 1:
         assert held(saved, "bits of a mask") == 64 * 64 // 8
         assert held(saved, "MulBackward0") == 0
+
+
+def test_dropout_holds_a_bit_a_value_where_the_compiler_watches():
+    x = torch.randn(64, 64, requires_grad=True)
+    for context in (nullcontext(), watched_by_the_compiler()):
+        saved = lean()
+        with context:
+            assert_stock(lambda: F.dropout(x * 2, 0.5).sum(), [x], saved)
+        assert held(saved, "bits of a mask") == 64 * 64 // 8
 
 
 def test_attention_holds_a_bit_for_each_weight_that_it_drops():

@@ -31,7 +31,7 @@ _FORWARD, _TRACKED = CPU.ops.channel_forward._op, CPU.ops.channel_forward_tracke
 _BACKWARD, _NORMALIZE = CPU.ops.channel_backward._op, CPU.ops.channel_normalize._op
 _CONSTANTS, _ROW_FORWARD = CPU.ops.constants_of._op, CPU.ops.row_forward._op
 _ROW_BACKWARD = CPU.ops.row_backward._op
-_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+_EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
 class _RefusedError(Exception):
@@ -255,7 +255,7 @@ def direct_row_norm(
 ) -> Tensor | None:
     """The output of `row_norm` over the last axes, if this call is a usual one."""
     if eps is None:
-        eps = _EPS[x.dtype is torch.float64]
+        eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     if not (plain() and picks_cpu() and x.is_cpu and eps >= 0):
         return None
     stop = x.dim()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from math import prod
+from threading import Thread
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,28 +26,39 @@ from leannorm.saving.values import Step, Value
 _SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torch.softmax}
 
 
-class _Probe:
-    """Counts references as `Packing.pack` does, at the same call depth."""
+class CountingHook:
+    """A pack hook that is told how many references its tensor has, and which frame called autograd."""
 
+    def pack(self, tensor: Tensor) -> Any:
+        # Counted in the function that C++ calls: between two Python functions an argument counts twice
+        # while torch's compiler watches frames, and after it has failed it may watch for good.
+        return self.packed(tensor, sys.getrefcount(tensor), sys._getframe(1))
+
+    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Any:
+        """What is saved in the tensor's place."""
+        raise NotImplementedError
+
+
+class _Probe(CountingHook):
     references = 0
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.references = references(tensor)
+    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Tensor:
+        self.references = references
         return tensor.detach()
 
-
-def references(tensor: Tensor) -> int:
-    """The tensor's reference count, to be called with a pack hook's own argument."""
-    return sys.getrefcount(tensor)
+    def run(self) -> None:
+        with saved_tensors_hooks(self.pack, lambda t: t):
+            torch.relu(torch.zeros(1, requires_grad=True))
 
 
 @lru_cache
 def references_when_alone() -> int:
-    """What `references` gives for a tensor that only autograd holds."""
+    """The count of a tensor that only autograd holds."""
     probe = _Probe()
-    # whatever the first caller is in: what it finds serves the whole process
-    with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(probe.pack, lambda t: t):
-        torch.relu(torch.zeros(1, requires_grad=True, device="cpu"))
+    # What the first caller finds serves the whole process. A new thread is in no mode that he may be in.
+    thread = Thread(target=probe.run)
+    thread.start()
+    thread.join()
     assert probe.references
     return probe.references
 

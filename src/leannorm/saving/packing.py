@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Hashable
@@ -23,11 +22,11 @@ from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
     POOLS,
+    CountingHook,
     narrow_bytes,
     narrow_source,
     narrowed,
     narrowed_positions,
-    references,
     references_when_alone,
 )
 from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
@@ -46,7 +45,7 @@ SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memor
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
-class Packing:
+class Packing(CountingHook):
     """The packing of one forward pass, by one policy and, if there is one, a plan."""
 
     def __init__(
@@ -70,13 +69,13 @@ class Packing:
         self._largest = 0
         self._call: tuple[int, CallArguments | None] = -1, None
 
-    def pack(self, tensor: Tensor) -> Value:
+    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen += 1
         try:
             alone = tensor.grad_fn is None or tensor.dtype is torch.int64
-            alone = alone and references(tensor) <= references_when_alone()
-            return self._pack(tensor, alone, sys._getframe(1)).used()
+            alone = alone and references <= references_when_alone()
+            return self._pack(tensor, alone, frame).used()
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._hold(tensor).used()
         except Exception as error:

@@ -1,0 +1,60 @@
+"""The kernels' table by processor, from files of `python -m benchmarks.norms --json FILE`.
+
+    python -m benchmarks.norms_table [FILE ...]        # by default all of benchmarks/results/norms/
+
+The processor that is worst for us comes first. A cell says how many times torch's speed, and what share of
+the memory-traffic floor. Below the table stands every shape that misses its row's goal, with what it reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.norms import ROWS
+
+RESULTS = Path(__file__).parent / "results" / "norms"
+REACH = {row.name: row.reach for row in ROWS}
+
+
+def least(report: dict[str, Any]) -> float:
+    """The smallest share of its goal that a row reaches."""
+    return min(row["ratio"] / REACH[name] for name, row in report["rows"].items())
+
+
+def short_shapes(report: dict[str, Any]) -> list[str]:
+    found = []
+    for name, row in report["rows"].items():
+        ratios = {"×".join(map(str, s["shape"])): s["torchs"] / s["ours"] for s in row["shapes"]}
+        below = [f"{shape} {ratio:.2f}" for shape, ratio in ratios.items() if ratio < REACH[name]]
+        if below:
+            found.append(f"{name} (asked {REACH[name]:g}): {', '.join(below)}")
+    return found
+
+
+def table(reports: list[dict[str, Any]]) -> str:
+    reports = sorted(reports, key=least)
+    numbers = range(1, len(reports) + 1)
+    lines = [f"| of torch's speed / of the floor | {' | '.join(map(str, numbers))} |"]
+    lines.append("|---" * (len(reports) + 1) + "|")
+    for name in REACH:
+        rows = [report["rows"].get(name) for report in reports]
+        cells = [f"{row['ratio']:.2f} / {row['floor']:.2f}" if row else "" for row in rows]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    for number, report in zip(numbers, reports, strict=True):
+        about = f"{report['processor']}; {report['threads']} threads, {report['dtype']}"
+        lines += ["", f"{number}: {about}. Below the goal:"]
+        lines += [f"- {line}" for line in short_shapes(report)]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
+    print(table([json.loads(file.read_text()) for file in parser.parse_args().files]))
+
+
+if __name__ == "__main__":
+    main()
