@@ -25,7 +25,9 @@ def fused(outputs: torch.Tensor) -> int:
 def count(model, x=None):
     """The pairs that a forward pass computes as one."""
     model = copy.deepcopy(model).train()
-    return fused(model(torch.randn(3, 4, 5, 5) if x is None else x))
+    # under hooks of saved tensors the nodes are Python's, which say their activation
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return fused(model(torch.randn(3, 4, 5, 5) if x is None else x))
 
 
 def results(model, x):
