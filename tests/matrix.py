@@ -31,8 +31,10 @@ WORK = ROOT / "build" / "matrix"
 TORCHS = ("torch", "triton")  # of whom the release decides
 WITHOUT_THEIR_NEEDS = ("lightning", "lightning-utilities", "timm", "torchmetrics", "torchvision")
 HAS_KERNELS = """
-import leannorm, sys
-reasons = leannorm.backends()["cpu"]
+import leannorm, pathlib, sys
+reasons, nodes = leannorm.backends()["cpu"], pathlib.Path(leannorm.__file__).with_name("_nodes.so")
+if nodes.exists():
+    reasons = *reasons, "the wheel is for every torch, and _nodes.so for one"
 sys.exit("; ".join(reasons) or "site-packages" not in leannorm.__file__ and leannorm.__file__)
 """
 
