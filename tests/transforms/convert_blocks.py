@@ -25,9 +25,13 @@ def fused(outputs: torch.Tensor) -> int:
 def count(model, x=None):
     """The pairs that a forward pass computes as one."""
     model = copy.deepcopy(model).train()
-    # under hooks of saved tensors the nodes are Python's, which say their activation
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+    with nodes_of_python():
         return fused(model(torch.randn(3, 4, 5, 5) if x is None else x))
+
+
+def nodes_of_python():
+    """Nodes under hooks of saved tensors are Python's, which say their activation."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 def results(model, x):

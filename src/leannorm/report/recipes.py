@@ -197,12 +197,12 @@ def recipe_states() -> Iterator[RecipeState]:
 def _tried(kind: str, program: _Program) -> RecipeState:
     leaf = torch.randn(program.shape)
     try:
-        stock, made = _gradient(program, leaf, nullcontext())
+        stock, _ = _gradient(program, leaf, nullcontext())
         saved = lean("conv")
         saved.place = NEVER_SMALL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is held, which is told here
-            ours, _ = _gradient(program, leaf, saved)
+            ours, made = _gradient(program, leaf, saved)
     except Exception as error:  # this torch has no such function
         return RecipeState(kind, RESTING, f"{type(error).__name__}: {' '.join(str(error).split())}")
     if made != kind:

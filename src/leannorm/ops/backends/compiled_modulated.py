@@ -134,17 +134,15 @@ class CompiledModulated(Compiled):
         dx, of_xhat, plain = self.ops.row_ada_backward(*dense, *statistics, scaled, one, rms, any(wanted))
         dscale = dshift = dweight = dbias = None
         alone = plain.shape[0] != of_xhat.shape[0]  # the sum over one row is dy itself
-        if alone:
+        itself = alone and scale.shape == dy.shape
+        if alone and not (itself and b is None and not want_affine):
             plain = _rows(dy, start, of_xhat.dtype)
         if want_modulation:
             of_z = of_xhat if w is None else of_xhat * w
             of_z = of_z if b is None else torch.addcmul(of_z, plain, b)
             dscale = _from_lines(of_z, scale, x, start)
-            if alone and scale.shape == dy.shape and plain.dtype == dy.dtype:
-                dshift = dy
-            else:  # never a view of dy, which autograd would take for a tensor of its own
-                plain = plain.clone() if alone else plain
-                dshift = _from_lines(plain, scale, x, start)
+            # never a view of dy, which autograd would take for a tensor of its own
+            dshift = dy if itself else _from_lines(plain.clone() if alone else plain, scale, x, start)
         if want_affine:
             dweight, dbias = ((factor * v).sum(0).view(x.shape[start:]) for v in (of_xhat, plain))
         return dx.view(x.shape), dscale, dshift, dweight, None if rms else dbias
