@@ -137,3 +137,44 @@ def test_ranks_run_out_of_batches():
     for buffers in got:
         for one, other in zip(buffers, twin.buffers(), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def of_jagged(rank, channels_first):
+    """Samples of other lengths on each rank; on rank 1 one of them is empty."""
+    x, dy = jagged_batch(rank, channels_first)
+    layer = randomized(nn.SyncBatchNorm(4))
+    y = layer(x.requires_grad_())
+    assert y.is_nested
+    y.backward(dy)
+    found = y.detach().values(), x.grad.values(), layer.weight.grad, layer.bias.grad
+    return [v.clone() for v in (*found, *layer.buffers())]
+
+
+def jagged_batch(rank, channels_first):
+    generator = torch.Generator().manual_seed(rank)
+    lengths = [(3, 5), (7, 0, 2)][rank]
+    values, dy = (torch.randn(sum(lengths), 4, dtype=F64, generator=generator) + rank for _ in range(2))
+    if channels_first:
+        values, dy = values.T.contiguous(), dy.T.contiguous()
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    x = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2 if channels_first else 1)
+    return x, torch.nested.nested_tensor_from_jagged(dy, x.offsets(), jagged_dim=2 if channels_first else 1)
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_jagged_tensors_of_all_ranks(channels_first):
+    results = ranks(2, of_jagged, channels_first)
+    twin = randomized(torch_nn.BatchNorm1d(4))
+    batches = [jagged_batch(rank, channels_first) for rank in range(2)]
+    given = [[v.values().T if channels_first else v.values() for v in batch] for batch in batches]
+    leaf = torch.cat([x for x, _ in given]).detach().requires_grad_()
+    y = twin(leaf)
+    y.backward(torch.cat([dy for _, dy in given]))
+    for i, whole in enumerate((y.detach(), leaf.grad)):
+        got = torch.cat([r[i].T if channels_first else r[i] for r in results])
+        torch.testing.assert_close(got, whole)
+    for i, of in ((2, twin.weight), (3, twin.bias)):
+        torch.testing.assert_close(sum(r[i] for r in results), of.grad)
+    for *_, mean, var, _ in results:
+        torch.testing.assert_close(mean, twin.running_mean)
+        torch.testing.assert_close(var, twin.running_var)
