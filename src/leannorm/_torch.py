@@ -7,7 +7,7 @@ import re
 import torch
 
 OLDEST = "2.10"
-TESTED = ("2.10.0", "2.13.0", "2.14.1", "2.15.0")
+TESTED = ("2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """The whole suite has run beside them; docs/compatibility.md has what came of it."""
 
 
