@@ -27,7 +27,7 @@ def names():
     return [
         m.name
         for m in pkgutil.walk_packages(leannorm.__path__, "leannorm.")
-        if not m.name.endswith(("__main__", "._C"))
+        if not m.name.endswith(("__main__", "._C", "._nodes"))
     ]
 
 

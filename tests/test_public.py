@@ -22,7 +22,7 @@ NAMES = [(room, name) for room in ROOMS for name in importlib.import_module(room
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(leannorm.__path__, "leannorm.")
-    if not m.name.endswith(("__main__", "._C"))
+    if not m.name.endswith(("__main__", "._C", "._nodes"))
 ]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 
