@@ -143,6 +143,29 @@ class Loop(Block):
         return z + x
 
 
+class KeptInABranch(Block):
+    """What a branch leaves is read by more than the activation."""
+
+    def forward(self, x):
+        if self.training:
+            y = self.bn(x)
+        else:
+            y = self.bn(x * 2)
+        z = self.act(y.clone())
+        return y + z
+
+
+class BetweenBranchAndActivation(Block):
+    def forward(self, x):
+        if self.training:
+            y = self.bn(x)
+        else:
+            y = self.bn(x * 2)
+        x = y + x
+        y = self.act(y)
+        return x * y
+
+
 APART = [
     ResidualAndSilu,
     Broadcast,
@@ -161,4 +184,6 @@ APART = [
     Closure,
     Finally,
     Loop,
+    KeptInABranch,
+    BetweenBranchAndActivation,
 ]

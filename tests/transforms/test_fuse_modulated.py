@@ -322,7 +322,7 @@ class Resnet(stock.Module):
         return x + self.conv1(hidden)
 
 
-def saved(block, x):
+def saved(block, *given):
     """Bytes kept for the backward pass, and the results."""
     sizes = {}
 
@@ -330,12 +330,12 @@ def saved(block, x):
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    leaf = x.clone().requires_grad_()
+    leaves = [t.clone().requires_grad_() for t in given]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(leaf)
+        y = block(*leaves)
     return sum(sizes.values()), [
         y.detach(),
-        *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()]),
+        *torch.autograd.grad(y.square().sum(), [*leaves, *block.parameters()]),
     ]
 
 

@@ -160,6 +160,8 @@ def preview(
                     after += " with fused calls"
                 elif isinstance(module, FormulaNorm):
                     after += f" by {module.function}"
+                elif after == before[name].__name__:
+                    after = f"{type(module).__module__.split('.')[0]}.nn.{after}"
                 swapped[name] = before[name].__name__, after
         raise _DryRunError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
