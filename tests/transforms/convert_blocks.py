@@ -345,8 +345,8 @@ class InBranches(Block):
             else:
                 y = y * 2
             y = self.act(y)
-            self.how = "norm" if self.how == "sum" else "sum"
-        return y
+            x, self.how = y, "norm" if self.how == "sum" else "sum"
+        return x
 
 
 class InOneBranch(Block):

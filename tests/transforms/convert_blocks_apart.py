@@ -150,7 +150,8 @@ class KeptInABranch(Block):
         if self.training:
             y = self.bn(x)
         else:
-            y = self.bn(x * 2)
+            x = x * 2
+            y = self.bn(x)
         z = self.act(y.clone())
         return y + z
 
@@ -160,7 +161,8 @@ class BetweenBranchAndActivation(Block):
         if self.training:
             y = self.bn(x)
         else:
-            y = self.bn(x * 2)
+            x = x * 2
+            y = self.bn(x)
         x = y + x
         y = self.act(y)
         return x * y

@@ -367,7 +367,8 @@ class Mixed(Resnet):
         if temb is None:
             y = self.norm2(x)
         else:
-            y = x * 2
+            x = x * 2
+            y = x - 1
         y = self.nonlinearity(y)
         return y
 
