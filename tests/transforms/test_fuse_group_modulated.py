@@ -142,6 +142,20 @@ class ReadBetween(Resnet):
 UNFUSED = [WiderScale, OfPositions, Broadcast, Residual, ReadBetween]
 
 
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    for module in (group_steps, row_steps):
+        monkeypatch.setattr(module, "SMALL", 0)
+
+
+@pytest.mark.parametrize(("samples", "one_pass"), [(409, 0), (410, 1)])
+@pytest.mark.parametrize("cls", [Resnet, AdaGroupNorm])
+def test_a_small_input_is_as_written(cls, samples, one_pass, fused, monkeypatch):
+    monkeypatch.setattr(group_steps, "SMALL", 1 << 16)
+    convert(block_of(cls), fuse="trace")(*given(samples=samples))
+    assert len(fused) == one_pass
+
+
 @pytest.fixture
 def fused(monkeypatch):
     """The activations that ran with a modulated group norm."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from leannorm.functional.group import group_norm_act
@@ -22,6 +23,8 @@ from leannorm.ops.precision import compute_dtype
 from leannorm.transforms.observed import autocasts, is_plain_tensor
 
 _GROUP_NORM = F.group_norm
+SMALL = 1 << 16  # elements, below which making weight and bias takes longer than the passes that are saved
+_PLAIN = (Tensor, Parameter)
 
 
 class GroupForm(NamedTuple):
@@ -36,9 +39,9 @@ class GroupForm(NamedTuple):
 def can_modulate(norm: GroupForm, x: Tensor, modulation: tuple[Any, ...]) -> bool:
     """Is `norm(x) * (1 + scale) + shift` one pass? `modulation` is scale, or scale and shift.
 
-    Not under autocast, nor where a compiler joins the product and the sum itself.
+    Not of a small input, under autocast, or where a compiler joins the product and the sum itself.
     """
-    if torch.compiler.is_compiling() or leaving() or autocasts(x):
+    if torch.compiler.is_compiling() or x.numel() < SMALL or leaving() or autocasts(x):
         return False
     parameters = [t for t in (norm.weight, norm.bias) if t is not None]
     if not all(map(_is_plain, (x, *modulation, *parameters))) or not x.is_floating_point():
@@ -53,18 +56,26 @@ def can_modulate(norm: GroupForm, x: Tensor, modulation: tuple[Any, ...]) -> boo
 
 def modulated_group_norm(norm: GroupForm, x: Tensor, modulation: tuple[Tensor, ...], act: str) -> Tensor:
     """`act(norm(x) * (1 + scale) + shift)`, where `can_modulate` says so."""
-    samples, channels = x.shape[:2]
-    dtype, (scale, *shifts) = compute_dtype(x), modulation
-    weight = scale.reshape(-1, channels).to(dtype) + 1
-    bias = shifts[0].reshape(-1, channels).to(dtype) if shifts else torch.zeros_like(weight)
+    samples, dtype = x.shape[0], compute_dtype(x)
+    scale, *shifts = (_of_each_sample(m, samples, dtype) for m in modulation)
+    weight = scale + 1
+    bias = shifts[0] if shifts else torch.zeros_like(weight)
     if norm.bias is not None:
-        bias = torch.addcmul(bias, weight, norm.bias.to(dtype))
+        bias = torch.addcmul(bias.view(samples, -1), weight.view(samples, -1), norm.bias.to(dtype)).view(-1)
     if norm.weight is not None:
-        weight = weight * norm.weight.to(dtype)
-    weight, bias = (t.expand(samples, channels).reshape(-1) for t in (weight, bias))
-    seen = x if samples == 1 else x.view(1, -1, *x.shape[2:])
-    y = group_norm_act(seen, samples * norm.num_groups, weight, bias, norm.eps, act=act)
-    return y if samples == 1 else y.view(x.shape)
+        weight = (weight.view(samples, -1) * norm.weight.to(dtype)).view(-1)
+    if samples == 1:
+        return group_norm_act(x, norm.num_groups, weight, bias, norm.eps, act=act)
+    y = group_norm_act(
+        x.view(1, -1, *x.shape[2:]), samples * norm.num_groups, weight, bias, norm.eps, act=act
+    )
+    return y.view(x.shape)
+
+
+def _of_each_sample(value: Tensor, samples: int, dtype: torch.dtype) -> Tensor:
+    """One value a channel of each sample, as one line."""
+    value = value if value.shape[0] == samples else value.expand(samples, *value.shape[1:])
+    return value.reshape(-1).to(dtype)
 
 
 def function_then_modulate(
@@ -88,8 +99,9 @@ def _group_form(
 
 def _is_plain(value: Any) -> bool:
     """Is it a dense tensor without a say of its own?"""
-    dense = is_plain_tensor(value) and value.layout is torch.strided
-    return dense and not is_traceable_wrapper_subclass(value)
+    if not is_plain_tensor(value) or value.layout is not torch.strided:
+        return False
+    return type(value) in _PLAIN or not is_traceable_wrapper_subclass(value)
 
 
 def _is_of_samples(value: Tensor, x: Tensor) -> bool:

@@ -18,6 +18,7 @@ from leannorm.transforms.formula_call import RowNorm
 from leannorm.transforms.observed import autocasts, is_plain_tensor, is_unobserved
 
 _ROW_NORMS = (nn.LayerNorm, nn.RMSNorm)
+SMALL = 1 << 17  # elements, below which the norm once and its products are as fast as the norm twice
 
 
 def is_row_norm(cls: type) -> bool:
@@ -70,7 +71,8 @@ def norm_then_modulate(norm: Any, x: Any, one: Any, scale: Any, *shift: Any) -> 
 def norm_then_modulate_each(norm: Any, x: Any, *modulations: tuple[Any, ...]) -> tuple[Any, ...]:
     """`y * (one + scale) + shift` for each of the modulations of `y = norm(x)`; each is that of
     `norm_then_modulate`, and in one pass, if all of them can be."""
-    if is_row_norm(type(norm)) and is_plain_tensor(x) and is_unobserved(norm) and not leaving():
+    plain = is_row_norm(type(norm)) and is_plain_tensor(x) and is_unobserved(norm) and not leaving()
+    if plain and x.numel() >= SMALL:
         found = [_modulated(norm, x, None, given) for _, *given in modulations]
         if all(y is not None for y in found):
             return tuple(found)
