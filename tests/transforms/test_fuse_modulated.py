@@ -308,6 +308,13 @@ def test_exported_graphs_have_torchs_norms_and_compiled_ones_ours(fused):
     torch.testing.assert_close(compiled(*inputs), want)
 
 
+@pytest.mark.parametrize("norm", [stock.LayerNorm, LlamaNorm])
+def test_on_the_meta_device_as_on_any(norm):
+    """Where torch has no autocast, and asking for it is an error."""
+    block = convert(block_of(in_one_line, norm), fuse="trace").to("meta")
+    assert block(*(t.to("meta") for t in given())).device.type == "meta"
+
+
 class Resnet(stock.Module):
     """Group norm and SiLU, as in diffusers' UNets."""
 

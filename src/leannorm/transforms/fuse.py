@@ -66,8 +66,9 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
                 frozenset(name for name, m in below.items() if is_row_norm(targets.get(m, type(m)))),
             )
             norms = roles.norms | roles.rows
-            called = bool(norms) or _calls_group_norm(type(block))
-            fused = fused_class(type(block), roles) if called else type(block)
+            stays = targets.get(block, type(block)) is type(block)
+            fusable = bool(norms) or (stays and _calls_group_norm(type(block)))
+            fused = fused_class(type(block), roles) if fusable else type(block)
             if fused is not type(block):
                 found[block] = fused
             elif roles.norms and not _is_readable(block):

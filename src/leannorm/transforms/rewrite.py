@@ -120,8 +120,8 @@ class Statements(RowStatements):
             if branches == [None, None]:
                 return None
             parts = (last.body, last.orelse)
-            new = [b or self.block(part) for b, part in zip(branches, parts, strict=True)]
-            joined = ast.If(with_steps(self.scope, last.test), *new)
+            body_of, orelse = (b or self.block(part) for b, part in zip(branches, parts, strict=True))
+            joined = ast.If(with_steps(self.scope, last.test), body_of, orelse)
             return [*self.block(body[:-1]), ast.copy_location(joined, last)]
         for at in range(max(len(body) - 2, 0), len(body)):
             head = assigned(body[at])
