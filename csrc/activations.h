@@ -15,7 +15,7 @@ template <class V> LEANNORM_INLINE V sigmoid(V z) { return 1 / (1 + exp(-z)); }
 
 template <class V> struct Tanh { V value, rest; };  // tanh(u) and 1 - tanh(u)^2
 template <class V> LEANNORM_INLINE Tanh<V> tanh_of(V u) {
-  const V e = exp(2 * clamp(u, -20, 20)), one_minus = 2 / (e + 1);
+  const V e = exp(2 * clamp(u, -44, 44)), one_minus = 2 / (e + 1);  // e stays finite in float32
   return {1 - one_minus, one_minus * one_minus * e};
 }
 
@@ -70,12 +70,13 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
       return S(0.5) * (1 + erf(z * S(kSqrtHalf))) + z * density;
     }
     case kGeluTanh: {
-      const Tanh<V> t = tanh_of(gelu_inner(z));
-      const V inner = S(kSqrtTwoOverPi) * (1 + S(3 * 0.044715) * z * z);
-      return S(0.5) * (1 + t.value) + S(0.5) * z * t.rest * inner;
+      const V near = clamp(z, -10, 10);  // past these the slope is 0 or 1, and z * z may be infinite
+      const Tanh<V> t = tanh_of(gelu_inner(near));
+      const V inner = S(kSqrtTwoOverPi) * (1 + S(3 * 0.044715) * near * near);
+      return S(0.5) * (1 + t.value) + S(0.5) * near * t.rest * inner;
     }
     case kHardswish: {
-      const V inside = z < splat<V>(3) ? z / 3 + S(0.5) : one;
+      const V inside = z >= splat<V>(3) ? one : z / 3 + S(0.5);  // NaN stays NaN
       return z <= splat<V>(-3) ? zero : inside;
     }
     case kHardtanh: return between(z, -1, 1);
@@ -83,7 +84,8 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
     case kElu: return z > zero ? one : exp(z);
     case kMish: {
       const Tanh<V> t = tanh_softplus(z);
-      return t.value + z * sigmoid(z) * t.rest;
+      const V near = z > splat<V>(40) ? splat<V>(40) : z;  // the rest is small past it, but not 0
+      return t.value + near * sigmoid(z) * t.rest;
     }
     default: return one;
   }

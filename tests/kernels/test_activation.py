@@ -88,3 +88,38 @@ def test_what_is_written_names_all_of_them():
         assert "gelu_tanh (approximate tanh)" in re.sub(r"\s+", " ", doc)
         assert not re.search(r"<\w+>", doc)
         assert max(map(len, doc.splitlines())) <= 110
+
+
+OUTSIDE = [1e2, 1e5, 1e6, 1e30, 3e38]  # far out, where squares overflow and what should cancel may not
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(ACTIVATIONS)[1:])
+def test_far_out_each_is_its_asymptote(name, dtype, kernels):
+    """Values and derivatives at 0, past all bends, and at NaN, where torch's own overflow in places."""
+    largest = torch.finfo(dtype).max / 8  # hardswish multiplies by 6 before it divides
+    tiny = torch.finfo(dtype).tiny
+    outside = [min(z, largest) for z in OUTSIDE]
+    sides = {-1: [-z for z in outside], 0: [0.0, -0.0, tiny, -tiny], 1: outside}
+    limits = {"hardtanh": (0, 0), "relu6": (0, 0), "leaky_relu": (0.01, 1)}.get(name, (0, 1))
+    for side, values in sides.items():
+        z = torch.tensor([*values, float("nan")], dtype=dtype)[:, None].expand(-1, 4).contiguous()
+        mean, rstd = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+        of_z = z, mean, rstd, None, None, None
+        y = kernels.channel_normalize(*of_z, name)
+        slope, _ = kernels.channel_input_grad(torch.ones_like(z), *of_z, None, None, None, name)
+        plain = ACTIVATIONS[name].grad(z.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+        wanted = ACTIVATIONS[name].forward(z.double()).to(dtype)
+        torch.testing.assert_close(y, wanted, equal_nan=True)
+        torch.testing.assert_close(slope, plain, equal_nan=True)
+        if side:
+            asymptote = torch.full_like(slope[:-1], limits[side > 0])
+            torch.testing.assert_close(slope[:-1], asymptote)
+            torch.testing.assert_close(plain[:-1], asymptote)
+
+
+def test_the_slope_of_gelu_tanh_has_a_slope_far_out():
+    z = torch.tensor([-1e30, -11.0, 11.0, 1e30], requires_grad=True)
+    slope = ACTIVATIONS["gelu_tanh"].grad(z)
+    assert slope.tolist() == [0, 0, 1, 1]
+    assert torch.autograd.grad(slope.sum(), z)[0].tolist() == [0, 0, 0, 0]

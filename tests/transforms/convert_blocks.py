@@ -324,6 +324,42 @@ class ListOfLayers(Block):
         return x
 
 
+class InBranches(Block):
+    """Each way ends with a norm, or with none, and the activation stands behind all of them."""
+
+    fused = 2
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.how = nn.BatchNorm2d(4), "norm"
+
+    def forward(self, x):
+        for _ in range(2):
+            y = self.conv(x)
+            if self.how == "sum":
+                y = self.bn(y) + x
+            elif self.how == "norm":
+                if x is None:
+                    raise ValueError("x")
+                y = self.second(y)
+            else:
+                y = y * 2
+            y = self.act(y)
+            x, self.how = y, "norm" if self.how == "sum" else "sum"
+        return x
+
+
+class InOneBranch(Block):
+    fused = 1
+
+    def forward(self, x):
+        y = self.conv(x)
+        if self.training or x.shape[0] > 2:
+            z = self.bn(y)
+            y = z + x
+        return F.relu(y)
+
+
 BLOCKS = [
     Modules,
     Function,
@@ -348,4 +384,6 @@ BLOCKS = [
     PairWithMore,
     OfAnother,
     ListOfLayers,
+    InBranches,
+    InOneBranch,
 ]

@@ -143,6 +143,31 @@ class Loop(Block):
         return z + x
 
 
+class KeptInABranch(Block):
+    """What a branch leaves is read by more than the activation."""
+
+    def forward(self, x):
+        if self.training:
+            y = self.bn(x)
+        else:
+            x = x * 2
+            y = self.bn(x)
+        z = self.act(y.clone())
+        return y + z
+
+
+class BetweenBranchAndActivation(Block):
+    def forward(self, x):
+        if self.training:
+            y = self.bn(x)
+        else:
+            x = x * 2
+            y = self.bn(x)
+        x = y + x
+        y = self.act(y)
+        return x * y
+
+
 APART = [
     ResidualAndSilu,
     Broadcast,
@@ -161,4 +186,6 @@ APART = [
     Closure,
     Finally,
     Loop,
+    KeptInABranch,
+    BetweenBranchAndActivation,
 ]

@@ -199,6 +199,11 @@ class Writer:
         if rng.random() < 0.2:
             return f"{v} = {self.norm(u)}\n{v} = {self.act(v)} if {self.flag()} else {v}"
         text = f"if {self.flag()}:\n" + indented(self.several(depth), 1)
+        if rng.random() < 0.3:  # a norm at the end of each way, the activation behind them
+            w, add = self.name(), rng.choice(["", "", f" + {u}"])
+            one, two = (indented(f"{v} = {self.norm(u)}{end}", 1) for end in (add, ""))
+            text += one + rng.choice(["", f"else:\n{two}", f"elif {self.flag()}:\n{two}else:\n{one}"])
+            return text + f"{rng.choice([v, w])} = {self.act(v)}"
         if rng.random() < 0.4:
             text += "else:\n" + indented(self.several(depth), 1)
         if rng.random() < 0.15:

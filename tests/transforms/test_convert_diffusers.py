@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from leannorm import convert
+from leannorm.transforms import group_steps, row_steps
 
 DEPTHS = ("num_layers", "num_single_layers", "num_refiner_layers", "depth", "n_layers", "num_blocks")
 NEEDED = {  # by classes that have no default configuration
@@ -96,6 +97,13 @@ def test_most_classes_are_swapped():
     assert len(SWAPPED) >= 8
 
 
+@pytest.fixture
+def of_any_size(monkeypatch):
+    """A small input joins its modulation too."""
+    for module in (group_steps, row_steps):
+        monkeypatch.setattr(module, "SMALL", 0)
+
+
 def image(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
@@ -145,6 +153,13 @@ NETWORKS = {
          "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")},
         {"sample": image(2, 4, 8, 8), **STEP, "encoder_hidden_states": image(2, 5, 24)},
     ),
+    "UNet2DModel, scale_shift": (
+        {"sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4,
+         "attention_head_dim": 4, "down_block_types": ("ResnetDownsampleBlock2D", "AttnDownBlock2D"),
+         "up_block_types": ("AttnUpBlock2D", "ResnetUpsampleBlock2D"),
+         "resnet_time_scale_shift": "scale_shift"},
+        {"sample": image(2, 3, 8, 8), **STEP},
+    ),
 }  # fmt: skip
 
 
@@ -159,10 +174,10 @@ def step(model, given):
 
 @pytest.mark.parametrize("fuse", ["certain", "trace"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
+def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse, of_any_size):
     torch.manual_seed(0)
     options, given = NETWORKS[network]
-    model = models()[network](**options).eval()  # in training DiT drops labels at random
+    model = models()[network.split(",")[0]](**options).eval()  # in training DiT drops labels at random
     with torch.no_grad():
         for p in model.parameters():  # nothing is zero: modulations are, at first
             p.add_(0.05 * torch.randn(p.shape))
@@ -180,3 +195,23 @@ def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
     convert(model, to="torch")
     assert [type(m) for m in model.modules()] == kinds
     assert all(torch.equal(a, b) for a, b in zip(step(model, given), want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_block_of_ada_group_norms_holds_less_and_computes_the_same(dtype, of_any_size):
+    from diffusers.models.resnet import ResnetBlockCondNorm2D
+    from test_fuse_modulated import saved
+
+    torch.manual_seed(0)
+    block = ResnetBlockCondNorm2D(in_channels=8, out_channels=16, temb_channels=12, groups=4).to(dtype)
+    x, temb = image(2, 8, 6, 6).to(dtype), image(2, 12).to(dtype)
+    exact = saved(copy.deepcopy(block).double(), x.double(), temb.double())[1]
+    held, want = saved(block, x, temb)
+    less, got = saved(convert(block), x, temb)
+    of_samples = 2 * 2 * 3 * 16 * 4  # two norms, two samples: 1 + scale, the weight and the bias, in float32
+    assert held - less >= x.nbytes + 2 * x.nbytes - of_samples  # what each norm's product kept
+    for g, w, e in zip(got, want, exact, strict=True):
+        limit = 2 * (w.double() - e).abs().max() + 8 * torch.finfo(dtype).eps * e.abs().max()
+        assert (g.double() - e).abs().max() <= limit
+    convert(block, to="torch")
+    assert all(torch.equal(a, b) for a, b in zip(saved(block, x, temb)[1], want, strict=True))

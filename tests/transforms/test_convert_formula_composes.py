@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from formula_cases import LlamaNorm, made
+from formula_cases import GemmaNorm, LlamaNorm, made
 from test_convert_formula import assert_close, computed_by_us, given, results
 from torch import nn as stock
 from torch.utils.checkpoint import checkpoint
@@ -149,3 +149,54 @@ def test_fake_tensors_take_our_path():
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         y = ours(mode.from_tensor(torch.randn(3, 16)))
     assert y.shape == (3, 16)
+
+
+class Int8Linear(stock.Module):
+    """As bitsandbytes' layers: a weight of integers, which no gradient reaches, and its scales."""
+
+    def __init__(self, size=16):
+        super().__init__()
+        self.weight = stock.Parameter(torch.randint(-127, 128, (size, size)).to(torch.int8), False)
+        self.register_buffer("scales", torch.full((size,), 0.01))
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) * self.scales.to(x.dtype)).T
+
+
+class Adapted(stock.Module):
+    """As peft's layers: the old one stands still, two thin ones beside it learn."""
+
+    def __init__(self, layer, size=16):
+        super().__init__()
+        self.base_layer = layer.requires_grad_(False)
+        self.lora_A, self.lora_B = stock.Linear(size, 2, bias=False), stock.Linear(2, size, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fuse", ["certain", "trace"])
+def test_beside_quantized_and_adapted_layers_the_norms_are_swapped_and_nothing_else(fuse, dtype):
+    torch.manual_seed(0)
+    layers = [Int8Linear(), made("Llama", dtype), Adapted(Int8Linear()), made("Gemma", dtype)]
+    model = stock.Sequential(*layers)
+    for layer in (layers[2].lora_A, layers[2].lora_B):
+        layer.to(dtype)
+    x = torch.randn(8, 16, dtype=dtype)
+    kinds, state = [type(m) for m in model.modules()], copy.deepcopy(model.state_dict())
+
+    def run():
+        y = model(x)
+        learning = [p for p in model.parameters() if p.requires_grad]
+        return [y, *torch.autograd.grad(y.float().square().sum(), learning)]
+
+    want = run()
+    convert(model, fuse=fuse)
+    swapped = [type(m) is not kind for m, kind in zip(model.modules(), kinds, strict=True)]
+    assert [isinstance(m, (LlamaNorm, GemmaNorm)) for m in model.modules()] == swapped
+    assert_close(run(), want, dtype)
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    convert(model, to="torch")
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(torch.equal(g, w) for g, w in zip(run(), want, strict=True))

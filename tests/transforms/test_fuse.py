@@ -163,6 +163,8 @@ def test_a_preview_names_the_blocks():
     assert swapped["0"] == ("Sequential", "Sequential with fused calls")
     assert swapped["1"] == ("Residual", "Residual with fused calls")
     assert "2" not in swapped
+    assert swapped["0.0"] == ("BatchNorm2d", "leannorm.nn.BatchNorm2d")
+    assert preview(convert(model), to="torch").swapped["0.0"] == ("BatchNorm2d", "torch.nn.BatchNorm2d")
 
 
 class Keeps(Block):

@@ -308,6 +308,13 @@ def test_exported_graphs_have_torchs_norms_and_compiled_ones_ours(fused):
     torch.testing.assert_close(compiled(*inputs), want)
 
 
+@pytest.mark.parametrize("norm", [stock.LayerNorm, LlamaNorm])
+def test_on_the_meta_device_as_on_any(norm):
+    """Where torch has no autocast, and asking for it is an error."""
+    block = convert(block_of(in_one_line, norm), fuse="trace").to("meta")
+    assert block(*(t.to("meta") for t in given())).device.type == "meta"
+
+
 class Resnet(stock.Module):
     """Group norm and SiLU, as in diffusers' UNets."""
 
@@ -322,7 +329,7 @@ class Resnet(stock.Module):
         return x + self.conv1(hidden)
 
 
-def saved(block, x):
+def saved(block, *given):
     """Bytes kept for the backward pass, and the results."""
     sizes = {}
 
@@ -330,12 +337,12 @@ def saved(block, x):
         sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    leaf = x.clone().requires_grad_()
+    leaves = [t.clone().requires_grad_() for t in given]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(leaf)
+        y = block(*leaves)
     return sum(sizes.values()), [
         y.detach(),
-        *torch.autograd.grad(y.square().sum(), [leaf, *block.parameters()]),
+        *torch.autograd.grad(y.square().sum(), [*leaves, *block.parameters()]),
     ]
 
 

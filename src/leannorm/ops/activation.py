@@ -41,6 +41,7 @@ def _gelu_grad(z: Tensor) -> Tensor:
 
 def _gelu_tanh_grad(z: Tensor) -> Tensor:
     k, a = math.sqrt(2 / math.pi), 0.044715
+    z = z.clamp(-10, 10)  # past these it is 0 or 1, and z * z may be infinite
     t = torch.tanh(k * (z + a * z * z * z))
     return 0.5 * (1 + t) + 0.5 * z * (1 - t * t) * k * (1 + 3 * a * z * z)
 
@@ -56,7 +57,7 @@ def _mish_grad(z: Tensor) -> Tensor:
 
 
 def _hardswish_grad(z: Tensor) -> Tensor:
-    inside = torch.where(z < 3, z / 3 + 0.5, torch.ones_like(z))
+    inside = torch.where(z >= 3, torch.ones_like(z), z / 3 + 0.5)  # NaN stays NaN
     return torch.where(z <= -3, torch.zeros_like(z), inside)
 
 

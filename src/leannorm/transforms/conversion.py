@@ -65,12 +65,12 @@ def convert(
             `"leannorm"` ends that.
         process_group: for `to="sync"`, None is the default group.
         fuse: where a batch or group norm and the activation behind it, an addition and the activation behind
-            that, or a layer or RMS norm and the scale and shift behind it, are computed in one pass, for
-            `to="leannorm"`. `"certain"`: neighbours in a `torch.nn.Sequential`, timm's `BatchNormAct2d`, and
-            blocks of known classes (the ResNets, DenseNet, Inception and GoogLeNet of torchvision, timm's
-            ResNet, diffusers' `AdaLayerNorm` and its variants); `"trace"`: every block whose text hands a
-            norm's output straight to an activation or to `* (1 + scale) + shift`, or a sum straight to a
-            layer or RMS norm; None: nowhere.
+            that, or a layer, RMS or group norm and the scale and shift behind it, are computed in one pass,
+            for `to="leannorm"`. `"certain"`: neighbours in a `torch.nn.Sequential`, timm's `BatchNormAct2d`,
+            and blocks of known classes (the ResNets, DenseNet, Inception and GoogLeNet of torchvision, timm's
+            ResNet, diffusers' `ResnetBlock2D`, `AdaGroupNorm` and `AdaLayerNorm` with its variants);
+            `"trace"`: every block whose text hands a norm's output straight to an activation or to
+            `* (1 + scale) + shift`, or a sum straight to a layer or RMS norm; None: nowhere.
         stats_dtype: the dtype of running statistics, now and after `model.half()` and the like, of leannorm's
             layers; None leaves it as it is. Cast before DistributedDataParallel or an optimizer holds them.
             `to="torch"` ends the keeping; the statistics stay in the dtype that they have.
@@ -160,6 +160,8 @@ def preview(
                     after += " with fused calls"
                 elif isinstance(module, FormulaNorm):
                     after += f" by {module.function}"
+                elif after == before[name].__name__:
+                    after = f"{type(module).__module__.split('.')[0]}.nn.{after}"
                 swapped[name] = before[name].__name__, after
         raise _DryRunError
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})

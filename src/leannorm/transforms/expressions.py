@@ -1,9 +1,10 @@
 """Rewrites expressions in which a norm's output goes straight on as calls of `steps`.
 
 There are three kinds of expression. The value of a deferred one may be a norm that has not run yet: the
-norm's call, an `Identity` around it, a sum with it. The value of a finished one is a tensor: the activation
-of a deferred one. A modulated one is `norm(x) * (1 + scale) + shift`. The parts of an expression are
-evaluated in their original order, but for views of names, which are made before the norm runs.
+norm's call, an `Identity` around it, a sum with it, a scale and a shift of it. The value of a finished one is
+a tensor: the activation of a deferred one. A modulated one is `norm(x) * (1 + scale) + shift`. The parts of
+an expression are evaluated in their original order, but for views of names, which are made before the norm
+runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import types
 from collections import Counter
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch.nn import Module
 
 from leannorm.transforms.steps import METHODS, is_activation_function
@@ -75,6 +77,9 @@ class Scope(NamedTuple):
             or is_activation_function(self._global(node))
         )
 
+    def is_group_norm(self, node: ast.expr) -> bool:
+        return self._global(node) is F.group_norm
+
     def _global(self, node: ast.expr) -> Any:
         """The value of a global name, or of an attribute of a global Python module; else None."""
         if isinstance(node, ast.Name):
@@ -108,6 +113,10 @@ def deferred(scope: Scope, node: ast.expr, leaf: str | None = None) -> ast.expr 
         if scope.is_identity(call.func):
             inner = deferred(scope, call.args[0], leaf)
             return inner and scope.call("step", call.func, inner)
+    found = modulation(scope, node)
+    inner = None if found is None else deferred(scope, found.value, leaf)
+    if found is not None and inner is not None:
+        return scope.call("modulate", inner, *found.arguments())
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _sum(scope, node, leaf)
     return None
@@ -198,13 +207,28 @@ def _is_fixed(node: ast.expr) -> bool:
 
 
 def modulated(scope: Scope, node: ast.expr) -> ast.expr | None:
-    """The modulation of a layer or RMS norm's call, rewritten; None if it is no such one."""
+    """The modulation of a norm's call, rewritten; None if it is no such one."""
     found = modulation(scope, node)
-    call = None if found is None else unary(found.value)
-    if found is None or call is None or call.keywords or scope.path(call.func) not in scope.roles.rows:
+    return None if found is None else modulated_call(scope, found.value, found.arguments())
+
+
+def modulated_call(scope: Scope, value: ast.expr, found: list[ast.expr]) -> ast.expr | None:
+    """A norm's call `value`, modulated as `found` says, as one step; None if it is no such call."""
+    call = unary(value)
+    path = None if call is None or call.keywords else scope.path(call.func)
+    if call is not None and path is not None and path in scope.roles.norms | scope.roles.rows:
+        x = with_steps(scope, call.args[0])
+        if path in scope.roles.rows:
+            return scope.call("norm_then_modulate", call.func, x, *found)
+        return scope.call("now", scope.call("modulate", scope.call("step", call.func, x), *found))
+    if not isinstance(value, ast.Call) or not scope.is_group_norm(value.func):
         return None
-    x = with_steps(scope, call.args[0])
-    return scope.call("norm_then_modulate", call.func, x, *found.arguments())
+    if any(isinstance(a, ast.Starred) for a in value.args) or any(k.arg is None for k in value.keywords):
+        return None
+    given = ast.Tuple([with_steps(scope, a) for a in value.args], ast.Load())
+    names: list[ast.expr | None] = [ast.Constant(k.arg) for k in value.keywords]
+    named = ast.Dict(names, [with_steps(scope, k.value) for k in value.keywords])
+    return scope.call("function_then_modulate", value.func, given, named, *found)
 
 
 def with_steps(scope: Scope, node: ast.expr) -> ast.expr:

@@ -17,6 +17,7 @@ from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, 
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.precision import compute_dtype
 from leannorm.transforms.formula import LOW, Form
+from leannorm.transforms.observed import autocasts
 from leannorm.transforms.stand_ins import Missing, Run
 
 
@@ -89,7 +90,7 @@ class Formula(NamedTuple):
             return False  # our batch norm has no gradients for running statistics
         if run.device and x.device.type != self.device:
             return False
-        return run.neutral or not torch.is_autocast_enabled(x.device.type)
+        return run.neutral or not autocasts(x)
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -66,7 +66,9 @@ def find_fusions(model: Module, targets: Mapping[Module, type[Module]], everywhe
                 frozenset(name for name, m in below.items() if is_row_norm(targets.get(m, type(m)))),
             )
             norms = roles.norms | roles.rows
-            fused = fused_class(type(block), roles) if norms else type(block)
+            stays = targets.get(block, type(block)) is type(block)
+            fusable = bool(norms) or (stays and _calls_group_norm(type(block)))
+            fused = fused_class(type(block), roles) if fusable else type(block)
             if fused is not type(block):
                 found[block] = fused
             elif roles.norms and not _is_readable(block):
@@ -80,6 +82,13 @@ def _below(block: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
         yield prefix + name, child
         if isinstance(child, _CONTAINERS):
             yield from _below(child, f"{prefix}{name}.")
+
+
+def _calls_group_norm(cls: type[Module]) -> bool:
+    """Do its methods name torch's function? Then it may be called with a modulation behind it."""
+    own = (vars(base).values() for base in cls.__mro__ if not base.__module__.startswith("torch."))
+    functions = (f for values in own for f in values if isinstance(f, FunctionType))
+    return any("group_norm" in function.__code__.co_names for function in functions)
 
 
 def _is_readable(block: Module) -> bool:

@@ -70,6 +70,7 @@ KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TOR
 # blocks in which `fuse="certain"` fuses calls; their source is read from the installed package
 CERTAIN_BLOCKS = frozenset(
     {
+        "diffusers.models.normalization.AdaGroupNorm",
         "diffusers.models.normalization.AdaLayerNorm",
         "diffusers.models.normalization.AdaLayerNormContinuous",
         "diffusers.models.normalization.AdaLayerNormZero",
@@ -77,6 +78,7 @@ CERTAIN_BLOCKS = frozenset(
         "diffusers.models.normalization.CogVideoXLayerNormZero",
         "diffusers.models.normalization.LuminaLayerNormContinuous",
         "diffusers.models.normalization.LuminaRMSNormZero",
+        "diffusers.models.normalization.SD35AdaLayerNormZeroX",
         "diffusers.models.resnet.ResnetBlock2D",
         "timm.models.resnet.BasicBlock",
         "timm.models.resnet.Bottleneck",

@@ -79,7 +79,7 @@ class Values:
             return
         function = OPERATIONS.get(name.removesuffix("_"))
         if function is None or (name.endswith("_") and not self.may_write(args[0])):
-            raise UnknownFormError(f"it calls torch's {name}")
+            raise UnknownFormError(f"it calls torch's {name}, as no norm of leannorm does")
         value = function(Operation(args, named, out, self))
         first = out[0] if isinstance(out, (list, tuple)) else out
         self.set(first, value)

@@ -11,7 +11,6 @@ import ast
 import functools
 import inspect
 import types
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +23,11 @@ from leannorm.transforms.expressions import (
     deferred,
     finished,
     loads,
-    modulation,
     stores,
     unary,
     with_steps,
 )
+from leannorm.transforms.row_statements import RowStatements, assigned, is_name, with_value
 from leannorm.transforms.text import can_be_rewritten, function_like, read
 
 _STEPS = "__leannorm_steps__"
@@ -88,86 +87,56 @@ def _unless_replaced(
     return call
 
 
-class Statements:
-    """Rewrites lists of statements; `count` is how often each name of the function is read."""
-
-    def __init__(self, scope: Scope, count: Counter[str]) -> None:
-        self.scope, self.count = scope, count
+class Statements(RowStatements):
+    """Rewrites lists of statements."""
 
     def block(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """The statements with every chain rewritten."""
         new, at = list[ast.stmt](), 0
         while at < len(body):
-            chain, taken = self.added_norm(body, at) or self.modulated_norm(body, at) or self.chain(body, at)
-            new += chain or [self.single(body[at])]
+            ways = self.added_norm, self.branches, self.chain, self.modulated_norm
+            found, taken = next(filter(None, (way(body, at) for way in ways)), ([], 0))
+            new += found or [self.single(body[at])]
             at += max(taken, 1)
         return new
 
-    def added_norm(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
-        """`total = a + b`, perhaps `kept = total`, then `y = norm(total)`, perhaps modulated, as one step."""
-        total, value = _assigned(body[at]), getattr(body[at], "value", None)
-        if (
-            total not in self.scope.local
-            or not isinstance(value, ast.BinOp)
-            or not isinstance(value.op, ast.Add)
-        ):
+    def branches(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
+        """An `if` with a norm of the same name at the end of its branches, and the activation behind it."""
+        if not isinstance(body[at], ast.If):
             return None
-        names, next_at = [total], at + 1
-        while next_at < len(body) and (kept := _assigned(body[next_at])) in self.scope.local:
-            if not _is_name(body[next_at].value, total):  # type: ignore[attr-defined]
-                break
-            names, next_at = [*names, str(kept)], next_at + 1
-        y = _assigned(body[next_at]) if next_at < len(body) else None
-        call = unary(body[next_at].value) if y in self.scope.local else None  # type: ignore[attr-defined]
-        if call is None or call.keywords or self.scope.path(call.func) not in self.scope.roles.rows:
-            return None
-        if not _is_name(call.args[0], names[0]) or y in names[1:]:
-            return None
-        sides = (with_steps(self.scope, side) for side in (value.left, value.right))
-        behind, after = list[ast.expr](), _assigned(body[next_at + 1]) if next_at + 1 < len(body) else None
-        found = self.modulation_of(body, next_at + 1, str(y))
-        read = {name for part in found for name in loads(part)}
-        if found and after in self.scope.local and after not in names[1:] and not read & {total, *names}:
-            behind, y, next_at = found, after, next_at + 1
-        step = self.scope.call("add_then_norm", *sides, call.func, *behind)
-        first = names[-1] if y == total else names[0]
-        targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in (first, str(y))]
-        if y == total and len(names) == 1:  # the sum itself is read by nobody else
-            step = ast.Subscript(step, ast.Constant(1), ast.Load())
-            return [ast.copy_location(ast.Assign(targets[1:], step), body[at])], next_at + 1 - at
-        new = [ast.Assign([ast.Tuple(targets, ast.Store())], step)]
-        new += [
-            ast.Assign([ast.Name(n, ast.Store())], ast.Name(first, ast.Load()))
-            for n in names
-            if n not in (first, y)
-        ]
-        return [ast.copy_location(s, body[at]) for s in new], next_at + 1 - at
+        for name in sorted(_last_assigned(body[at])):
+            end, _, ends = self.link(body, at + 1, name, [])
+            new = self.left_deferred([body[at]], name) if end is not None and ends else None
+            if new is not None and end is not None:
+                return [*new, end], 2
+        return None
 
-    def modulated_norm(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
-        """`y = norm(x)`, then `z = y * (1 + scale) + shift`, as one step."""
-        y = _assigned(body[at])
-        call = unary(body[at].value) if y in self.scope.local else None  # type: ignore[attr-defined]
-        if call is None or call.keywords or self.scope.path(call.func) not in self.scope.roles.rows:
-            return None
-        found = self.modulation_of(body, at + 1, str(y))
-        if not found:
-            return None
-        x = with_steps(self.scope, call.args[0])
-        step = self.scope.call("norm_then_modulate", call.func, x, *found)
-        return [_with_value(body[at + 1], step)], 2
-
-    def modulation_of(self, body: list[ast.stmt], at: int, name: str) -> list[ast.expr]:
-        """1, scale and shift of the statement at `at`, if it modulates the value of `name`, which nothing
-        else reads; else nothing."""
-        statement = body[at] if at < len(body) else None
-        if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
-            return []
-        target, found = _assigned(statement), modulation(self.scope, statement.value)
-        if found is None or not _is_name(found.value, name) or loads(statement.value)[name] != 1:
-            return []
-        if isinstance(statement, ast.Assign) and target != name and (target is None or self.count[name] != 1):
-            return []
-        return found.arguments()
+    def left_deferred(self, body: list[ast.stmt], name: str) -> list[ast.stmt] | None:
+        """The statements, rewritten so that `name` may be left a norm that has not run; None if they leave
+        no norm there."""
+        last = body[-1] if body else None
+        if isinstance(last, ast.If):
+            branches = [self.left_deferred(part, name) for part in (last.body, last.orelse)]
+            if branches == [None, None]:
+                return None
+            parts = (last.body, last.orelse)
+            body_of, orelse = (b or self.block(part) for b, part in zip(branches, parts, strict=True))
+            joined = ast.If(with_steps(self.scope, last.test), body_of, orelse)
+            return [*self.block(body[:-1]), ast.copy_location(joined, last)]
+        for at in range(max(len(body) - 2, 0), len(body)):
+            head = assigned(body[at])
+            value = deferred(self.scope, body[at].value) if head in self.scope.local else None  # type: ignore
+            if head is None or value is None:
+                continue
+            new, paths = [with_value(body[at], value)], list[str]()
+            if at + 1 < len(body):
+                link, head, ends = self.link(body, at + 1, head, paths)
+                if link is None or ends or paths:
+                    continue
+                new.append(link)
+            if head == name:
+                return [*self.block(body[:at]), *new]
+        return None
 
     def single(self, statement: ast.stmt) -> ast.stmt:
         """A statement that starts no chain, with the expressions and statements in it rewritten."""
@@ -188,14 +157,14 @@ class Statements:
             return type(value)(**{k: self._in(v) for k, v in ast.iter_fields(value)})
         return value
 
-    def chain(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int]:
+    def chain(self, body: list[ast.stmt], at: int) -> tuple[list[ast.stmt], int] | None:
         """The statements from `at` on that pass a norm's output to its activation, rewritten, and their
-        number; an empty list and 0 if there is no such chain."""
-        head = name = _assigned(body[at])
+        number; None if there is no such chain."""
+        head = name = assigned(body[at])
         value = deferred(self.scope, body[at].value) if name in self.scope.local else None  # type: ignore
         if head is None or name is None or value is None:
-            return [], 0
-        new, paths = [_with_value(body[at], value)], list[str]()
+            return None
+        new, paths = [with_value(body[at], value)], list[str]()
         between = self.between(body, at + 1, name)
         if between is not None:
             new += between[0]
@@ -205,15 +174,15 @@ class Statements:
             known = len(paths)
             link, name, ends = self.link(body, at + len(new), name, paths)
             if link is None:
-                return [], 0
+                return None
             new.append(link)
             until = len(new) if len(paths) > known else until
         if until == 1:
             return new, len(new)
         call = self.deferred_across(body, at, paths)
         if call is None:
-            return [], 0
-        return [_with_value(body[at], call), self.guarded(head, new[1:until]), *new[until:]], len(new)
+            return None
+        return [with_value(body[at], call), self.guarded(head, new[1:until]), *new[until:]], len(new)
 
     def guarded(self, name: str, body: list[ast.stmt]) -> ast.stmt:
         """Statements that run while the norm of `name` is deferred. If one raises, the norm still runs, as it
@@ -233,7 +202,7 @@ class Statements:
             return self.in_place_add(statement, name, paths), name, False
         if not isinstance(statement, (ast.Assign, ast.Return)) or statement.value is None:
             return None, name, False
-        target, value = _assigned(statement), statement.value
+        target, value = assigned(statement), statement.value
         if loads(value)[name] != 1 or (target is None and isinstance(statement, ast.Assign)):
             return None, name, False
         if target not in (None, name) and self.count[name] != 1:
@@ -245,20 +214,20 @@ class Statements:
             following, _, ends = self.link(body, at + 1, str(target), [])
             if following is not None and ends:
                 step = self.scope.call("step", call.func, call.args[0])  # type: ignore[union-attr]
-                return _with_value(statement, step), str(target), False
+                return with_value(statement, step), str(target), False
         if end is not None:
-            return _with_value(statement, end), name, True
+            return with_value(statement, end), name, True
         new = deferred(self.scope, value, name) if target in self.scope.local else None
         if new is None or target is None:
             return None, name, False
-        return _with_value(statement, new), target, False
+        return with_value(statement, new), target, False
 
     def _is_local_call(self, call: ast.Call | None, name: str) -> bool:
         return (
             call is not None
             and not call.keywords
             and self.scope.is_local(call.func)
-            and _is_name(call.args[0], name)
+            and is_name(call.args[0], name)
         )
 
     def in_place_add(self, statement: ast.AugAssign, name: str, paths: list[str]) -> ast.stmt | None:
@@ -284,7 +253,7 @@ class Statements:
             if self.link(body, i, name, [])[0] is not None:
                 break
             passed = self.independent(statement, name, paths)
-            if passed is None or _assigned(passed) == name:
+            if passed is None or assigned(passed) == name:
                 return None
             new.append(passed)
         return (new, paths) if new else None
@@ -298,17 +267,17 @@ class Statements:
             if body is None or orelse is None or not self._is_test(statement.test, name):
                 return None
             return ast.copy_location(ast.If(statement.test, body, orelse), statement)
-        target = _assigned(statement)
+        target = assigned(statement)
         if target is None or target not in self.scope.local:
             return None
         value: ast.expr = statement.value  # type: ignore[attr-defined]
         if target == name:
             call = unary(value)
-            if call is None or call.keywords or not _is_name(call.args[0], name):
+            if call is None or call.keywords or not is_name(call.args[0], name):
                 return None
             if self.scope.path(call.func) is None:
                 return None
-            return _with_value(statement, self.scope.call("finish", call.func, call.args[0]))
+            return with_value(statement, self.scope.call("finish", call.func, call.args[0]))
         path = self._called(value, name)
         if path is not None:
             paths.append(path)
@@ -345,9 +314,9 @@ class Statements:
             return None
         given = call.args[0]
         if isinstance(given, ast.Name):
-            if at == 0 or _assigned(body[at - 1]) != given.id:
+            if at == 0 or assigned(body[at - 1]) != given.id:
                 return None
-            if given.id != _assigned(body[at]) and self.count[given.id] != 1:
+            if given.id != assigned(body[at]) and self.count[given.id] != 1:
                 return None
             producer = unary(body[at - 1].value)  # type: ignore[attr-defined]
         else:
@@ -360,18 +329,10 @@ class Statements:
         return self.scope.call("step_across", call.func, new, producer.func, me, names)
 
 
-def _assigned(statement: ast.stmt) -> str | None:
-    """The one name that this statement assigns."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
-        return target.id if isinstance(target, ast.Name) else None
-    return None
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _with_value(statement: ast.stmt, value: ast.expr) -> ast.stmt:
-    fields = {**dict(ast.iter_fields(statement)), "value": value}
-    return ast.copy_location(type(statement)(**fields), statement)
+def _last_assigned(statement: ast.stmt) -> set[str]:
+    """The names that the branches of an `if` assign last."""
+    if not isinstance(statement, ast.If):
+        name = assigned(statement)
+        return set() if name is None else {name}
+    ends = (part[-1] for part in (statement.body, statement.orelse) if part)
+    return {name for end in ends for name in _last_assigned(end)}

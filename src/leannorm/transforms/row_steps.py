@@ -5,9 +5,9 @@ As in `steps.py`, whether they are one pass is decided at every call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from leannorm import nn
@@ -15,9 +15,10 @@ from leannorm.functional.layer import add_layer_norm, add_rms_norm
 from leannorm.functional.modulated import ada_layer_norm, ada_rms_norm, add_ada_layer_norm, add_ada_rms_norm
 from leannorm.ops.modes import leaving
 from leannorm.transforms.formula_call import RowNorm
-from leannorm.transforms.observed import is_plain_tensor, is_unobserved
+from leannorm.transforms.observed import autocasts, is_plain_tensor, is_unobserved
 
 _ROW_NORMS = (nn.LayerNorm, nn.RMSNorm)
+SMALL = 1 << 17  # elements, below which the norm once and its products are as fast as the norm twice
 
 
 def is_row_norm(cls: type) -> bool:
@@ -67,10 +68,23 @@ def norm_then_modulate(norm: Any, x: Any, one: Any, scale: Any, *shift: Any) -> 
     return y + shift[0] if shift else y
 
 
-def _modulated(norm: Any, x: Tensor, branch: Tensor | None, modulation: tuple[Any, ...]) -> Any:
+def norm_then_modulate_each(norm: Any, x: Any, *modulations: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`y * (one + scale) + shift` for each of the modulations of `y = norm(x)`; each is that of
+    `norm_then_modulate`, and in one pass, if all of them can be."""
+    plain = is_row_norm(type(norm)) and is_plain_tensor(x) and is_unobserved(norm) and not leaving()
+    if plain and x.numel() >= SMALL:
+        found = [_modulated(norm, x, None, given) for _, *given in modulations]
+        if all(y is not None for y in found):
+            return tuple(found)
+    y = norm(x)
+    scaled = [(y * (one + scale), shift) for one, scale, *shift in modulations]
+    return tuple(z + shift[0] if shift else z for z, shift in scaled)
+
+
+def _modulated(norm: Any, x: Tensor, branch: Tensor | None, modulation: Sequence[Any]) -> Any:
     """The modulated norm of x, or of x + branch behind the sum; None where ours computes another thing."""
     row = _as_row_norm(norm, x)
-    if row is None or torch.is_autocast_enabled(x.device.type):
+    if row is None or autocasts(x):
         return None
     start = x.dim() - len(row.sizes)
     if not all(is_plain_tensor(m) and _modulates(m, x, start) for m in modulation):

@@ -21,9 +21,12 @@ from leannorm import nn
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import leaving
+from leannorm.transforms.group_steps import GroupForm, can_modulate, modulated_group_norm
+from leannorm.transforms.group_steps import function_then_modulate as function_then_modulate
 from leannorm.transforms.observed import is_plain_tensor, is_unobserved
 from leannorm.transforms.row_steps import add_then_norm as add_then_norm
 from leannorm.transforms.row_steps import norm_then_modulate as norm_then_modulate
+from leannorm.transforms.row_steps import norm_then_modulate_each as norm_then_modulate_each
 
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
 _FORWARDS = (BatchNormBase.forward, nn.GroupNorm.forward)
@@ -47,12 +50,13 @@ _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 
 
 class Deferred:
-    """A norm's call that has not run yet, and a residual to add to its output. It runs once."""
+    """A norm's call that has not run yet, and a residual or a modulation of its output. It runs once."""
 
     def __init__(self, norm: BatchNormBase | nn.GroupNorm, input: Tensor) -> None:
         self.norm, self.input, self.has_run = norm, input, False
         self.residual: Tensor | None = None
         self.in_place = False
+        self.modulation: tuple[Tensor, ...] = ()  # scale, or scale and shift
 
     def plus(self, residual: Tensor, in_place: bool = False) -> Deferred:
         self.residual, self.in_place = residual, in_place
@@ -66,6 +70,8 @@ class Deferred:
         return self.norm._normalize(self.input, act, self.residual)
 
     def _normalized(self, act: str = "identity") -> Tensor:
+        if self.modulation:
+            return modulated_group_norm(form_of(self.norm), self.input, self.modulation, act)
         y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._usual(self.input, act)
         return self.norm._normalize(self.input, act) if y is None else y
 
@@ -78,6 +84,10 @@ class Deferred:
             y += self.residual
             return y
         return y + self.residual
+
+
+def form_of(norm: Any) -> GroupForm:
+    return GroupForm(norm.num_groups, norm.weight, norm.bias, norm.eps)
 
 
 def step(call: Any, value: Any, **options: Any) -> Any:
@@ -102,8 +112,7 @@ def step(call: Any, value: Any, **options: Any) -> Any:
 
 def finish(call: Any, value: Any, **options: Any) -> Any:
     """`call(value)` as a tensor, never deferred."""
-    y = step(call, value, **options)
-    return y.run_unfused() if type(y) is Deferred else y
+    return now(step(call, value, **options))
 
 
 def finish_method(name: str, value: Any) -> Any:
@@ -155,6 +164,23 @@ def plus_in_place(value: Any, other: Any) -> Any:
     return value
 
 
+def modulate(value: Any, one: Any, scale: Any, *shift: Any) -> Any:
+    """`value * (one + scale) + shift`, with or without shift; deferred if that is one pass. `one` is 1."""
+    if type(value) is Deferred:
+        plain = isinstance(value.norm, nn.GroupNorm) and not value.modulation
+        if plain and can_modulate(form_of(value.norm), value.input, (scale, *shift)):
+            value.modulation = (scale, *shift)
+            return value
+        value = value.run_unfused()
+    y = value * (one + scale)
+    return y + shift[0] if shift else y
+
+
+def now(value: Any) -> Any:
+    """The value as a tensor, never deferred."""
+    return value.run_unfused() if type(value) is Deferred else value
+
+
 def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
     """The forward of a Sequential, with its layers called as steps."""
     cls: Any = type(self)
@@ -162,7 +188,7 @@ def sequential_forward(self: torch.nn.Sequential, input: Any) -> Any:
         return cls.unfused.forward(self, input)
     for layer in self._modules.values():
         input = step(layer, input)
-    return input.run_unfused() if type(input) is Deferred else input
+    return now(input)
 
 
 def norm_drop_act(norm: BatchNormBase, input: Any, drop: Any, act: Any) -> Tensor:

@@ -90,12 +90,13 @@ def derivative(z, ACT: tl.constexpr):
         cdf = 0.5 * (1 + tl.erf(z * 0.7071067811865476))
         d = cdf + z * tl.exp(-0.5 * z * z) * 0.3989422804014327
     elif ACT == "gelu_tanh":
+        z = _clamp(z, -10.0, 10.0)  # past these it is 0 or 1, and z * z may be infinite
         u = _twice_gelu_tanh_argument(z)
         e = tl.exp(-tl.abs(u))
         inner = 1.5957691216057308 * (1 + 0.134145 * z * z)
         d = tl.where(u >= 0, 1.0, e) / (1 + e) + z * (e / ((1 + e) * (1 + e))) * inner
     elif ACT == "hardswish":
-        d = tl.where(z <= -3, 0.0, tl.where(z < 3, z / 3 + 0.5, one))
+        d = tl.where(z <= -3, 0.0, tl.where(z >= 3, one, z / 3 + 0.5))
     elif ACT == "hardtanh":
         d = one * _between(z, -1.0, 1.0)
     elif ACT == "relu6":
