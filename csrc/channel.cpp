@@ -110,12 +110,12 @@ struct Call {
     tensors.dy = data(dy);
     if (from_output(act)) tensors.out = data(out);
   }
-  // dx, or null where it takes the place of x; dz where there is one.
-  void results(const Tensor& result, const Tensor& dz) {
+  // dx, which may take the place of x; dz where there is one.
+  void results(const Tensor& result, const Tensor* dz = nullptr) {
     tensors.result = mutable_data(result);
     const int64_t least = cut.columns ? kStreamedColumns : kStreamedPlanes;
     tensors.past = result.numel() * tensors.bytes >= least && tensors.result != tensors.x;
-    if (dz.numel() > 0) tensors.dz = mutable_data(dz);
+    if (dz != nullptr && dz->numel() > 0) tensors.dz = mutable_data(*dz);
   }
   int64_t statistics() const { return groups > 0 ? s.n * groups : blocks() * s.c; }
   int64_t blocks() const { return groups == 0 ? 1 : groups > 0 ? s.n : s.n / -groups; }  // that have gradient sums
@@ -217,7 +217,7 @@ Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd
                          const Optional& bias, const Optional& residual, StringHandle act) {
   Call call(x, groups_of(mean, x), weight, bias, residual, activation_index(act));
   const Tensor y = new_like(x);
-  call.results(y, no_tensor(x));
+  call.results(y);
   const Given given(call, mean, rstd);
   struct Normalize : GivenWorker {
     using GivenWorker::GivenWorker;
@@ -231,7 +231,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Option
                                                    const Optional& residual, double eps, int act, int64_t groups) {
   Call call(x, groups, weight, bias, residual, act);
   const Tensor y = new_like(x);
-  call.results(y, no_tensor(x));
+  call.results(y);
   const auto sizes = statistics_sizes(call.s, groups);
   const Tensor mean = new_doubles(x, sizes), m2 = new_doubles(x, sizes), rstd = new_doubles(x, sizes);
   const Cut moments = moments_cut(call.s, groups);
@@ -292,7 +292,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
-  call.results(dx, dz);
+  call.results(dx, &dz);
   const Values ps(p), qs(q);
   const bool constant = !ps.given() || !qs.given();  // statistics
   STD_TORCH_CHECK(constant || (ps.n == call.statistics() && qs.n == call.statistics()),
@@ -316,7 +316,8 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
 // A parameter's gradient from its sums, over the samples where there are several; as float32 where the weight
 // holds no more.
 Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n, int64_t channels) {
-  for (int64_t i = channels; i < n; ++i) sums[i % channels] += sums[i];
+  for (int64_t i = channels; i < n; i += channels)
+    for (int64_t j = 0; j < channels; ++j) sums[j] += sums[i + j];
   const bool wide = !weight.has_value() || weight->scalar_type() == ScalarType::Double;
   const Tensor result = new_tensor(x, &channels, 1, wide ? ScalarType::Double : ScalarType::Float);
   if (wide)
@@ -329,21 +330,24 @@ Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n
 std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor& dy, const Tensor& x,
                                                  const Tensor& mean, const Tensor& rstd, const Optional& weight,
                                                  const Optional& bias, const Optional& residual, const Optional& out,
-                                                 int act, int64_t groups, bool want_dz) {
+                                                 int act, int64_t groups, bool want_dz, bool constant) {
   Call call(x, groups, weight, bias, residual, act);
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
-  call.results(dx, dz);
+  call.results(dx, &dz);
   const int64_t channels = call.s.c, sums = std::max<int64_t>(1, call.blocks()) * channels;
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   struct Backward : GradSums {
-    using GradSums::GradSums;
+    const bool constant;
     std::vector<double> p, q;
 
+    Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat, bool constant)
+        : GradSums(call, given, sum_dz, sum_dz_xhat), constant(constant) {}
     void between() {
       GradSums::between();
+      if (constant) return;
       const Cut& cut = call.cut;
       const int64_t first = cut.first_channel(set), n = cut.channels(set);
       p.assign(cut.statistics, 0.0);
@@ -358,7 +362,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }
   };
-  in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat); });
+  in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat, constant); });
   return {gradient(x, weight, sum_dz_xhat, sums, channels), gradient(x, weight, sum_dz, sums, channels), dz};
 }
 
@@ -366,11 +370,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_backward(const Tensor& dy, co
                                                             const Tensor& rstd, const Optional& weight,
                                                             const Optional& bias, const Optional& residual,
                                                             const Optional& out, StringHandle act,
-                                                            int64_t groups, bool want_dz) {
+                                                            int64_t groups, bool want_dz, bool constant) {
   const int activation = activation_index(act);
   const Tensor dx = new_like(x);
   auto [dweight, dbias, dz] =
-      backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation, groups, want_dz);
+      backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation, groups, want_dz, constant);
   return {dx, dweight, dbias, dz};
 }
 
@@ -378,7 +382,8 @@ std::tuple<Tensor, Tensor, Tensor> channel_backward_(const Tensor& dy, const Ten
                                                      const Tensor& rstd, const Optional& weight, const Optional& bias,
                                                      const Optional& residual, const Optional& out,
                                                      StringHandle act, int64_t groups, bool want_dz) {
-  return backward_into(x, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act), groups, want_dz);
+  return backward_into(x, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act), groups, want_dz,
+                       false);
 }
 
 }  // namespace

@@ -35,6 +35,7 @@ from leannorm.ops.select import picks_cpu
 # an operator's own function: what torch.ops puts around it is a part of a small call
 _FORWARD, _TRACKED = CPU.ops.channel_forward._op, CPU.ops.channel_forward_tracked_._op
 _BACKWARD, _NORMALIZE = CPU.ops.channel_backward._op, CPU.ops.channel_normalize._op
+_GRAD_SUMS, _INPUT_GRAD = CPU.ops.channel_grad_sums._op, CPU.ops.channel_input_grad._op
 _CONSTANTS, _ROW_FORWARD = CPU.ops.constants_of._op, CPU.ops.row_forward._op
 _ROW_BACKWARD = CPU.ops.row_backward._op
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -103,17 +104,24 @@ class DirectChannelAffine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        backend = REFERENCE if twice_differentiable() else CPU
         x, mean, rstd, weight, bias, _, out = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        sums, both, input_grad = _GRAD_SUMS, _BACKWARD, _INPUT_GRAD
+        if twice_differentiable():
+            sums, both = REFERENCE.channel_grad_sums, REFERENCE.channel_backward
+            input_grad = REFERENCE.channel_input_grad
         if x is None:  # only its shape and layout are read
             x = dy = dy.contiguous(memory_format=ctx.layout)
+        elif not (dy.is_contiguous() and x.is_contiguous()):
+            dy = like(x, dy)
         given = dy, x, mean, rstd, weight, bias, None, out
         dx = dweight = dbias = None
-        if need_weight or need_bias:
-            dbias, dweight = backend.channel_grad_sums(*given, ctx.act)
-        if need_x:
-            dx, _ = backend.channel_input_grad(*given, None, None, ctx.act)
+        if not (need_weight or need_bias):
+            dx, _ = input_grad(*given, None, None, ctx.act, False)
+        elif need_x:
+            dx, dweight, dbias, _ = both(*given, ctx.act, 0, False, True)
+        else:
+            dbias, dweight = sums(*given, ctx.act)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
 
@@ -278,7 +286,7 @@ def direct_evaluation(
             return None
         recorded = x.requires_grad
     else:
-        if not (weight.is_cpu and bias.is_cpu):
+        if not (weight.is_cpu and bias.is_cpu and weight.dtype is bias.dtype):
             return None
         recorded = x.requires_grad or weight.requires_grad or bias.requires_grad
     how = mean, var, eps, act
