@@ -15,7 +15,8 @@ whose saved tensors hooks are to see, and backward passes that are recorded, to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,18 +27,25 @@ from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice
 from leannorm.autograd.nodes import NODES
 from leannorm.autograd.rows import KeptByRowNorm
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import CPU, REFERENCE
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.compiled import is_dense, like
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import plain
 from leannorm.ops.select import picks_cpu
 
-# an operator's own function: what torch.ops puts around it is a part of a small call
-_FORWARD, _TRACKED = CPU.ops.channel_forward._op, CPU.ops.channel_forward_tracked_._op
-_BACKWARD, _NORMALIZE = CPU.ops.channel_backward._op, CPU.ops.channel_normalize._op
-_GRAD_SUMS, _INPUT_GRAD = CPU.ops.channel_grad_sums._op, CPU.ops.channel_input_grad._op
-_CONSTANTS, _ROW_FORWARD = CPU.ops.constants_of._op, CPU.ops.row_forward._op
-_ROW_BACKWARD = CPU.ops.row_backward._op
+
+def _dispatched(name: str) -> Callable[..., Any]:
+    """The operator, called at torch's dispatcher: what torch.ops puts around it is a part of a small call."""
+    return partial(
+        torch._C._dispatch_call_boxed, torch._C._dispatch_find_schema_or_throw(f"leannorm::{name}", "")
+    )
+
+
+_FORWARD, _TRACKED = _dispatched("channel_forward"), _dispatched("channel_forward_tracked_")
+_BACKWARD, _NORMALIZE = _dispatched("channel_backward"), _dispatched("channel_normalize")
+_GRAD_SUMS, _INPUT_GRAD = _dispatched("channel_grad_sums"), _dispatched("channel_input_grad")
+_CONSTANTS, _ROW_FORWARD = _dispatched("constants_of"), _dispatched("row_forward")
+_ROW_BACKWARD = _dispatched("row_backward")
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
@@ -151,6 +159,10 @@ class DirectRowNorm(torch.autograd.Function):
             dx, dweight, dbias = _ROW_BACKWARD(dy, None, x, mean, rstd, weight, *how)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
+
+for _function in (DirectChannelNorm, DirectChannelAffine, DirectRowNorm):
+    # autograd calls this; torch's own looks for a `vjp` first
+    _function._backward_cls.apply = _function.backward  # type: ignore[attr-defined]
 
 _norm, _affine = applied_directly(DirectChannelNorm), applied_directly(DirectChannelAffine)
 _row_norm = applied_directly(DirectRowNorm)
