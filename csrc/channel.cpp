@@ -92,6 +92,7 @@ struct Call {
   Cut cut;
   const Values weight, bias;
   Tensors tensors;
+  bool constant = false;  // no gradient goes through the statistics
 
   Call(const Tensor& x, int64_t groups, const Optional& weight, const Optional& bias, const Optional& residual,
        int act)
@@ -294,22 +295,21 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
   call.results(dx, &dz);
   const Values ps(p), qs(q);
-  const bool constant = !ps.given() || !qs.given();  // statistics
-  STD_TORCH_CHECK(constant || (ps.n == call.statistics() && qs.n == call.statistics()),
+  call.constant = !ps.given() || !qs.given();
+  STD_TORCH_CHECK(call.constant || (ps.n == call.statistics() && qs.n == call.statistics()),
                   "leannorm: p and q must have one value for each statistic");
   struct InputGrad : GivenWorker {
     const Values p, q;
-    const bool constant;
 
-    InputGrad(const Call& call, const Given& given, const Values& p, const Values& q, bool constant)
-        : GivenWorker(call, given), p(p), q(q), constant(constant) {}
+    InputGrad(const Call& call, const Given& given, const Values& p, const Values& q)
+        : GivenWorker(call, given), p(p), q(q) {}
     void begin(int64_t next) {
       GivenWorker::begin(next);
-      if (!constant) coefficients.set_backward(set, given.rstd, p, q, 0);
+      if (!call.constant) coefficients.set_backward(set, given.rstd, p, q, 0);
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }
   };
-  in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs, constant); });
+  in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs); });
   return {dx, dz};
 }
 
@@ -339,15 +339,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   const int64_t channels = call.s.c, sums = std::max<int64_t>(1, call.blocks()) * channels;
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
+  call.constant = constant;
   struct Backward : GradSums {
-    const bool constant;
+    using GradSums::GradSums;
     std::vector<double> p, q;
 
-    Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat, bool constant)
-        : GradSums(call, given, sum_dz, sum_dz_xhat), constant(constant) {}
     void between() {
       GradSums::between();
-      if (constant) return;
+      if (call.constant) return;
       const Cut& cut = call.cut;
       const int64_t first = cut.first_channel(set), n = cut.channels(set);
       p.assign(cut.statistics, 0.0);
@@ -362,7 +361,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }
   };
-  in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat, constant); });
+  in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat); });
   return {gradient(x, weight, sum_dz_xhat, sums, channels), gradient(x, weight, sum_dz, sums, channels), dz};
 }
 
@@ -371,10 +370,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_backward(const Tensor& dy, co
                                                             const Optional& bias, const Optional& residual,
                                                             const Optional& out, StringHandle act,
                                                             int64_t groups, bool want_dz, bool constant) {
-  const int activation = activation_index(act);
   const Tensor dx = new_like(x);
-  auto [dweight, dbias, dz] =
-      backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation, groups, want_dz, constant);
+  auto [dweight, dbias, dz] = backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act),
+                                            groups, want_dz, constant);
   return {dx, dweight, dbias, dz};
 }
 
