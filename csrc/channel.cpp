@@ -92,6 +92,7 @@ struct Call {
   Cut cut;
   const Values weight, bias;
   Tensors tensors;
+  bool constant = false;  // no gradient goes through the statistics
 
   Call(const Tensor& x, int64_t groups, const Optional& weight, const Optional& bias, const Optional& residual,
        int act)
@@ -110,12 +111,12 @@ struct Call {
     tensors.dy = data(dy);
     if (from_output(act)) tensors.out = data(out);
   }
-  // dx, or null where it takes the place of x; dz where there is one.
-  void results(const Tensor& result, const Tensor& dz) {
+  // dx, which may take the place of x; dz where there is one.
+  void results(const Tensor& result, const Tensor* dz = nullptr) {
     tensors.result = mutable_data(result);
     const int64_t least = cut.columns ? kStreamedColumns : kStreamedPlanes;
     tensors.past = result.numel() * tensors.bytes >= least && tensors.result != tensors.x;
-    if (dz.numel() > 0) tensors.dz = mutable_data(dz);
+    if (dz != nullptr && dz->numel() > 0) tensors.dz = mutable_data(*dz);
   }
   int64_t statistics() const { return groups > 0 ? s.n * groups : blocks() * s.c; }
   int64_t blocks() const { return groups == 0 ? 1 : groups > 0 ? s.n : s.n / -groups; }  // that have gradient sums
@@ -217,7 +218,7 @@ Tensor channel_normalize(const Tensor& x, const Tensor& mean, const Tensor& rstd
                          const Optional& bias, const Optional& residual, StringHandle act) {
   Call call(x, groups_of(mean, x), weight, bias, residual, activation_index(act));
   const Tensor y = new_like(x);
-  call.results(y, no_tensor(x));
+  call.results(y);
   const Given given(call, mean, rstd);
   struct Normalize : GivenWorker {
     using GivenWorker::GivenWorker;
@@ -231,7 +232,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(const Tensor& x, const Option
                                                    const Optional& residual, double eps, int act, int64_t groups) {
   Call call(x, groups, weight, bias, residual, act);
   const Tensor y = new_like(x);
-  call.results(y, no_tensor(x));
+  call.results(y);
   const auto sizes = statistics_sizes(call.s, groups);
   const Tensor mean = new_doubles(x, sizes), m2 = new_doubles(x, sizes), rstd = new_doubles(x, sizes);
   const Cut moments = moments_cut(call.s, groups);
@@ -292,31 +293,31 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
-  call.results(dx, dz);
+  call.results(dx, &dz);
   const Values ps(p), qs(q);
-  const bool constant = !ps.given() || !qs.given();  // statistics
-  STD_TORCH_CHECK(constant || (ps.n == call.statistics() && qs.n == call.statistics()),
+  call.constant = !ps.given() || !qs.given();
+  STD_TORCH_CHECK(call.constant || (ps.n == call.statistics() && qs.n == call.statistics()),
                   "leannorm: p and q must have one value for each statistic");
   struct InputGrad : GivenWorker {
     const Values p, q;
-    const bool constant;
 
-    InputGrad(const Call& call, const Given& given, const Values& p, const Values& q, bool constant)
-        : GivenWorker(call, given), p(p), q(q), constant(constant) {}
+    InputGrad(const Call& call, const Given& given, const Values& p, const Values& q)
+        : GivenWorker(call, given), p(p), q(q) {}
     void begin(int64_t next) {
       GivenWorker::begin(next);
-      if (!constant) coefficients.set_backward(set, given.rstd, p, q, 0);
+      if (!call.constant) coefficients.set_backward(set, given.rstd, p, q, 0);
     }
     void second(int64_t i) { call.input_grad(coefficients, set, i); }
   };
-  in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs, constant); });
+  in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs); });
   return {dx, dz};
 }
 
 // A parameter's gradient from its sums, over the samples where there are several; as float32 where the weight
 // holds no more.
 Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n, int64_t channels) {
-  for (int64_t i = channels; i < n; ++i) sums[i % channels] += sums[i];
+  for (int64_t i = channels; i < n; i += channels)
+    for (int64_t j = 0; j < channels; ++j) sums[j] += sums[i + j];
   const bool wide = !weight.has_value() || weight->scalar_type() == ScalarType::Double;
   const Tensor result = new_tensor(x, &channels, 1, wide ? ScalarType::Double : ScalarType::Float);
   if (wide)
@@ -329,21 +330,23 @@ Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n
 std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor& dy, const Tensor& x,
                                                  const Tensor& mean, const Tensor& rstd, const Optional& weight,
                                                  const Optional& bias, const Optional& residual, const Optional& out,
-                                                 int act, int64_t groups, bool want_dz) {
+                                                 int act, int64_t groups, bool want_dz, bool constant) {
   Call call(x, groups, weight, bias, residual, act);
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
-  call.results(dx, dz);
+  call.results(dx, &dz);
   const int64_t channels = call.s.c, sums = std::max<int64_t>(1, call.blocks()) * channels;
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
+  call.constant = constant;
   struct Backward : GradSums {
     using GradSums::GradSums;
     std::vector<double> p, q;
 
     void between() {
       GradSums::between();
+      if (call.constant) return;
       const Cut& cut = call.cut;
       const int64_t first = cut.first_channel(set), n = cut.channels(set);
       p.assign(cut.statistics, 0.0);
@@ -366,11 +369,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> channel_backward(const Tensor& dy, co
                                                             const Tensor& rstd, const Optional& weight,
                                                             const Optional& bias, const Optional& residual,
                                                             const Optional& out, StringHandle act,
-                                                            int64_t groups, bool want_dz) {
-  const int activation = activation_index(act);
+                                                            int64_t groups, bool want_dz, bool constant) {
   const Tensor dx = new_like(x);
-  auto [dweight, dbias, dz] =
-      backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation, groups, want_dz);
+  auto [dweight, dbias, dz] = backward_into(dx, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act),
+                                            groups, want_dz, constant);
   return {dx, dweight, dbias, dz};
 }
 
@@ -378,7 +380,8 @@ std::tuple<Tensor, Tensor, Tensor> channel_backward_(const Tensor& dy, const Ten
                                                      const Tensor& rstd, const Optional& weight, const Optional& bias,
                                                      const Optional& residual, const Optional& out,
                                                      StringHandle act, int64_t groups, bool want_dz) {
-  return backward_into(x, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act), groups, want_dz);
+  return backward_into(x, dy, x, mean, rstd, weight, bias, residual, out, activation_index(act), groups, want_dz,
+                       false);
 }
 
 }  // namespace

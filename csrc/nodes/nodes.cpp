@@ -104,7 +104,7 @@ struct ChannelNorm final : Direct {
   variable_list by_kernels(const Tensor& dy, Tensors& kept) override {
     static const Operator backward("leannorm::channel_backward");
     Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
-                           Tensor(), act, groups, false);
+                           Tensor(), act, groups, false, false);
     backward(stack);
     if (!kept[kWeight].defined()) return {tensor(stack, 0), Tensor(), Tensor()};
     return {tensor(stack, 0), tensor(stack, 1), tensor(stack, 2)};
@@ -124,26 +124,25 @@ struct ChannelAffine final : Direct {
     return py::make_tuple(act.toStringRef(), py::reinterpret_borrow<py::object>(torch::utils::getTHPMemoryFormat(layout)));
   }
   variable_list by_kernels(const Tensor& given, Tensors& kept) override {
-    static const Operator sums("leannorm::channel_grad_sums"), input("leannorm::channel_input_grad");
+    static const Operator both("leannorm::channel_backward"), sums("leannorm::channel_grad_sums"),
+        input("leannorm::channel_input_grad");
     Tensor dy = given;
     if (kept[kX].defined()) dy = like(kept[kX], dy);
     else kept[kX] = dy = dy.contiguous(layout);  // only its shape and layout are read
     const auto taken = [&](auto... more) {
       return stack_of(dy, kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
     };
-    variable_list gradients(3);
-    if (needs(1) || needs(2)) {
-      Stack stack = taken(act);
-      sums(stack);
-      if (needs(1)) gradients[1] = tensor(stack, 1);
-      if (needs(2)) gradients[2] = tensor(stack, 0);
-    }
-    if (needs(0)) {
+    if (!(needs(1) || needs(2))) {
       Stack stack = taken(Tensor(), Tensor(), act, false);
       input(stack);
-      gradients[0] = tensor(stack, 0);
+      return {tensor(stack, 0), Tensor(), Tensor()};
     }
-    return gradients;
+    Stack stack = needs(0) ? taken(act, int64_t(0), false, true) : taken(act);
+    if (needs(0)) both(stack);
+    else sums(stack);
+    const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
+    if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
+    return {Tensor(), gradient(1, 1), gradient(2, 0)};
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
@@ -303,6 +302,7 @@ PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   if (count != 7 || !given.read_from(arguments) || !read(arguments[4], act)) Py_RETURN_NONE;
   if (!read(arguments[5], mean) || !read(arguments[6], var) || !mean.defined() || !var.defined()) Py_RETURN_NONE;
   if (!dense(given.x) || !given.both_or_none()) Py_RETURN_NONE;
+  if (given.weight.defined() && given.weight.scalar_type() != given.bias.scalar_type()) Py_RETURN_NONE;
   return result([&] { return evaluation(given, act, mean, var); });
   END_HANDLE_TH_ERRORS
 }

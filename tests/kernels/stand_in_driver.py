@@ -86,6 +86,7 @@ def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
         yield channel.channel_normalize, (x, mean, rstd, w, b, r, "relu")
         yield channel.channel_moments, (x, groups)
         yield channel_gradients.channel_backward, (dy, x, mean, rstd, w, b, None, None, "relu", groups, False)
+        yield channel_gradients.channel_backward, (dy, x, mean, rstd, w, b, r, y, "relu", groups, True, True)
         yield channel_gradients.channel_backward_, (dy, x, mean, rstd, w, b, r, y, "relu", groups, True)
         yield channel_gradients.channel_grad_sums, (dy, x, mean, rstd, w, b, None, None, "gelu")
         yield channel_gradients.channel_input_grad, (dy, x, mean, rstd, w, b, r, y, p, q, "relu", True)

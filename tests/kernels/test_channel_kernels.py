@@ -168,6 +168,45 @@ def test_the_gradient_in_the_inputs_place_is_the_same(kernels, shape, layout):
     assert torch.equal(more[1], dbias)
 
 
+CONSTANT = {
+    "cpu": [
+        (shape, groups, dtype, act, layout)
+        for shape, groups in (((4, 20, 9, 9), 0), ((40, 16, 4, 4), 0), ((4, 6, 5, 7), 3), ((4, 6, 5, 7), -2))
+        for dtype in (F32, F64, BF16, F16)
+        for act in ("identity", "relu", "silu")
+        for layout in LAYOUTS
+    ],
+    **alike(
+        ("triton", SEVERAL),
+        [
+            ((4, 6, 5, 7), 0, F32, "silu", "contiguous"),
+            ((4, 6, 5, 7), 3, BF16, "relu", "channels_last"),
+            ((4, 6, 5, 7), -2, F32, "identity", "contiguous"),
+        ],
+    ),
+}
+
+
+@tried("shape, groups, dtype, act, layout", CONSTANT)
+def test_constant_statistics_give_the_bits_of_the_single_verbs(kernels, shape, groups, dtype, act, layout):
+    call = call_on(ChannelCase(shape, layout), dtype, act, groups, residual=True)
+    affine = call.weight, call.bias, call.residual
+    y, mean, _, rstd = kernels.channel_forward(call.x, *affine, 1e-5, act, groups)
+    for out in (None, y) if act == "relu" else (None,):
+        saved = (call.dy, call.x, mean, rstd, *affine, out)
+        dx, dweight, dbias, dz = kernels.channel_backward(*saved, act, groups, True, constant=True)
+        dbias_alone, dweight_alone = kernels.channel_grad_sums(*saved, act)
+        for a, b in zip((dx, dz), kernels.channel_input_grad(*saved, None, None, act, True), strict=True):
+            assert torch.equal(a, b)
+            assert a.stride() == b.stride()
+        for a, b in ((dweight, dweight_alone), (dbias, dbias_alone)):
+            assert a.dtype == F32
+            if groups:  # the samples' sums are added up in another order
+                torch.testing.assert_close(a, b.sum(0).float())
+            else:
+                assert torch.equal(a, b.float())
+
+
 @pytest.mark.parametrize("kernels", EVERY, indirect=True)
 def test_a_parameter_of_any_dtype(kernels):
     x = torch.randn(4, 6, 5).bfloat16()
@@ -223,6 +262,7 @@ def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
         ("channel_forward", x, weight, bias, residual, 1e-5, act, groups),
         ("channel_forward_tracked_", x, weight, bias, residual, 1e-5, act, *buffers, 0.1),
         ("channel_backward", *saved, act, groups, True),
+        ("channel_backward", *saved, act, groups, True, True),
         ("channel_backward_", dy, x.clone(), *saved[2:], act, groups, False),
     ):
         torch.library.opcheck(getattr(operators, name).default, tuple(arguments))

@@ -138,7 +138,9 @@ def channel_call(
         weight, bias = meta((shape[1],), F32), meta((shape[1],), F32)
         y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
         out = y if residual else None
-        channel_gradients.channel_backward(x, x, mean, rstd, weight, bias, other, out, act, groups, residual)
+        saved = x, mean, rstd, weight, bias, other, out
+        for constant in (False, True):
+            channel_gradients.channel_backward(x, *saved, act, groups, residual, constant)
         channel.channel_moments(x, groups)
         channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
         channel.channel_evaluate(x, weight, bias, 1e-5, weight, bias, other, act)

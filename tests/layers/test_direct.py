@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from contextlib import nullcontext
 
@@ -118,6 +119,52 @@ def test_the_same_second_derivatives(name, monkeypatch):
     assert type(node).__name__.startswith("Direct")
     whole_way(monkeypatch)
     assert_equal(ours, outcome(trained(make, torch.float64), x, dy, second=True)[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ["identity", "relu", "silu"])
+def test_evaluation_has_the_gradients_of_the_single_verbs(act, dtype, layout, monkeypatch):
+    """Each part of them, whichever operator makes it, by the direct and by the whole way."""
+    layer = trained(lambda: nn.BatchNormAct2d(8, act=act).eval(), dtype)
+    x, dy = LAYOUTS[layout](torch.randn(IMAGE).to(dtype)), torch.randn(IMAGE).to(dtype)
+    mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
+    saved = dy, x, mean, rstd, layer.weight.detach(), layer.bias.detach(), None, None, act
+    dbias, dweight = CPU.channel_grad_sums(*saved)
+    dx, _ = CPU.channel_input_grad(*saved[:-1], None, None, act)
+    want = dx, dweight.to(dtype), dbias.to(dtype)
+    for way in ("direct", "whole"):
+        for needed in itertools.product((False, True), repeat=3):
+            if not any(needed):
+                continue
+            leaves = [x.detach(), layer.weight, layer.bias]
+            for leaf, need in zip(leaves, needed, strict=True):
+                leaf.requires_grad_(need).grad = None
+            layer(leaves[0]).backward(dy)
+            for leaf, need, gradient in zip(leaves, needed, want, strict=True):
+                assert torch.equal(leaf.grad, gradient) if need else leaf.grad is None, (way, needed)
+        whole_way(monkeypatch)
+
+
+def test_evaluation_goes_back_by_one_operator():
+    layer, x = nn.BatchNorm2d(8).eval(), torch.randn(IMAGE, requires_grad=True)
+    y = layer(x)
+    with torch.profiler.profile() as profile:
+        y.backward(torch.ones_like(y))
+    seen = [event.name for event in profile.events() if event.name.startswith("leannorm::")]
+    assert seen == ["leannorm::channel_backward"]
+
+
+def test_evaluation_with_a_bias_wider_than_the_weight(monkeypatch):
+    """Its gradient has all of its digits."""
+    layer, x, dy = trained(LAYERS["batch, eval"][0], torch.float32), torch.randn(IMAGE), torch.randn(IMAGE)
+    layer.bias.data = layer.bias.data.double()
+    x.requires_grad_()
+    layer(x).backward(dy)
+    mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
+    dbias, dweight = CPU.channel_grad_sums(dy, x.detach(), mean, rstd)
+    assert torch.equal(layer.bias.grad, dbias)
+    assert torch.equal(layer.weight.grad, dweight.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -14,6 +14,7 @@ import torch
 from torch._dynamo import compiled_autograd
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import nn
@@ -25,6 +26,7 @@ LAYERS = {
     "batch": lambda: nn.BatchNorm2d(4),
     "batch, act": lambda: nn.BatchNormAct2d(4, act="silu"),
     "evaluation": lambda: nn.BatchNorm2d(4).eval(),
+    "evaluation, no affine": lambda: nn.BatchNorm2d(4, affine=False).eval(),
     "evaluation, act": lambda: nn.BatchNormAct2d(4, act="silu").eval(),
     "frozen": lambda: nn.BatchNorm2d(4).eval().requires_grad_(False),
     "frozen, act by output": lambda: nn.BatchNormAct2d(4).eval().requires_grad_(False),
@@ -87,7 +89,7 @@ def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
 def test_layouts_dtypes_and_parts_of_the_gradient(name, monkeypatch):
     def told():
         found = []
-        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             for layout in (torch.channels_last, torch.contiguous_format):
                 layer, x, dy = of(name)
                 x = x.detach().to(dtype, memory_format=layout).requires_grad_()
@@ -98,16 +100,31 @@ def test_layouts_dtypes_and_parts_of_the_gradient(name, monkeypatch):
         layer(x).sum().backward()  # an expanded gradient
         found += gradients(layer, x)
         layer, x, dy = of(name)
+        layer(x).backward(dy.repeat_interleave(2, -1)[..., ::2])  # one that is not dense
+        found += gradients(layer, x)
+        layer, x, dy = of(name)
+        if not layer.training or "batch" not in name:
+            empty = torch.empty(0, *SHAPE[1:], requires_grad=True)
+            layer(empty).backward(torch.empty_like(empty))
+            found += gradients(layer, empty)
+        layer, x, dy = of(name)
+        checkpoint(layer, x, use_reentrant=False).backward(dy)
+        found += gradients(layer, x)
+        layer, x, dy = of(name)
         y = layer(x.detach())  # of which the parameters alone are recorded
         if y.requires_grad:
             y.backward(dy)
             found += gradients(layer, x)
-        for frozen in ("weight", "bias"):
-            layer, x, dy = of(name)
-            if getattr(layer, frozen, None) is not None:
-                getattr(layer, frozen).requires_grad_(False)
-            layer(x).backward(dy)
-            found += gradients(layer, x)
+        for frozen in (("weight",), ("bias",), ("weight", "bias")):
+            for given in (True, False):
+                layer, x, dy = of(name)
+                for parameter in frozen:
+                    if getattr(layer, parameter, None) is not None:
+                        getattr(layer, parameter).requires_grad_(False)
+                y = layer(x if given else x.detach())
+                if y.requires_grad:
+                    y.backward(dy)
+                    found += gradients(layer, x)
         return found
 
     compare(told, monkeypatch)

@@ -147,13 +147,16 @@ class ChannelAffine(torch.autograd.Function):
         dweight = dbias = dx = dz = None
         if x is None:  # only its shape and layout are read
             x = dy = dy.contiguous(memory_format=ctx.layout)
-        if need_weight or need_bias:
-            dbias, dweight = backend.channel_grad_sums(
-                dy, x, mean, rstd, weight, bias, residual, out, ctx.act
-            )
-        if need_x or need_residual:
-            given = dy, x, mean, rstd, weight, bias, residual, out
+        given = dy, x, mean, rstd, weight, bias, residual, out
+        if not (need_weight or need_bias):
             dx, dz = backend.channel_input_grad(*given, None, None, ctx.act, want_dz=need_residual)
+        elif not (need_x or need_residual):
+            dbias, dweight = backend.channel_grad_sums(*given, ctx.act)
+        else:
+            weight = for_both_gradients(weight, *ctx.dtypes[1:3])
+            dx, dweight, dbias, dz = backend.channel_backward(
+                dy, x, mean, rstd, weight, bias, residual, out, ctx.act, 0, need_residual, constant=True
+            )
         dx, *of_others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
         return (dx, None, None, *of_others, None)
 

@@ -15,7 +15,8 @@ whose saved tensors hooks are to see, and backward passes that are recorded, to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,17 +27,25 @@ from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice
 from leannorm.autograd.nodes import NODES
 from leannorm.autograd.rows import KeptByRowNorm
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import CPU, REFERENCE
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.compiled import is_dense, like
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import plain
 from leannorm.ops.select import picks_cpu
 
-# an operator's own function: what torch.ops puts around it is a part of a small call
-_FORWARD, _TRACKED = CPU.ops.channel_forward._op, CPU.ops.channel_forward_tracked_._op
-_BACKWARD, _NORMALIZE = CPU.ops.channel_backward._op, CPU.ops.channel_normalize._op
-_CONSTANTS, _ROW_FORWARD = CPU.ops.constants_of._op, CPU.ops.row_forward._op
-_ROW_BACKWARD = CPU.ops.row_backward._op
+
+def _dispatched(name: str) -> Callable[..., Any]:
+    """The operator, called at torch's dispatcher: what torch.ops puts around it is a part of a small call."""
+    return partial(
+        torch._C._dispatch_call_boxed, torch._C._dispatch_find_schema_or_throw(f"leannorm::{name}", "")
+    )
+
+
+_FORWARD, _TRACKED = _dispatched("channel_forward"), _dispatched("channel_forward_tracked_")
+_BACKWARD, _NORMALIZE = _dispatched("channel_backward"), _dispatched("channel_normalize")
+_GRAD_SUMS, _INPUT_GRAD = _dispatched("channel_grad_sums"), _dispatched("channel_input_grad")
+_CONSTANTS, _ROW_FORWARD = _dispatched("constants_of"), _dispatched("row_forward")
+_ROW_BACKWARD = _dispatched("row_backward")
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
@@ -103,17 +112,24 @@ class DirectChannelAffine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        backend = REFERENCE if twice_differentiable() else CPU
         x, mean, rstd, weight, bias, _, out = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        sums, both, input_grad = _GRAD_SUMS, _BACKWARD, _INPUT_GRAD
+        if twice_differentiable():
+            sums, both = REFERENCE.channel_grad_sums, REFERENCE.channel_backward
+            input_grad = REFERENCE.channel_input_grad
         if x is None:  # only its shape and layout are read
             x = dy = dy.contiguous(memory_format=ctx.layout)
+        elif not (dy.is_contiguous() and x.is_contiguous()):
+            dy = like(x, dy)
         given = dy, x, mean, rstd, weight, bias, None, out
         dx = dweight = dbias = None
-        if need_weight or need_bias:
-            dbias, dweight = backend.channel_grad_sums(*given, ctx.act)
-        if need_x:
-            dx, _ = backend.channel_input_grad(*given, None, None, ctx.act)
+        if not (need_weight or need_bias):
+            dx, _ = input_grad(*given, None, None, ctx.act, False)
+        elif need_x:
+            dx, dweight, dbias, _ = both(*given, ctx.act, 0, False, True)
+        else:
+            dbias, dweight = sums(*given, ctx.act)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
 
@@ -143,6 +159,10 @@ class DirectRowNorm(torch.autograd.Function):
             dx, dweight, dbias = _ROW_BACKWARD(dy, None, x, mean, rstd, weight, *how)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
+
+for _function in (DirectChannelNorm, DirectChannelAffine, DirectRowNorm):
+    # autograd calls this; torch's own looks for a `vjp` first
+    _function._backward_cls.apply = _function.backward  # type: ignore[attr-defined]
 
 _norm, _affine = applied_directly(DirectChannelNorm), applied_directly(DirectChannelAffine)
 _row_norm = applied_directly(DirectRowNorm)
@@ -287,7 +307,7 @@ def direct_evaluation(
             return None
         recorded = x.requires_grad
     else:
-        if not (weight.is_cpu and bias.is_cpu):
+        if not (weight.is_cpu and bias.is_cpu and weight.dtype is bias.dtype):
             return None
         recorded = x.requires_grad or weight.requires_grad or bias.requires_grad
     how = mean, var, eps, act

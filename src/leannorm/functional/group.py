@@ -262,12 +262,13 @@ def usual_instance_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rank: int, num_features: int
 ) -> Tensor | None:
     """`usual_group_norm` of a layer without running statistics, on a batch of its channels."""
-    if leaving() or input.dim() != rank:
+    if has_torch_function_variadic(input, weight, bias) or leaving():
         return None
-    samples, channels = input.shape[:2]
-    if channels != num_features or input.numel() <= samples * channels:
+    if not (input.dim() == rank and input.size(1) == num_features and eps >= 0):
         return None
-    return usual_group_norm(input, num_features, weight, bias, eps)
+    if input.numel() <= input.size(0) * num_features:
+        return None
+    return direct_channel_norm(input, weight, bias, eps, "identity", num_features)
 
 
 def layer_instance_norm(

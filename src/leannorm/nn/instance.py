@@ -35,10 +35,12 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
 
     def _usual(self, input: Tensor) -> Tensor | None:
         """`usual_instance_norm`, where there are no running statistics."""
+        parameters = self._parameters
         if self.track_running_stats or self._buffers.get("running_mean", input) is not None:
             return None
-        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        rank = self._get_no_batch_dim() + 1
+        if not ("weight" in parameters and "bias" in parameters):  # a parametrization has them elsewhere
+            return None
+        rank, weight, bias = self._get_no_batch_dim() + 1, parameters["weight"], parameters["bias"]
         return usual_instance_norm(input, weight, bias, self.eps, rank, self.num_features)
 
     def forward(

@@ -9,6 +9,9 @@ from torch.autograd import forward_ad
 from leannorm._torch import RELEASE
 
 _functorch = torch._C._functorch
+# looked up once: small calls ask them every time
+_interpreter, _tracing = _functorch.peek_interpreter_stack, torch._C._is_tracing
+_backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 _BY_FLAG = RELEASE < (2, 13)
 
 
@@ -32,9 +35,9 @@ def plain() -> bool:
     return not (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
-        or _functorch.peek_interpreter_stack() is not None
-        or torch._C._is_tracing()
-        or torch._C._current_graph_task_id() != -1
+        or _interpreter() is not None
+        or _tracing()
+        or _backward_pass() != -1
     )
 
 
@@ -46,7 +49,7 @@ def leaving() -> bool:
     if torch.compiler.is_compiling():
         # torch 2.10 compiles is_exporting() as if it were true, but reads the flag behind it
         return torch.compiler._is_exporting_flag if _BY_FLAG else torch.compiler.is_exporting()
-    return torch._C._is_tracing()  # torch.jit.is_tracing, at a third of its time
+    return _tracing()  # torch.jit.is_tracing, at a third of its time
 
 
 def recorded(*tensors: Tensor | None) -> bool:
@@ -65,7 +68,7 @@ def differentiable(*tensors: Tensor | None) -> bool:
 
 def rebuilding() -> bool:
     """Is this forward pass a recompute by a backward pass (checkpointing)?"""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and _backward_pass() != -1
 
 
 def capturing(x: Tensor) -> bool:

@@ -5,7 +5,8 @@
 The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
 p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
 that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
-given where the derivative is computed from it. `dz` (the residual's gradient) and `total` (input plus
+given where the derivative is computed from it. With `constant` no gradient goes through the statistics,
+as in evaluation. `dz` (the residual's gradient) and `total` (input plus
 residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
 and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
 are not wanted, and `dbias` of RMS norm always is. `valid` of a row norm is bool, contiguous, an entry for
@@ -41,7 +42,7 @@ _SCHEMAS = (
     " Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum)"
     " -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
     "channel_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
+    " Tensor? residual, Tensor? out, str act, int groups, bool want_dz, bool constant=False)"
     " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
     "channel_backward_(Tensor dy, Tensor(a!) x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
@@ -172,7 +173,7 @@ def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @_fake("channel_backward_")
 def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, weight, *_, want_dz = rest
+    _, _, weight, _, _, _, _, _, want_dz, *_ = rest
     dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)
 

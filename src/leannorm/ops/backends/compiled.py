@@ -205,6 +205,7 @@ class Compiled(Backend):
         act: str = "identity",
         groups: int = 0,
         want_dz: bool = False,
+        constant: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         x = dense(x)
@@ -222,10 +223,10 @@ class Compiled(Backend):
             groups,
             want_dz and act != "identity",
         )
-        if into is x:
+        if into is x and not constant:
             dweight, dbias, dz = self.ops.channel_backward_(*arguments)
             return x, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
-        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments)
+        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant)
         return dx, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
 
     def row_forward(

@@ -315,13 +315,19 @@ class ChannelVerbs(RunningVerbs):
         act: str = "identity",
         groups: int = 0,
         want_dz: bool = False,
+        constant: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz."""
+        """gradient sums and input gradient as one call: dx, dweight, dbias ((C,), `gradient_dtype`), dz.
+
+        `constant`: the statistics are constants, as in evaluation.
+        """
         plan = channel_plan(x.shape, groups)
         sums = self.channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
-        of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are of each channel
-        p, q = self.channel_means(*sums, weight, of_channels, plan.outer * plan.inner)
+        p = q = None
+        if not constant:
+            of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are of each channel
+            p, q = self.channel_means(*sums, weight, of_channels, plan.outer * plan.inner)
         dx, dz = self.channel_input_grad(
             dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into
         )

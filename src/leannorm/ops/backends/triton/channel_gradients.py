@@ -213,8 +213,12 @@ def backward(
     act: str,
     groups: int,
     want_dz: bool,
+    constant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dweight, dbias and dz; writes dx. With a mask of what is valid, whose number is `count`."""
+    """dweight, dbias and dz; writes dx. With a mask of what is valid, whose number is `count`.
+
+    With `constant` statistics by several launches, of which the first sums as `channel_grad_sums` does.
+    """
     check(act, x, dy, residual, out, weight=weight, bias=bias)
     channels = (x.shape[1],)
     dz = empty_like(x) if want_dz else None
@@ -230,11 +234,11 @@ def backward(
     assert shares.dweight is not None
     assert shares.dbias is not None
     both = shares.dbias, shares.dweight
-    if plan.sets is None:
+    if plan.sets is None or constant:
         first_writes = want_dz and act in MASKS
         written = dz if first_writes else None
         saved = mean, rstd, weight, bias, residual, out
-        p, q = sums(dy, x, mask, count, *saved, act, written, *both, True)
+        p, q = sums(dy, x, mask, count, *saved, act, written, *both, not constant)
         if first_writes:
             dy, act, dz = returned_dz, "identity", None
         _input_grad(dy, x, mask, dx, *saved, p, q, act, dz)
@@ -272,9 +276,10 @@ def channel_backward(
     act: str,
     groups: int,
     want_dz: bool,
+    constant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dx = empty_like(x)
-    arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz)
+    arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz, constant)
     return dx, *backward(dy, x, None, None, dx, *arguments)
 
 
