@@ -129,9 +129,7 @@ def direct_sync_norm(
     if weight is None or bias is None:
         if weight is not bias:
             return None
-    elif not (
-        weight.dtype is bias.dtype and _of_channels(weight, channels) and _of_channels(bias, channels)
-    ):
+    elif not (weight.dtype is bias.dtype and _of_channels(weight, channels) and _of_channels(bias, channels)):
         return None
     if not (_of_channels(mean, channels) and _of_channels(var, channels)):
         return None

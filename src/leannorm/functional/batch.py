@@ -197,8 +197,8 @@ def usual_batch_norm(
     if sharing is not None:
         group = sharing_group(sharing.asked)
         if group is not None:
-            layer, timeout, debug, seen, asked = sharing[1:6]
-            sharing = Sharing(group, layer, timeout, debug, seen, asked, eps, momentum, True)
+            layer, timeout, debug = sharing[1:4]
+            sharing = Sharing(group, layer, timeout, debug, None, sharing.asked, eps, momentum, True)
             buffers = running_mean, running_var, num_batches_tracked
             return direct_sync_norm(input, weight, bias, act, buffers, sharing)
     running = running_mean, running_var, num_batches_tracked, momentum
