@@ -112,7 +112,7 @@ class StatisticsGroup:
             size = message_size(call.channels)
             self._exchange((), 0, call, device, size)
             self.size = size
-        return self._exchange(sums, count, call, device)[HEADER - 1 : room]
+        return self._exchange(sums, count, call, device).narrow(0, HEADER - 1, room - HEADER + 1)
 
     def shadow(self, device: torch.device) -> None:
         """Join every sum with zeros until all ranks do so: for a rank without batches."""
