@@ -1,17 +1,20 @@
 """The cost of SyncBatchNorm: measured on gloo ranks, and modelled for up to 10,000 ranks.
 
-    python -m benchmarks.sync [--ranks 1 2 4] [--rounds 3] [--repeats 15] [--as-is] [--json FILE]
+    python -m benchmarks.sync [--ranks 1 2 4] [--shapes 8x64x56x56] [--rounds 3] [--repeats 15] [--as-is]
+                              [--json FILE]
     python -m benchmarks.sync --nccl [--smoke]          # on the GPUs of one host: see sync_nccl.py
 
-Every rank runs one layer (64 channels, 8 x 64 x 56 x 56 values, forward and backward). The result is checked
+Every rank runs one layer (by default 8 x 64 x 56 x 56 values, forward and backward). The result is checked
 against one process before anything is timed. The sides take turns; a time is that of the slowest rank, and
 the median over the turns. The processor time is that of rank 0, including its gloo threads. Every round
 starts new processes. Each rank is bound to a core and keeps freed memory, so that the scheduler and page
 faults do not change the times; `--as-is` leaves both out.
 
 `alone` is leannorm's layer without sharing; `bare` is the same, with an all-reduce of the size of
-SyncBatchNorm's message after the forward and after the backward pass; `shared` is SyncBatchNorm; `gather` is
-torch's exchange (an all-gather of 2 C + 1 values, then an all-reduce of 2 C) with leannorm's kernels.
+SyncBatchNorm's message after the forward and after the backward pass; `floor` is the four kernels of a shared
+layer, which read the tensors a second time after those sums, and nothing else; `shared` is SyncBatchNorm;
+`gather` is torch's exchange (an all-gather of 2 C + 1 values, then an all-reduce of 2 C) with leannorm's
+kernels.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from leannorm.ops.backends import REFERENCE
 from leannorm.ops.select import pick
 
 SHAPE = (8, 64, 56, 56)
+SIDES = ("alone", "bare", "floor", "shared", "gather")
 REACH = 1.15  # the goal for shared / bare, on 4 ranks
 
 # seconds per message, bytes per second: published orders of magnitude, as in docs/scaling.md
@@ -88,6 +92,27 @@ class Gather(torch.autograd.Function):
         return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None
 
 
+class Floor(torch.autograd.Function):
+    """The kernels before and after each of the two sums, `exchange`, and nothing between them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, exchange: Callable[[], object]) -> Tensor:
+        backend = pick(x, weight, bias)
+        mean = rstd = backend.channel_moments(x).mean
+        exchange()
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.backend, ctx.exchange = backend, exchange
+        return backend.channel_normalize(x, mean, rstd, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, rstd, weight = ctx.saved_tensors
+        p, q = ctx.backend.channel_grad_sums(dy, x, mean, rstd, weight)
+        ctx.exchange()
+        dx, _ = ctx.backend.channel_input_grad(dy, x, mean, rstd, weight, None, None, None, p, q)
+        return dx, q, p, None
+
+
 def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor]]:
     """The functions that are timed in turn: each runs forward and backward once and returns the output."""
     sync, local = nn.SyncBatchNorm(channels), nn.BatchNorm2d(channels)
@@ -101,15 +126,21 @@ def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor
         x.grad = None
         return y.detach()
 
+    def bare() -> None:
+        dist.all_reduce(message)
+
     return {
         "alone": lambda: step(local),
-        "bare": lambda: step(local, lambda: dist.all_reduce(message)),
+        "bare": lambda: step(local, bare),
+        "floor": lambda: step(lambda v: Floor.apply(v, local.weight, local.bias, bare)),
         "shared": lambda: step(sync),
         "gather": lambda: step(lambda v: Gather.apply(v, local.weight, local.bias, local.eps)),
     }
 
 
-def rank_main(rank: int, world: int, port: int, repeats: int, as_is: bool, end: Any) -> None:
+def rank_main(
+    rank: int, world: int, port: int, shape: tuple[int, ...], repeats: int, as_is: bool, end: Any
+) -> None:
     torch.set_num_threads(1)
     if not as_is:
         keep_freed_memory()
@@ -121,11 +152,11 @@ def rank_main(rank: int, world: int, port: int, repeats: int, as_is: bool, end: 
         "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(minutes=2)
     )
     torch.manual_seed(0)
-    whole = torch.randn(world * SHAPE[0], *SHAPE[1:])
-    mine = slice(rank * SHAPE[0], (rank + 1) * SHAPE[0])
+    whole = torch.randn(world * shape[0], *shape[1:])
+    mine = slice(rank * shape[0], (rank + 1) * shape[0])
     exact = torch.nn.functional.batch_norm(whole.double(), None, None, training=True)[mine]
-    x, dy = whole[mine].clone().requires_grad_(), torch.randn(SHAPE)
-    functions = sides(x, dy, SHAPE[1])
+    x, dy = whole[mine].clone().requires_grad_(), torch.randn(shape)
+    functions = sides(x, dy, shape[1])
     errors = {name: (functions[name]() - exact).abs().max().item() for name in ("shared", "gather")}
     assert errors["shared"] < 2e-6, errors
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -145,14 +176,14 @@ def rank_main(rank: int, world: int, port: int, repeats: int, as_is: bool, end: 
     dist.destroy_process_group()
 
 
-def measure(world: int, repeats: int, as_is: bool) -> dict[str, Any]:
+def measure(world: int, shape: tuple[int, ...], repeats: int, as_is: bool) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     processes = [
-        context.Process(target=rank_main, args=(rank, world, port, repeats, as_is, sender))
+        context.Process(target=rank_main, args=(rank, world, port, shape, repeats, as_is, sender))
         for rank in range(world)
     ]
     for process in processes:
@@ -160,12 +191,19 @@ def measure(world: int, repeats: int, as_is: bool) -> dict[str, Any]:
     times, busy, errors = receiver.recv()
     for process in processes:
         process.join()
-    ratios = [shared / bare for shared, bare in zip(times["shared"], times["bare"], strict=True)]
+
+    def ratio(of: dict[str, list[float]], side: str, other: str) -> float:
+        return median(a / b for a, b in zip(of[side], of[other], strict=True))
+
     return {
         "ranks": world,
+        "shape": shape,
         "milliseconds": {name: 1e3 * median(values) for name, values in times.items()},
         "processor_milliseconds": {name: 1e3 * median(values) for name, values in busy.items()},
-        "shared_over_bare": median(ratios),
+        "shared_over_bare": ratio(times, "shared", "bare"),
+        "floor_over_bare": ratio(times, "floor", "bare"),
+        "shared_over_floor": ratio(times, "shared", "floor"),
+        "processor_shared_over_bare": ratio(busy, "shared", "bare"),
         "largest_error": errors,
     }
 
@@ -216,6 +254,7 @@ def model(channels: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--shapes", nargs="+", default=["x".join(map(str, SHAPE))], metavar="NxCxHxW")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--as-is", action="store_true")
@@ -229,17 +268,20 @@ def main() -> None:
         from benchmarks import sync_nccl
 
         sys.exit(sync_nccl.main(options.smoke, options.rounds, options.repeats, options.json))
-    rounds = [world for world in options.ranks for _ in range(options.rounds)]
-    measured = [measure(world, options.repeats, options.as_is) for world in rounds]
-    print(f"one layer, {'x'.join(map(str, SHAPE))} a rank, forward and backward, gloo on this machine, ms")
-    print("                                                       processor's time")
-    print("ranks   alone    bare  shared  gather   shared/bare    bare  shared")
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
+    rounds = [(n, shape) for shape in shapes for n in options.ranks for _ in range(options.rounds)]
+    measured = [measure(world, shape, options.repeats, options.as_is) for world, shape in rounds]
+    print(f"one layer, forward and backward, gloo on this machine, ms (reach of shared/bare on 4: {REACH})")
+    print(
+        f"{'shape':14s}ranks{''.join(f'{side:>8s}' for side in SIDES)}   shared/bare floor/bare shared/floor"
+    )
     for line in measured:
-        times = "".join(
-            f"{line['milliseconds'][name]:8.2f}" for name in ("alone", "bare", "shared", "gather")
-        )
-        busy = "".join(f"{line['processor_milliseconds'][name]:8.2f}" for name in ("bare", "shared"))
-        print(f"{line['ranks']:5d}{times}   {line['shared_over_bare']:11.3f}{busy}   (reach on 4: {REACH})")
+        times = "".join(f"{line['milliseconds'][name]:8.2f}" for name in SIDES)
+        ratios = f"{line['shared_over_bare']:14.2f}{line['floor_over_bare']:11.2f}"
+        ratios += f"{line['shared_over_floor']:13.2f}"
+        print(f"{'x'.join(map(str, line['shape'])):14s}{line['ranks']:5d}{times}{ratios}")
+        busy = "".join(f"{line['processor_milliseconds'][name]:8.2f}" for name in SIDES)
+        print(f"   processor's time{busy}{line['processor_shared_over_bare']:14.2f}")
     modelled = model(SHAPE[1])
     print(f"\nmodel, {SHAPE[1]} channels, a layer's two exchanges: us, bytes and messages sent by a rank")
     print(

@@ -1,4 +1,7 @@
-"""Random splits of a batch over ranks, as data: what each rank gets, and what the layer is made of."""
+"""Random splits of a batch over ranks, as data: what each rank gets, and what the layer is made of.
+
+Also a count of what ranks send.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import random
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from leannorm.distributed import group
 
 # beside float32, float64, bfloat16 and float16
 DTYPES = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -68,3 +74,19 @@ def random_cases(world: int, number: int) -> list[Case]:
         if sum(t.numel() for t in case.inputs()) // channels > 1:  # else there is no variance to speak of
             cases.append(case)
     return cases
+
+
+def messages_sent() -> list[int]:
+    """In this process, from now on: the size of every sum over the ranks, in values, as a list that grows."""
+    sizes, all_reduce, gathered = [], dist.all_reduce, group.Gathered
+
+    def noted(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    def noted_gather(total, *args):
+        sizes.append(total.numel())
+        return gathered(total, *args)
+
+    dist.all_reduce, group.Gathered = noted, noted_gather
+    return sizes

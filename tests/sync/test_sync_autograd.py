@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from sync_cases import messages_sent
 from torch import nn as torch_nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
@@ -145,13 +146,7 @@ def test_compiles_to_one_graph():
 
 def compiled_and_checkpointed(rank, backend):
     """What the backward pass repeats has one sum a layer and pass, and the same gradients; eagerly too."""
-    calls, all_reduce = [], dist.all_reduce
-
-    def count(*args, **kwargs):
-        calls.append(args)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = count
+    calls = messages_sent()
     model = torch_nn.Sequential(network(), torch_nn.Conv2d(4, 4, 3), nn.SyncBatchNorm(4))
     twin = copy.deepcopy(model)
 
@@ -179,20 +174,14 @@ def test_compiled_under_checkpointing(backend):
 
 def counted(rank, channels):
     """Collectives and their bytes, of one forward and backward of each layer, after the first step."""
-    sizes, all_reduce = [], dist.all_reduce
-
-    def count(tensor, *args, **kwargs):
-        sizes.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = count
+    sizes = messages_sent()
     found = []
     layers = [nn.SyncBatchNorm(c) for c in channels]
     for step in range(2):
         sizes.clear()
         for layer in layers:
             layer(torch.randn(4, layer.num_features, requires_grad=True)).square().sum().backward()
-        found.append((step, list(sizes)))
+        found.append((step, [8 * size for size in sizes]))
     for layer in layers:
         sizes.clear()
         layer.eval()(torch.randn(4, layer.num_features, requires_grad=True)).sum().backward()

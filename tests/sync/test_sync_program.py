@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import outcomes, ranks
+from sync_cases import messages_sent
 from torch import nn as torch_nn
 
 from leannorm import nn, program
@@ -29,18 +30,6 @@ def forked(net, batch=4):
     return program.fork(net, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1)},))
 
 
-def collectives():
-    """A list that grows with every sum over the ranks."""
-    calls, all_reduce = [], dist.all_reduce
-
-    def count(*args, **kwargs):
-        calls.append(args)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = count
-    return calls
-
-
 def step(run, x, seed):
     torch.manual_seed(seed)
     y = run(x)
@@ -50,7 +39,7 @@ def step(run, x, seed):
 
 def equals_the_model(run, net, model, rank):
     """Two steps and inference, on batches of other sizes on each rank: equal to the bit, and as many sums."""
-    calls = collectives()
+    calls = messages_sent()
     for seed in range(2):
         x = torch.randn(2 + rank + seed, 3, 6, 6)
         found = []

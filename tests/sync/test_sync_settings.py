@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from faults.scenarios import TIMEOUT
 from ranks import outcomes, ranks
+from sync_cases import messages_sent
 from torch import nn as torch_nn
 
 from leannorm import functional, nn
@@ -95,17 +95,10 @@ def test_what_computes_the_same_passes():
 
 def messages(rank):
     """What a step sends: the number of sums, and their sizes."""
-    sizes, all_reduce = [], dist.all_reduce
     layer = nn.SyncBatchNorm(3)
     layer(torch.randn(4, 3))
-
-    def noted(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = noted
+    sizes = messages_sent()
     layer(torch.randn(4, 3, requires_grad=True)).sum().backward()
-    dist.all_reduce = all_reduce
     return sizes
 
 

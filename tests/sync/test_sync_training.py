@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
+from sync_cases import messages_sent
 from torch import nn as torch_nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -111,13 +112,7 @@ def test_with_gradient_accumulation():
 
 def checkpointed(rank, reentrant):
     """The same gradients and statistics to the bit; as many collectives; two passes may be in flight."""
-    calls, all_reduce = [], dist.all_reduce
-
-    def count(*args, **kwargs):
-        calls.append(args)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = count
+    calls = messages_sent()
     model, again = network(nn.SyncBatchNorm)[:3], network(nn.SyncBatchNorm)[:3]
     xs = [x[share(rank)] for x, _ in batches()]
     found = []
@@ -146,13 +141,7 @@ def test_under_checkpointing(reentrant):
 
 def lean_pass(rank):
     """Under `lean()` kernels rebuild outputs: no collective more, the same gradients to the bit."""
-    calls, all_reduce = [], dist.all_reduce
-
-    def count(*args, **kwargs):
-        calls.append(args)
-        return all_reduce(*args, **kwargs)
-
-    dist.all_reduce = count
+    calls = messages_sent()
     torch.manual_seed(rank)
     x, found = torch.randn(4, 3, 34, 34), []
     for context in (nullcontext(), lean()):

@@ -156,7 +156,7 @@ def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Te
     )
 
 
-def _may_be_repeated() -> bool:
+def may_be_repeated() -> bool:
     """May a checkpoint recompute this forward pass?
 
     Reentrant checkpoints run it under no_grad, the others under saved-tensor hooks, which other hooks may
@@ -169,7 +169,7 @@ def _may_be_repeated() -> bool:
 
 def repeatable(sharing: Sharing) -> Sharing:
     """`sharing`, which remembers this forward pass only where it may be recomputed."""
-    if sharing.seen is not None and not (rebuilding() or _may_be_repeated()):
+    if sharing.seen is not None and not (rebuilding() or may_be_repeated()):
         sharing = sharing._replace(seen=None)
     return sharing
 

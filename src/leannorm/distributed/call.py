@@ -49,7 +49,7 @@ def agree(header: list[float]) -> bool:
     Sums of the tokens and of their squares are exact for two million ranks, and by Cauchy and Schwarz
     ranks * sum(t*t) = sum(t)**2 only where all t are equal.
     """
-    active, t, tt, u, uu = (int(v) for v in header[:5])
+    active, t, tt, u, uu = map(int, header[:5])
     return active * tt == t * t and active * uu == u * u
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 _POLL = 2e-4  # seconds between two polls of a device's work
+_GATHERED = 2**17  # float64 values of all ranks' messages, 1 MiB
 
 
 def seconds_allowed(group: dist.ProcessGroup) -> float:
@@ -56,6 +58,39 @@ def beside(parent: dist.ProcessGroup, ranks: list[int], name: str) -> dist.Proce
 def on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Does the host do this device's collectives? Else the device does, and the host goes on meanwhile."""
     return device.type == "cpu" or group._get_backend(device).name() == "gloo"
+
+
+def gathers(group: dist.ProcessGroup, ranks: int, size: int) -> bool:
+    """Are sums of so many float64 values on the host `Gathered`? The answer is the same on all ranks."""
+    cpu = torch.device("cpu")
+    if ranks == 1 or ranks * size > _GATHERED or cpu not in group._device_types:
+        return False
+    name: str = group._get_backend(cpu).name()
+    return name == "gloo"
+
+
+class Gathered:
+    """A sum over gloo's ranks by gathering their messages, which each rank adds up, in the order of ranks.
+
+    gloo sums around a ring, in 2 (p - 1) steps of p ranks, each of which waits for another process. A gather
+    has p - 1 steps. It moves p / 2 times as much, which for small messages costs less.
+    """
+
+    def __init__(self, total: Tensor, group: dist.ProcessGroup, ranks: int) -> None:
+        self._total, self._every = total, total.new_empty(ranks, total.numel()).unbind()
+        self._work = group.allgather([list(self._every)], [total])
+
+    def is_completed(self) -> bool:
+        done: bool = self._work.is_completed()
+        return done
+
+    def wait(self, timeout: timedelta) -> None:
+        """Raises `RuntimeError` where the gather failed, or has not ended yet."""
+        self._work.wait(timeout)
+        first, second, *others = self._every
+        torch.add(first, second, out=self._total)
+        for other in others:
+            self._total.add_(other)
 
 
 def wait_once(work: Any, seconds: float, waits_on_host: bool) -> bool:

@@ -23,7 +23,15 @@ from torch.distributed.distributed_c10d import GroupName
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import diagnostics
 from leannorm.distributed.call import HEADER, UNIT, Call, agree, message_size, readable
-from leannorm.distributed.communicator import beside, give_up, on_host, seconds_allowed, wait_once
+from leannorm.distributed.communicator import (
+    Gathered,
+    beside,
+    gathers,
+    give_up,
+    on_host,
+    seconds_allowed,
+    wait_once,
+)
 from leannorm.distributed.headers import Arriving
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import capturing
@@ -74,6 +82,7 @@ class StatisticsGroup:
         self.broken: str | None = None
         self.unfinished: list[Any] = []  # work that may still write to its buffer
         self.unread: list[tuple[int, Call, Arriving]] = []  # headers on their way from the device
+        self._asked = 0, False  # are messages of this size gathered?
         self._first: int | None = None
         # on the host: on a device it might lie in a captured graph's memory, overwritten by replays
         self._tokens: dict[Call, tuple[Call, tuple[int, int]]] = {}
@@ -83,16 +92,18 @@ class StatisticsGroup:
 
     def all_reduce(self, sums: Sequence[Tensor], count: int | Tensor, call: Call) -> Tensor:
         """The count followed by the sums, each summed over the ranks; raises where ranks' calls differ."""
-        device = sums[0].device
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
+        device = sums[0].device
         if device.type not in self.devices:
             raise InputError(
                 f"the process group's backend ({self.backend}) must have collectives for the input's device "
                 f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
             )
         self.own_calls += 1
-        room = HEADER + sum(s.numel() for s in sums)
+        room = HEADER
+        for s in sums:
+            room += s.numel()
         if capturing(sums[0]):
             self._check_capture(call, room)
         else:
@@ -177,7 +188,14 @@ class StatisticsGroup:
         return Arriving(total)
 
     def _start(self, total: Tensor) -> Any:
+        if self._in_order(total.device) and self._gathers(total.numel()):
+            return Gathered(total, self.communicator, self.world)
         return dist.all_reduce(total, group=self.communicator, async_op=True)
+
+    def _gathers(self, size: int) -> bool:
+        if size != self._asked[0]:
+            self._asked = size, gathers(self.communicator, self.world, size)
+        return self._asked[1]
 
     def _sum(self, total: Tensor, call: Call, wait: bool = False) -> None:
         """Sum over the ranks, in place; with `wait` the host waits for a device's sum, too."""

@@ -12,6 +12,7 @@ from leannorm import _checks
 from leannorm._types import Epilogue, Pool, Running, Valid
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
 from leannorm.autograd.direct import direct_channel_norm, direct_evaluation
+from leannorm.autograd.direct_sync import direct_sync_norm
 from leannorm.autograd.masked import masked_affine, masked_norm
 from leannorm.autograd.sync import Sharing, sync_norm
 from leannorm.distributed.membership import sharing_group
@@ -181,6 +182,7 @@ def usual_batch_norm(
     momentum: float | None,
     eps: float,
     act: str = "identity",
+    sharing: Sharing | None = None,
 ) -> Tensor | None:
     """By running statistics, which training moves, where the call is a usual one (`autograd.direct`).
 
@@ -192,6 +194,13 @@ def usual_batch_norm(
         return direct_evaluation(input, running_mean, running_var, weight, bias, eps, act)
     if momentum is not None and not (type(momentum) is float and 0 <= momentum <= 1):
         return None
+    if sharing is not None:
+        group = sharing_group(sharing.asked)
+        if group is not None:
+            layer, timeout, debug = sharing[1:4]
+            sharing = Sharing(group, layer, timeout, debug, None, sharing.asked, eps, momentum, True)
+            buffers = running_mean, running_var, num_batches_tracked
+            return direct_sync_norm(input, weight, bias, act, buffers, sharing)
     running = running_mean, running_var, num_batches_tracked, momentum
     return direct_channel_norm(input, weight, bias, eps, act, 0, running)
 

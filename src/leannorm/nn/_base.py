@@ -102,7 +102,7 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         """`usual_batch_norm`, its tensors by the shortest way that there is to them."""
         if type(input) is not Tensor or torch.compiler.is_compiling() or staying():
             return None
-        if self.shares or self.group_size is not None or self._pool is not None:
+        if self.group_size is not None or self._pool is not None:
             return None
         if not self.track_running_stats or input.dim() not in self.dims:
             return None
@@ -120,8 +120,13 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             return None
         if has_torch_function_variadic(input, mean, var, count, weight, bias):
             return None
+        sharing = None
+        if self.shares:
+            if not self.training:
+                return None
+            sharing = self._sharing()
         return usual_batch_norm(
-            input, mean, var, count, weight, bias, self.training, self.momentum, self.eps, act
+            input, mean, var, count, weight, bias, self.training, self.momentum, self.eps, act, sharing
         )
 
     def extra_repr(self) -> str:

@@ -92,8 +92,8 @@ class SyncBatchNorm(Synchronized):
     `_BatchNorm`, since DistributedDataParallel refuses torch's class on CPU.
 
     Costs one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
-    to a multiple of 4 KiB, for any number of ranks; the host does not wait for the device. Evaluation does
-    not communicate, without running statistics either.
+    to a multiple of 4 KiB, for any number of ranks (over gloo on CPUs a gather, while that is small); the
+    host does not wait for the device. Evaluation does not communicate, without running statistics either.
 
     Within `leannorm.distributed.no_sync()` each rank uses its own statistics;
     `leannorm.distributed.join(model)` lets ranks run out of batches. A pass repeated by

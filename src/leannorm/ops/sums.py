@@ -61,13 +61,14 @@ class SumVerbs:
         t, u = token
         known = 0 if isinstance(count, Tensor) else count
         header = 1, t, t * t, u, u * u, asked, known
-        room = HEADER + sum(s.numel() for s in sums)
+        room = HEADER
+        for s in sums:
+            room += s.numel()
         if device.type == "cpu":
-            rest = torch.zeros(size - room, dtype=torch.float64)
             front = torch.frombuffer(array("d", header), dtype=torch.float64)
             if isinstance(count, Tensor):
                 front[HEADER - 1] = count
-            return torch.cat((front, *sums, rest))
+            return torch.cat((front, *sums, torch.zeros(size - room, dtype=torch.float64)))
         message = torch.zeros(size, dtype=torch.float64, device=device)
         for place, value in enumerate(header):
             message.narrow(0, place, 1).fill_(value)
