@@ -57,29 +57,32 @@ struct Statistics {
 
   void merge(MomentPartials& partials, int64_t set) const {
     const int64_t base = cut.first_statistic(set), statistics = cut.statistics_of(set);
-    std::fill_n(mean + base, statistics, 0.0);
-    std::fill_n(m2 + base, statistics, 0.0);
-    struct Slot { int64_t at, n; double mean, m2, left; };
-    std::vector<Slot> slots;  // several to a statistic: merged from the mean of all, which costs no digit
-    partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2, double left) {
-      if (n == count) {  // the slot is the whole statistic
-        mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
-        return;
-      }
-      const int64_t i = base + slot % cut.channels() / cut.per_statistic;
-      slots.push_back({i, n, slot_mean, slot_m2, left});
-      mean[i] += slot_mean * (double(n) / double(count));
-    });
-    std::vector<double> rest(slots.empty() ? 0 : statistics);  // what rounding left of the mean
-    for (const Slot& part : slots) {
-      const double difference = (part.mean - mean[part.at]) + part.left;
-      m2[part.at] += part.m2 + difference * difference * double(part.n);
-      rest[part.at - base] += difference * (double(part.n) / double(count));
+    const MomentPartials::Merged of = partials.merge(set);
+    if (of.count == count) {  // a slot is a whole statistic
+      std::copy_n(of.mean, statistics, mean + base);
+      std::copy_n(of.m2, statistics, m2 + base);
+    } else {
+      join(of, mean + base, m2 + base, statistics);
     }
-    for (size_t i = 0; i < rest.size(); ++i)
-      if (std::isfinite(rest[i])) mean[base + i] += rest[i];  // else the mean is no finite number already
     if (rstd == nullptr) return;
     for (int64_t i = base; i < base + statistics; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
+  }
+
+ private:
+  // Of several slots to a statistic: from the mean of all, which costs no digit.
+  void join(const MomentPartials::Merged& of, double* means, double* squares, int64_t statistics) const {
+    std::fill_n(means, statistics, 0.0);
+    std::fill_n(squares, statistics, 0.0);
+    const auto share = [&](int64_t slot) { return double(of.count + (slot < of.with_tail)); };
+    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) { means[i] += of.mean[slot] * (share(slot) / double(count)); });
+    std::vector<double> rest(statistics);  // what rounding left of the mean
+    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) {
+      const double difference = (of.mean[slot] - means[i]) + (of.left == nullptr ? 0.0 : of.left[slot]);
+      squares[i] += of.m2[slot] + difference * difference * share(slot);
+      rest[i] += difference * (share(slot) / double(count));
+    });
+    for (int64_t i = 0; i < statistics; ++i)
+      if (std::isfinite(rest[i])) means[i] += rest[i];  // else the mean is no finite number already
   }
 };
 
@@ -125,15 +128,20 @@ struct Call {
     const Chunk chunk = cut.chunk(set, i);
     kernels().normalize[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act);
   }
-  void grad_sums(const SetCoefficients& c, GradPartials& partials, int64_t set, int64_t i) const {
+  void grad_sums(const SetCoefficients& c, GradPartials& partials, int64_t set, int64_t i, void* kept) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().grad_sums[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act, partials.dz(i),
-                                           partials.dz_centred(i));
+    Operands o = tensors.at(chunk.offset);
+    o.kept = kept;
+    kernels().grad_sums[cut.columns][type](o, chunk.block, c.at(chunk.index), act, partials.dz(i), partials.dz_centred(i));
   }
-  void input_grad(const SetCoefficients& c, int64_t set, int64_t i) const {
+  void input_grad(const SetCoefficients& c, int64_t set, int64_t i, void* kept) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().input_grad[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act);
+    Operands o = tensors.at(chunk.offset);
+    o.kept = kept;
+    kernels().input_grad[cut.columns][type](o, chunk.block, c.at(chunk.index), act);
   }
+  // Is the activation's derivative dear, so that what it makes of a set is kept between the passes?
+  bool keeps() const { return type != kDouble && act != kIdentity && act != kRelu && cut.kept_size() <= kKept && cut.kept_size() > 0; }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
     const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
@@ -146,6 +154,8 @@ struct Call {
     cut.each_channel(n, [&](int64_t j, int64_t i) { sum_dz_xhat[first + j] *= rstd[statistic + i]; });
   }
 };
+
+struct alignas(64) Line { float of[kLine]; };
 
 // The statistics of an operator's arguments.
 struct Given {
@@ -199,7 +209,7 @@ struct GradSums : GivenWorker {
     GivenWorker::begin(next);
     partials.clear();
   }
-  void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
+  void first(int64_t i) { call.grad_sums(coefficients, partials, set, i, nullptr); }
   void between() { call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat); }
 };
 
@@ -307,7 +317,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
       GivenWorker::begin(next);
       if (!constant) coefficients.set_backward(set, given.rstd, p, q, 0);
     }
-    void second(int64_t i) { call.input_grad(coefficients, set, i); }
+    void second(int64_t i) { call.input_grad(coefficients, set, i, nullptr); }
   };
   in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs, constant); });
   return {dx, dz};
@@ -316,7 +326,8 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
 // A parameter's gradient from its sums, over the samples where there are several; as float32 where the weight
 // holds no more.
 Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n, int64_t channels) {
-  for (int64_t i = channels; i < n; ++i) sums[i % channels] += sums[i];
+  for (int64_t at = channels; at < n; at += channels)
+    for (int64_t j = 0; j < channels; ++j) sums[j] += sums[at + j];
   const bool wide = !weight.has_value() || weight->scalar_type() == ScalarType::Double;
   const Tensor result = new_tensor(x, &channels, 1, wide ? ScalarType::Double : ScalarType::Float);
   if (wide)
@@ -339,9 +350,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   struct Backward : GradSums {
-    using GradSums::GradSums;
     std::vector<double> p, q;
+    std::unique_ptr<Line[]> dz;
 
+    Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
+        : GradSums(call, given, sum_dz, sum_dz_xhat),
+          dz(call.keeps() ? new Line[call.cut.kept_size() / kLine] : nullptr) {}
+    Line* kept(int64_t i) { return dz == nullptr ? nullptr : dz.get() + call.cut.kept_at(i) / kLine; }
+    void first(int64_t i) { call.grad_sums(coefficients, partials, set, i, kept(i)); }
     void between() {
       GradSums::between();
       const Cut& cut = call.cut;
@@ -356,7 +372,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
       });
       coefficients.set_backward(set, given.rstd, Values(p), Values(q), cut.first_statistic(set));
     }
-    void second(int64_t i) { call.input_grad(coefficients, set, i); }
+    void second(int64_t i) { call.input_grad(coefficients, set, i, kept(i)); }
   };
   in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat); });
   return {gradient(x, weight, sum_dz_xhat, sums, channels), gradient(x, weight, sum_dz, sums, channels), dz};
