@@ -68,6 +68,7 @@ class SetCoefficients {
   const double* of_channels(int64_t k, int64_t n, const Values& values, int64_t first) {
     double* const to = one_channel(k);
     if (cut_.per_statistic == 1) return values.read(first, n, to, 0.0);
+    if (n == 0) return to;
     const double* const given = values.read(first, n / cut_.per_statistic, one_channel(4), 0.0);
     cut_.each_channel(n, [&](int64_t j, int64_t statistic) { to[j] = given[statistic]; });
     return to;
