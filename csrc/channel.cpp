@@ -49,40 +49,6 @@ int64_t count_of(const Shape& s, int64_t groups) {
   return groups > 0 ? s.c / groups * s.inner : (groups == 0 ? s.n : -groups) * s.inner;
 }
 
-// Mean, M2 and rstd of a set, from the moments of its chunks.
-struct Statistics {
-  const Cut cut;
-  int64_t count;
-  double eps, *mean, *m2, *rstd;
-
-  void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t base = cut.first_statistic(set), statistics = cut.statistics_of(set);
-    std::fill_n(mean + base, statistics, 0.0);
-    std::fill_n(m2 + base, statistics, 0.0);
-    struct Slot { int64_t at, n; double mean, m2, left; };
-    std::vector<Slot> slots;  // several to a statistic: merged from the mean of all, which costs no digit
-    partials.merge(set, [&](int64_t slot, int64_t n, double slot_mean, double slot_m2, double left) {
-      if (n == count) {  // the slot is the whole statistic
-        mean[base + slot] = slot_mean, m2[base + slot] = slot_m2;
-        return;
-      }
-      const int64_t i = base + slot % cut.channels() / cut.per_statistic;
-      slots.push_back({i, n, slot_mean, slot_m2, left});
-      mean[i] += slot_mean * (double(n) / double(count));
-    });
-    std::vector<double> rest(slots.empty() ? 0 : statistics);  // what rounding left of the mean
-    for (const Slot& part : slots) {
-      const double difference = (part.mean - mean[part.at]) + part.left;
-      m2[part.at] += part.m2 + difference * difference * double(part.n);
-      rest[part.at - base] += difference * (double(part.n) / double(count));
-    }
-    for (size_t i = 0; i < rest.size(); ++i)
-      if (std::isfinite(rest[i])) mean[base + i] += rest[i];  // else the mean is no finite number already
-    if (rstd == nullptr) return;
-    for (int64_t i = base; i < base + statistics; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
-  }
-};
-
 // One call's tensors, its cut and its parameters: what the operators below share.
 struct Call {
   const Shape s;
@@ -126,15 +92,20 @@ struct Call {
     const Chunk chunk = cut.chunk(set, i);
     kernels().normalize[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act);
   }
-  void grad_sums(const SetCoefficients& c, GradPartials& partials, int64_t set, int64_t i) const {
+  void grad_sums(const SetCoefficients& c, GradPartials& partials, int64_t set, int64_t i, void* kept) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().grad_sums[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act, partials.dz(i),
-                                           partials.dz_centred(i));
+    Operands o = tensors.at(chunk.offset);
+    o.kept = kept;
+    kernels().grad_sums[cut.columns][type](o, chunk.block, c.at(chunk.index), act, partials.dz(i), partials.dz_centred(i));
   }
-  void input_grad(const SetCoefficients& c, int64_t set, int64_t i) const {
+  void input_grad(const SetCoefficients& c, int64_t set, int64_t i, void* kept) const {
     const Chunk chunk = cut.chunk(set, i);
-    kernels().input_grad[cut.columns][type](tensors.at(chunk.offset), chunk.block, c.at(chunk.index), act);
+    Operands o = tensors.at(chunk.offset);
+    o.kept = kept;
+    kernels().input_grad[cut.columns][type](o, chunk.block, c.at(chunk.index), act);
   }
+  // Is the activation's derivative dear, so that what it makes of a set is kept between the passes?
+  bool keeps() const { return type != kDouble && act != kIdentity && act != kRelu && cut.kept_size() <= kKept && cut.kept_size() > 0; }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
     const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
@@ -147,6 +118,8 @@ struct Call {
     cut.each_channel(n, [&](int64_t j, int64_t i) { sum_dz_xhat[first + j] *= rstd[statistic + i]; });
   }
 };
+
+struct alignas(64) Line { float of[kLine]; };
 
 // The statistics of an operator's arguments.
 struct Given {
@@ -200,7 +173,7 @@ struct GradSums : GivenWorker {
     GivenWorker::begin(next);
     partials.clear();
   }
-  void first(int64_t i) { call.grad_sums(coefficients, partials, set, i); }
+  void first(int64_t i) { call.grad_sums(coefficients, partials, set, i, nullptr); }
   void between() { call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat); }
 };
 
@@ -307,7 +280,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
       GivenWorker::begin(next);
       if (!call.constant) coefficients.set_backward(set, given.rstd, p, q, 0);
     }
-    void second(int64_t i) { call.input_grad(coefficients, set, i); }
+    void second(int64_t i) { call.input_grad(coefficients, set, i, nullptr); }
   };
   in_one_pass(call.cut, [&] { return InputGrad(call, given, ps, qs); });
   return {dx, dz};
@@ -341,9 +314,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   call.constant = constant;
   struct Backward : GradSums {
-    using GradSums::GradSums;
     std::vector<double> p, q;
+    std::unique_ptr<Line[]> dz;
 
+    Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
+        : GradSums(call, given, sum_dz, sum_dz_xhat),
+          dz(call.keeps() ? new Line[call.cut.kept_size() / kLine] : nullptr) {}
+    Line* kept(int64_t i) { return dz == nullptr ? nullptr : dz.get() + call.cut.kept_at(i) / kLine; }
+    void first(int64_t i) { call.grad_sums(coefficients, partials, set, i, kept(i)); }
     void between() {
       GradSums::between();
       if (call.constant) return;
@@ -359,7 +337,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
       });
       coefficients.set_backward(set, given.rstd, Values(p), Values(q), cut.first_statistic(set));
     }
-    void second(int64_t i) { call.input_grad(coefficients, set, i); }
+    void second(int64_t i) { call.input_grad(coefficients, set, i, kept(i)); }
   };
   in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sum_dz, sum_dz_xhat); });
   return {gradient(x, weight, sum_dz_xhat, sums, channels), gradient(x, weight, sum_dz, sums, channels), dz};

@@ -33,6 +33,9 @@ struct Operands {
   const void *x, *residual, *dy, *out;
   void *result, *dz;
   bool past;  // the result is so large that it is written past the caches, where it is aligned
+  // Planes, activations other than relu: room for dz in the compute type, from a line's start on, a vector for every one
+  // that is taken. The gradient's sums leave it there, and the input's gradient takes it up.
+  void* kept = nullptr;
 };
 
 // Operands and coefficients are given by value: behind a reference they would be read again after every store.

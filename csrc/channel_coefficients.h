@@ -14,16 +14,16 @@ class SetCoefficients {
   SetCoefficients(ElementType type, const Cut& cut, int64_t channels, const Values& weight, const Values& bias)
       : double_(type == kDouble), cut_(cut), channels_(std::max<int64_t>(1, channels)), weight_(weight), bias_(bias),
         size_(cut.channels() * cut.fold), values_(new float[7 * size_ * (double_ ? 2 : 1)]),
-        scratch_(new double[4 * cut.channels()]) {}
+        scratch_(new double[5 * cut.channels()]) {}
 
   // The weights of a set's channels, until the next coefficients are set.
-  const double* weights(int64_t set) { return weight_.read(parameters(set), cut_.channels(set), one_channel(2), 1.0); }
+  const double* weights(int64_t set) { return parameters(set, weight_, one_channel(2), 1.0); }
 
   // mean and rstd: of all statistics.
   void set_forward(int64_t set, const Values& mean, const Values& rstd) {
     const int64_t n = cut_.channels(set), statistic = cut_.first_statistic(set);
     const double *const means = of_channels(0, n, mean, statistic), *const rstds = of_channels(1, n, rstd, statistic);
-    const double *const scales = weights(set), *const biases = bias_.read(parameters(set), n, one_channel(3), 0.0);
+    const double *const scales = weights(set), *const biases = parameters(set, bias_, one_channel(3), 0.0);
     put(0, n, [&](int64_t j) { return means[j]; });
     put(1, n, [&](int64_t j) { return means[j] - (double_ ? means[j] : float(means[j])); });
     put(2, n, [&](int64_t j) { return rstds[j] * scales[j]; });
@@ -55,14 +55,22 @@ class SetCoefficients {
     for (int64_t j = 0; j < n; ++j) to[j] = static_cast<S>(value(j));
     for (int64_t f = 1; f < cut_.fold; ++f) std::copy_n(to, n, to + f * cut_.channels());
   }
-  // Where the parameters of a set's channels begin.
-  int64_t parameters(int64_t set) const { return cut_.first_channel(set) % channels_; }
+  // The parameters of a set's channels, where they lie or in `to`: again for every sample that the set has.
+  const double* parameters(int64_t set, const Values& of, double* to, double missing) const {
+    const int64_t n = cut_.channels(set);
+    if (n <= channels_) return of.read(cut_.first_channel(set) % channels_, n, to, missing);
+    const double* const once = of.read(0, channels_, to, missing);
+    for (int64_t at = once == to ? channels_ : 0; at < n; at += channels_) std::copy_n(once, channels_, to + at);
+    return to;
+  }
   double* one_channel(int64_t k) { return scratch_.get() + k * cut_.channels(); }
   // The values of statistics, from `first` on, one for each channel.
   const double* of_channels(int64_t k, int64_t n, const Values& values, int64_t first) {
     double* const to = one_channel(k);
     if (cut_.per_statistic == 1) return values.read(first, n, to, 0.0);
-    cut_.each_channel(n, [&](int64_t j, int64_t statistic) { to[j] = values[first + statistic]; });
+    if (n == 0) return to;
+    const double* const given = values.read(first, n / cut_.per_statistic, one_channel(4), 0.0);
+    cut_.each_channel(n, [&](int64_t j, int64_t statistic) { to[j] = given[statistic]; });
     return to;
   }
 

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "channel_elements.h"
+#include "channel_waiting.h"
 
 namespace leannorm::LEANNORM_ISA {
 
@@ -279,17 +279,28 @@ template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t a
 template <class T, Form form>
 void column_normalize(Operands o, Block block, Coefficients coefficients, int act) {
   using V = typename Element<T>::V;
+  using E = InOrder<T>;
   const int64_t ahead = block.ahead != 0 ? block.ahead : fetch_ahead<T>(block);
+  std::conditional_t<kWaits<T, form>, Waiting<E>, None> waiting;
+  int count = 0;  // of those that wait
   each_tile<V>(block, coefficients, kApply, [&](Block tile, int64_t first, Coefficients c) LEANNORM_BODY {
     const auto normalize = [&](auto past) LEANNORM_BODY {
       each_column_vector<T, form, kAbreast>(tile, [&](auto rows, int64_t x, int64_t at, int64_t n, auto whole) LEANNORM_BODY {
         const Affine<V> affine = column_affine<V, whole>(c, at, n);
-        const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
-        typename InOrder<T>::Batch of[kAbreast];
-        each_of(rows, [&](int i) LEANNORM_BODY {
-          of[i] = normalized<InOrder<T>, form, whole>(place(i), n, ahead, affine, act);
-        });
-        each_of(rows, [&](int i) LEANNORM_BODY { place(i).template store<whole>(o.result, of[i], n, past); });
+        const auto place = [&](int i) LEANNORM_BODY { return Place<E>{o, first + x + i * block.stride}; };
+        if constexpr (kWaits<T, form>) {
+          if (count + rows > waiting.kMost) put_activated(waiting, std::exchange(count, 0), o, act);
+          each_of(rows, [&](int i) LEANNORM_BODY {
+            const auto z = normalized<E, kPlain, whole>(place(i), n, ahead, affine, act);
+            waiting.put(count++, z, place(i).at, n, past && n == E::W);
+          });
+        } else {
+          typename E::Batch of[kAbreast];
+          each_of(rows, [&](int i) LEANNORM_BODY {
+            of[i] = normalized<E, form, whole>(place(i), n, ahead, affine, act);
+          });
+          each_of(rows, [&](int i) LEANNORM_BODY { place(i).template store<whole>(o.result, of[i], n, past); });
+        }
       });
     };
     // There is so little to do for each vector that even to ask how it is written would be felt.
@@ -298,6 +309,7 @@ void column_normalize(Operands o, Block block, Coefficients coefficients, int ac
     else if (past) normalize(std::true_type());
     else normalize(std::false_type());
   });
+  if constexpr (kWaits<T, form>) put_activated(waiting, count, o, act);
   if (o.past) settle();
 }
 

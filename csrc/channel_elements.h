@@ -111,9 +111,10 @@ LEANNORM_INLINE auto normalized(Place<E> place, int64_t n, int64_t ahead, const 
 }
 
 // Where the next line of the result begins, if results are written past the caches; the end, if that comes before.
+// Vectors of which dz is kept are not cut anew: there the line of the first is what counts.
 template <class T> LEANNORM_INLINE int64_t first_line(const Operands& o, int64_t at, int64_t end) {
   const int64_t before = -(reinterpret_cast<uintptr_t>(o.result) / sizeof(T) + at) % (64 / sizeof(T));
-  return !o.past ? at : at + before < end ? at + before : end;
+  return !o.past || o.kept != nullptr ? at : at + before < end ? at + before : end;
 }
 // May results be written past the caches, from this element on?
 template <class T> LEANNORM_INLINE bool writes_past(const Operands& o, int64_t at) {

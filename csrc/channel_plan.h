@@ -62,6 +62,11 @@ constexpr int64_t kFar = 1 << 12;
 // once at least, and so many are read abreast.
 constexpr int64_t kGathered = 1 << 14, kFewestSets = 16, kShort = 128, kShortOfLarge = 256, kLarge = 1 << 20;
 constexpr int64_t kFewestSamples = 32, kAbreast = 8, kLine = 16;
+// Neighbouring groups of a sample, or of several, are a set up to so many elements: a set of its own costs as much as
+// some hundreds of them.
+constexpr int64_t kTogether = 1 << 12;
+// Of a set of up to so many elements dz stays between the two passes of the gradient.
+constexpr int64_t kKept = 1 << 16, kPair = 32;  // the lanes of two vectors, at most
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
@@ -72,7 +77,7 @@ struct Cut {
   int64_t fold = 1;              // columns: rows taken side by side, where channels alone are few
   int64_t step = 0;              // planes: 1 where each has its own coefficients
   int64_t each = 1;              // columns that share a statistic: the elements of a short plane
-  int64_t last = 0;              // batch norm's planes: the channels of the last set, which may be fewer
+  int64_t last = 0;              // planes: the statistics of a block's last set, which may be fewer
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
@@ -97,9 +102,12 @@ struct Cut {
       return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead(), next()}, plane * step};
     }
     const int64_t first = i * per_chunk;
+    if (step != 0) {
+      const int64_t count = std::min(per_chunk, channels(set) - first);
+      return {start + first * stride, {1, stride, length, ahead(), next(), count}, first};
+    }
     const int64_t count = std::min(per_chunk, planes - first);
-    if (step != 0) return {start + first * stride, {1, stride, length, ahead(), next(), count}, first};
-    return {start + first * stride, {count, stride, length, ahead(), next(), channels(set)}, 0};
+    return {start + first * stride, {count, stride, length, ahead(), next(), statistics_of(set)}, 0};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = start_of(set), first = i * rows_per_chunk;
@@ -109,6 +117,14 @@ struct Cut {
   }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length * (step == 0 ? statistics : 1); }
   int64_t chunk_elements() const { return set_elements() / std::max<int64_t>(1, chunks); }
+  // Planes: where dz of a chunk is kept, and the room for all, in elements of whole vectors.
+  int64_t kept_at(int64_t i) const {
+    return segments > 1 ? i * kChunk : i * per_chunk * (step == 0 ? statistics : 1) * kept_plane();
+  }
+  int64_t kept_size() const {
+    return columns ? 0 : segments > 1 ? chunks * kChunk : planes * (step == 0 ? statistics : 1) * kept_plane();
+  }
+  int64_t kept_plane() const { return (length + kPair - 1) / kPair * kPair; }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
   int64_t next() const {
     if (each != 1) return set_elements() > kAhead ? kAbreast * stride : alone ? set_stride : 0;
@@ -117,22 +133,27 @@ struct Cut {
 
   // The channels of each set, or of one; a set's first channel and statistic in the numbering of all samples.
   int64_t channels() const { return statistics * per_statistic; }
-  int64_t channels(int64_t set) const { return last != 0 && (set + 1) % block_sets == 0 ? last : channels(); }
-  int64_t statistics_of(int64_t set) const { return last != 0 ? channels(set) : statistics; }
-  int64_t first_channel(int64_t set) const { return set * channels() - missing(set); }
-  int64_t first_statistic(int64_t set) const { return set * statistics - missing(set); }
-  int64_t missing(int64_t set) const { return last == 0 ? 0 : set / block_sets * (channels() - last); }
+  int64_t channels(int64_t set) const { return statistics_of(set) * per_statistic; }
+  int64_t statistics_of(int64_t set) const { return last != 0 && (set + 1) % block_sets == 0 ? last : statistics; }
+  int64_t first_channel(int64_t set) const { return first_statistic(set) * per_statistic; }
+  int64_t first_statistic(int64_t set) const {
+    return set * statistics - (last == 0 ? 0 : set / block_sets * (statistics - last));
+  }
 
   // visit(channel, statistic) for the first n channels of a set, without a division.
   template <class Visit> void each_channel(int64_t n, Visit visit) const {
     if (per_statistic == 1) {
       for (int64_t j = 0; j < n; ++j) visit(j, j);
     } else {
-      for (int64_t j = 0, i = 0, left = per_statistic; j < n; ++j, --left) {
-        if (left == 0) ++i, left = per_statistic;
-        visit(j, i);
-      }
+      for (int64_t j = 0, i = 0; j < n; ++i)
+        for (const int64_t end = std::min(n, j + per_statistic); j < end; ++j) visit(j, i);
     }
+  }
+
+  // visit(slot, statistic) for the first n slots of a set: its channels, again for every row that is folded.
+  template <class Visit> void each_slot(int64_t n, Visit visit) const {
+    for (int64_t at = 0; at < n; at += channels())
+      each_channel(std::min(channels(), n - at), [&](int64_t j, int64_t i) { visit(at + j, i); });
   }
 
   static Cut of_planes(int64_t sets, int64_t planes, int64_t stride, int64_t length, int64_t set_stride,
@@ -157,6 +178,26 @@ struct Cut {
     sets = block_sets = channels == 0 ? 0 : (channels + statistics - 1) / statistics;
     last = channels - (sets - 1) * statistics;
     set_stride *= statistics;
+  }
+  // Every sample's groups, each of so many planes of `length` elements, side by side; short ones several to a set.
+  static Cut of_groups(int64_t samples, int64_t groups, int64_t planes, int64_t length, int64_t step) {
+    const int64_t group = planes * length, sample = groups * group;
+    Cut cut = of_planes(samples * groups, planes, length, length, group, step);
+    const int64_t fit = kTogether / std::max<int64_t>(1, group);
+    if (fit < 2 || cut.chunks == 0 || samples == 0) return cut;
+    // a block: all samples, of which a set has some whole ones, or one sample
+    const int64_t blocks = fit < groups ? samples : 1, of_block = samples * groups / blocks;
+    const int64_t most = fit < groups ? fit : fit / groups * groups;
+    cut.block_sets = (of_block + most - 1) / most;
+    cut.statistics = fit < groups ? (groups + cut.block_sets - 1) / cut.block_sets : std::min(most, of_block);
+    cut.block_sets = (of_block + cut.statistics - 1) / cut.statistics;
+    cut.last = of_block - (cut.block_sets - 1) * cut.statistics;
+    cut.sets = blocks * cut.block_sets;
+    cut.set_stride = cut.statistics * group;
+    cut.block_stride = of_block * group;
+    if (step != 0) cut.planes *= cut.statistics;
+    cut.slots = step == 0 ? cut.statistics : cut.planes;
+    return cut;
   }
   // Batch norm: planes of `length` elements.
   static Cut of_batch(int64_t samples, int64_t channels, int64_t length) {
@@ -214,13 +255,12 @@ inline Cut channel_cut(const Shape& s, int64_t groups) {
   if (s.columns)
     return groups == 0 ? Cut::of_columns(1, s.n * s.inner, s.c, 0) : Cut::of_columns(s.n, s.inner, s.c, groups);
   if (groups == 0) return Cut::of_batch(s.n, s.c, s.inner);
-  return Cut::of_planes(s.n * groups, s.c / groups, s.inner, s.inner, s.c / groups * s.inner, 1);
+  return Cut::of_groups(s.n, groups, s.c / groups, s.inner, 1);
 }
 // The cut into statistics: the moments of a contiguous group are those of one long plane.
 inline Cut moments_cut(const Shape& s, int64_t groups) {
   if (s.columns || groups <= 0) return channel_cut(s, groups);
-  const int64_t length = s.c / groups * s.inner;
-  return Cut::of_planes(s.n * groups, 1, length, length, length, 0);
+  return Cut::of_groups(s.n, groups, 1, s.c / groups * s.inner, 0);
 }
 
 // How many pieces of work of so many elements a thread should have at least.

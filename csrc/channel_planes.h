@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "channel_elements.h"
+#include "channel_waiting.h"
 
 namespace leannorm::LEANNORM_ISA {
 
@@ -130,13 +130,49 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Affine<V> affine;
+  std::conditional_t<kWaits<T, form>, Waiting<E>, None> waiting;
+  int count = 0;  // of those that wait
   each_written<E>(
       o, block, [&](int64_t s) LEANNORM_BODY { affine = plane_affine<V>(c, s); },
       [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
         const Place<E> place{o, i};
-        place.template store<whole>(o.result, normalized<E, form, whole>(place, n, block.ahead, affine, act), n, past);
+        if constexpr (kWaits<T, form>) {
+          waiting.put(count++, normalized<E, kPlain, whole>(place, n, block.ahead, affine, act), i, n, past);
+          if (count == waiting.kMost) put_activated(waiting, std::exchange(count, 0), o, act);
+        } else {
+          place.template store<whole>(o.result, normalized<E, form, whole>(place, n, block.ahead, affine, act), n, past);
+        }
       });
+  if constexpr (kWaits<T, form>) {
+    put_activated(waiting, count, o, act);
+    if (o.past) settle();
+  }
 }
+
+// dz of a chunk, a vector for every one that is taken: what the sums left for the input's gradient.
+template <class V> struct Kept {
+  V* at;
+
+  template <int N> LEANNORM_INLINE void put(const Several<Gradient<V>, N>& g) {
+    if (at == nullptr) return;
+#pragma GCC unroll 2
+    for (int j = 0; j < N; ++j) *at++ = g.of[j].dz;
+  }
+  template <class E, bool Whole>
+  LEANNORM_INLINE void input_grads(Place<E> place, int64_t n, int64_t ahead, const Backward<V>& c, bool past) {
+    place.fetch(place.o.x, ahead);
+    place.fetch(place.o.dy, ahead);
+    if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
+    const auto x = place.template load<Whole>(place.o.x, n, c.mean);
+    Gradients<typename E::Batch> result;
+#pragma GCC unroll 2
+    for (int j = 0; j < x.size; ++j) {
+      result.dz.of[j] = *at++;
+      result.dx.of[j] = c.input_grad(result.dz.of[j], c.centre(x.of[j]));
+    }
+    result.template store<Whole>(place, n, past);
+  }
+};
 
 template <class T, Form form>
 void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* sum_dz,
@@ -145,6 +181,7 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
   using V = typename E::V;
   Runs<E> runs;
   Sums<V> sum;
+  Kept<V> kept{static_cast<V*>(o.kept)};
   each_statistic(block, [&](int64_t start, int64_t planes, int64_t s) LEANNORM_BODY {
     const Affine<V> affine = plane_affine<V>(c, s);
     each_run<E::W, form>(
@@ -159,6 +196,7 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
           const auto g = gradient<E, form, whole>(place, n, affine, act);
 #pragma GCC unroll 2
           for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
+          if constexpr (form == kAny) kept.put(g);
         },
         [&]() LEANNORM_BODY { take(sum, runs); });
     sum.put(sum_dz + s, sum_dz_centred + s);
@@ -170,10 +208,14 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
   using E = AnyOrder<T>;
   using V = typename E::V;
   Backward<V> backward;
+  Kept<V> kept{static_cast<V*>(o.kept)};
   each_written<E>(
       o, block, [&](int64_t s) LEANNORM_BODY { backward = plane_backward<V>(c, s); },
       [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
         const Place<E> place{o, i};
+        if constexpr (form == kAny) {
+          if (kept.at != nullptr) return kept.template input_grads<E, whole>(place, n, block.ahead, backward, past);
+        }
         input_grads<E, form, whole>(place, n, block.ahead, backward, act).template store<whole>(place, n, past);
       });
 }

@@ -1,6 +1,7 @@
 // The two kinds of sums of a set, held for each chunk until they are merged in order.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <vector>
@@ -35,31 +36,16 @@ class MomentPartials {
 
   void add(const ChannelKernels& kernels, int64_t set, int64_t i) {
     const Chunk chunk = cut_.chunk(set, i);
-    const char* x = x_ + chunk.offset * element_size(type_);
-    const int64_t slots = slots_of(chunk), count = count_of(chunk);
-    double *mean = mean_at(i), *m2 = mean + size_, *sum = m2 + size_;
-    if (type_ != kDouble && fast(kernels, chunk, x, mean, m2, sum)) return;
-    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j * (cut_.columns ? chunk.block.each : chunk.block.length));
-    // Differences from one of the values; float64 input, which has no wider type to be summed in, goes
-    // once more with the differences from the mean.
-    for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
-      for (int64_t j = 0; j < slots; ++j)
-        if (!std::isfinite(mean[j])) mean[j] = 0;  // no difference from it is a number
-      std::fill_n(sum, slots, 0.0);
-      std::fill_n(m2, slots, 0.0);
-      kernels.wide_moments[cut_.columns][type_](x, chunk.block, mean, sum, m2);
-      for (int64_t j = 0; j < slots; ++j) {
-        const double rest = sum[j] / count, left = add_rounded(mean[j], rest);
-        if (type_ == kDouble) left_of(mean)[j] = left;
-        if (std::isfinite(sum[j]) && std::isinf(m2[j])) continue;  // squares of finite values, beyond float64
-        m2[j] = not_negative(m2[j] - rest * sum[j]);
-      }
-    }
+    add(kernels, chunk.block, x_ + chunk.offset * element_size(type_), mean_at(i));
   }
 
-  // merged(slot, count, mean, m2, left) for every slot of the set.
-  template <class Merged> void merge(int64_t set, Merged merged) {
-    if (cut_.chunks == 0) return;
+  // Those of a whole set: a slot is of `count` elements, the first `with_tail` of one more; `left` may be null.
+  struct Merged {
+    int64_t slots, count, with_tail;
+    const double *mean, *m2, *left;
+  };
+  Merged merge(int64_t set) {
+    if (cut_.chunks == 0) return {};
     double *mean = mean_at(0), *m2 = mean + size_;
     const Chunk first = cut_.chunk(set, 0);
     const bool with_left = type_ == kDouble;
@@ -80,47 +66,86 @@ class MomentPartials {
       if (n == slots) count += more;
       else with_tail = n;  // the last row of folded columns is not whole
     }
-    for (int64_t j = 0; j < slots; ++j)
-      merged(j, count + (j < with_tail), mean[j], m2[j], with_left ? left_of(mean)[j] : 0.0);
+    return {slots, count, with_tail, mean, m2, with_left ? left_of(mean) : nullptr};
   }
 
  private:
+  // Of a block: its means, and behind them the other sums.
+  void add(const ChannelKernels& kernels, const Block& block, const char* x, double* mean) const {
+    if (type_ == kDouble) return add_wide(kernels, block, x, mean);
+    const bool alone = cut_.columns || block.statistics == 1;
+    const int64_t missed = add_fast(kernels, block, x, mean, alone ? 2 : 1);
+    if (missed == 0) return;
+    if (alone) return add_wide(kernels, block, x, mean);
+    // Each statistic for itself, so that its bits do not depend on its neighbours.
+    Block one = block;
+    one.statistics = 1;
+    const double* const fits = mean + 2 * size_;
+    for (int64_t j = 0; j < block.statistics; ++j)
+      if (fits[j] == 0) add(kernels, one, x + j * block.length * element_size(type_), mean + j);
+  }
+
+  // Differences from one of the values, in float64; float64 input, which has no wider type to be summed in, goes once
+  // more with the differences from the mean.
+  void add_wide(const ChannelKernels& kernels, const Block& block, const char* x, double* mean) const {
+    const int64_t slots = statistics_of(cut_, block), count = count_of(block);
+    double *const m2 = mean + size_, *const sum = m2 + size_;
+    for (int64_t j = 0; j < slots; ++j) mean[j] = value_at(type_, x, j * (cut_.columns ? block.each : block.length));
+    for (int pass = 0; pass < (type_ == kDouble ? 2 : 1); ++pass) {
+      for (int64_t j = 0; j < slots; ++j)
+        if (!std::isfinite(mean[j])) mean[j] = 0;  // no difference from it is a number
+      std::fill_n(sum, slots, 0.0);
+      std::fill_n(m2, slots, 0.0);
+      kernels.wide_moments[cut_.columns][type_](x, block, mean, sum, m2);
+      for (int64_t j = 0; j < slots; ++j) {
+        const double rest = sum[j] / count, left = add_rounded(mean[j], rest);
+        if (type_ == kDouble) left_of(mean)[j] = left;
+        if (std::isfinite(sum[j]) && std::isinf(m2[j])) continue;  // squares of finite values, beyond float64
+        m2[j] = not_negative(m2[j] - rest * sum[j]);
+      }
+    }
+  }
+
   // In float32, with differences from a first guess of the mean, and once more with those from the mean where the
-  // guess was far from it (by more than two standard deviations). False where squares leave the range of float32.
-  bool fast(const ChannelKernels& kernels, const Chunk& chunk, const char* x, double* mean, double* m2,
-            double* sum) const {
-    const int64_t slots = slots_of(chunk), count = count_of(chunk);
+  // guess was far from it (by more than two standard deviations), if there may be so many guesses. How many statistics
+  // do not fit: those whose squares leave the range of float32, and those far from the last guess; where the sums
+  // stood is 1 for the others.
+  int64_t add_fast(const ChannelKernels& kernels, const Block& block, const char* x, double* mean, int guesses) const {
+    const int64_t slots = statistics_of(cut_, block), count = count_of(block);
+    double *const m2 = mean + size_, *const sum = m2 + size_;
     const auto moments = kernels.moments[cut_.columns][type_];
-    if (cut_.columns && chunk.block.each == 1) {  // of a few rows
+    if (cut_.columns && block.each == 1) {  // of a few rows
       std::fill_n(mean, slots, 0.0);
       std::fill_n(sum, slots, 0.0);
       std::fill_n(m2, slots, 0.0);
-      Block few = chunk.block;
+      Block few = block;
       few.count = std::min<int64_t>(few.count, 8);
       moments(x, few, mean, sum, m2);
       const double each = 1.0 / few.count;
       for (int64_t j = 0; j < slots; ++j) mean[j] = float(sum[j] * each);
     } else {
-      spread_means(chunk.block, x, slots, mean);
+      spread_means(block, x, slots, mean);
     }
     const double each = 1.0 / count, least = 1e-20 * count;
-    for (int guess = 0; guess < 2; ++guess) {
+    for (;; --guesses) {
       std::fill_n(sum, slots, 0.0);
       std::fill_n(m2, slots, 0.0);
-      moments(x, chunk.block, mean, sum, m2);
+      moments(x, block, mean, sum, m2);
       int64_t near = 0, in_range = 0;
       for (int64_t j = 0; j < slots; ++j) {
         const double square = m2[j], rest = sum[j] * each, between = rest * sum[j];
         mean[j] += rest;
         m2[j] = square - between;
-        in_range += int64_t(square < 1e30) & int64_t(square > least);
-        near += int64_t(between < 4 * (square - between));
+        const int64_t ranges = int64_t(square < 1e30) & int64_t(square > least);
+        const int64_t nears = int64_t(between < 4 * (square - between));
+        in_range += ranges;
+        near += nears;
+        sum[j] = double(ranges & nears);
       }
-      if (in_range != slots) return false;
-      if (near == slots) return true;
+      if (near == slots && in_range == slots) return 0;
+      if (in_range != slots || guesses == 1) return slots;
       for (int64_t j = 0; j < slots; ++j) mean[j] = float(mean[j]);
     }
-    return false;
   }
 
   // The mean of a few values from all over a statistic's planes: one alone may be far from the mean of all.
@@ -143,8 +168,8 @@ class MomentPartials {
     }
   }
   int64_t slots_of(const Chunk& chunk) const { return statistics_of(cut_, chunk.block); }
-  int64_t count_of(const Chunk& chunk) const {
-    const Block& block = chunk.block;
+  int64_t count_of(const Chunk& chunk) const { return count_of(chunk.block); }
+  int64_t count_of(const Block& block) const {
     return block.count * (cut_.columns ? block.each : block.length);
   }
   double* left_of(double* mean) const { return mean + 3 * size_; }
@@ -155,6 +180,43 @@ class MomentPartials {
   const char* const x_;
   const int64_t size_;
   std::unique_ptr<double[]> values_;  // written before they are read
+};
+
+// Mean, M2 and rstd of a set, from the moments of its chunks.
+struct Statistics {
+  const Cut cut;
+  int64_t count;
+  double eps, *mean, *m2, *rstd;
+
+  void merge(MomentPartials& partials, int64_t set) const {
+    const int64_t base = cut.first_statistic(set), statistics = cut.statistics_of(set);
+    const MomentPartials::Merged of = partials.merge(set);
+    if (of.count == count) {  // a slot is a whole statistic
+      std::copy_n(of.mean, statistics, mean + base);
+      std::copy_n(of.m2, statistics, m2 + base);
+    } else {
+      join(of, mean + base, m2 + base, statistics);
+    }
+    if (rstd == nullptr) return;
+    for (int64_t i = base; i < base + statistics; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
+  }
+
+ private:
+  // Of several slots to a statistic: from the mean of all, which costs no digit.
+  void join(const MomentPartials::Merged& of, double* means, double* squares, int64_t statistics) const {
+    std::fill_n(means, statistics, 0.0);
+    std::fill_n(squares, statistics, 0.0);
+    const auto share = [&](int64_t slot) { return double(of.count + (slot < of.with_tail)); };
+    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) { means[i] += of.mean[slot] * (share(slot) / double(count)); });
+    std::vector<double> rest(statistics);  // what rounding left of the mean
+    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) {
+      const double difference = (of.mean[slot] - means[i]) + (of.left == nullptr ? 0.0 : of.left[slot]);
+      squares[i] += of.m2[slot] + difference * difference * share(slot);
+      rest[i] += difference * (share(slot) / double(count));
+    });
+    for (int64_t i = 0; i < statistics; ++i)
+      if (std::isfinite(rest[i])) means[i] += rest[i];  // else the mean is no finite number already
+  }
 };
 
 // Sums of dz and of dz * (x - mean) of every chunk of a set.

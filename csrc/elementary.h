@@ -37,10 +37,29 @@ LEANNORM_INLINE F scaled(F v, F n) {
   return v * bits<F>((whole - half + 127) << 23) * bits<F>((half + 127) << 23);
 #endif
 }
+#if defined(__AVX512F__)
+alignas(64) constexpr float kPowers[32] = {  // 2^(i/32)
+    1.0f, 1.02189715f, 1.04427378f, 1.0671404f, 1.09050773f, 1.11438674f, 1.13878863f, 1.16372486f,
+    1.18920712f, 1.21524736f, 1.24185781f, 1.26905096f, 1.29683955f, 1.32523664f, 1.35425555f, 1.38390988f,
+    1.41421356f, 1.44518081f, 1.47682615f, 1.50916443f, 1.54221083f, 1.57598085f, 1.61049033f, 1.64575548f,
+    1.68179283f, 1.7186193f, 1.75625216f, 1.79470908f, 1.83400809f, 1.87416763f, 1.91520656f, 1.95714412f,
+};
+// 2^n * 2^(i/32) * (1 + p): n + i/32 is x * log2(e), rounded, and what adding `magic` leaves in the low bits is i.
+LEANNORM_INLINE F exp(F x) {
+  x = (F)_mm512_max_ps(_mm512_set1_ps(-128), _mm512_min_ps(_mm512_set1_ps(128), (__m512)x));  // NaN stays
+  const F magic = F{} + 0x1.8p18f, shifted = fma(x, F{} + 1.44269504088896341f, magic), n = shifted - magic;
+  const F rest = fma(x, F{} + 1.925963033e-8f, fma(x, F{} + 1.44269504088896341f, -n));
+  const F power = (F)_mm512_permutex2var_ps(_mm512_load_ps(kPowers), bits<__m512i>(shifted), _mm512_load_ps(kPowers + 16));
+  F p = fma(rest, F{} + 0.0555054f, F{} + 0.24022651f);
+  p = fma(rest, p, F{} + 0.69314718f) * rest;
+  return scaled(fma(power, p, power), n);  // which rounds n down
+}
+#else
 LEANNORM_INLINE F exp(F x) {
   const ReducedExp e = reduce_exp(x);
   return scaled(1 + e.p, e.n);
 }
+#endif
 LEANNORM_INLINE F expm1(F x) {
   const ReducedExp e = reduce_exp(x);
   const F power = scaled(F{} + 1.0f, e.n);
