@@ -99,7 +99,7 @@ class Packing(CountingHook):
         if size >= SMALLEST:
             place = len(self.calls)
             self.calls.append((kind, *seen_as))
-            if self.following is not None:
+            if self._makes_a_plan:
                 self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
@@ -130,7 +130,7 @@ class Packing(CountingHook):
             value = Value(None, version, step, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
-            if self.following is not None:
+            if self._makes_a_plan:
                 value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
@@ -157,6 +157,11 @@ class Packing(CountingHook):
         if self._anything_waits:
             self._retry(node, output)
         return value
+
+    @property
+    def _makes_a_plan(self) -> bool:
+        """Will a plan be made of this pass? A pass that follows one needs no prices."""
+        return self.following is not None and self.following.whole
 
     def _again(self, known: Value, tensor: Tensor) -> Value:
         """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
@@ -310,7 +315,7 @@ class Packing(CountingHook):
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
-                    if self.following is not None:
+                    if self._makes_a_plan:
                         value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
