@@ -20,7 +20,7 @@ from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
 from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.masks import mask_as_bits
-from leannorm.saving.recipes.views import ALIASES
+from leannorm.saving.recipes.views import ALIASES, cast_to
 from leannorm.saving.values import Step, Value
 
 _SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torch.softmax}
@@ -119,7 +119,7 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     narrow = cast.detach().to(dtype)
     if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, cast)):
         return None
-    step = Step(_cast, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,))
+    step = Step(cast_to, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,))
     if cast is tensor:
         return step
     value = Value(None, 0, step, name=kind_of(cast.grad_fn))
@@ -159,10 +159,6 @@ def _source_dtype(tensor: Tensor, node: Any) -> torch.dtype | None:
     source: torch.dtype = producer._input_metadata[number].dtype
     widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
     return source if widened else None
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
 
 
 _CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made

@@ -35,6 +35,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
+from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
 from leannorm.saving.search import Missing, Search, as_made, is_view_of_held
 from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
@@ -172,7 +173,9 @@ class Packing(CountingHook):
         return known
 
     def _mark(self, value: Value, tensor: Tensor) -> None:
-        """Under `verify`: store the running layer and the original tensor."""
+        """What the backward pass must know; under `verify` the running layer and the original tensor."""
+        if value.name == SOFTMAX and in_rows(value, tensor):
+            value.in_rows, value.device = True, tensor.device
         if self.layers is not None:
             value.where = self.layers.at_work()
             if value.step is not None:
@@ -335,6 +338,8 @@ def unpack(value: Value | Kept) -> Tensor:
         return read(value)
     if value.at_hand:
         tensor = value.read()
+    elif value.in_rows and (stand_in := unbuilt(value)) is not None:
+        return stand_in
     elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
         tensor = value.read(current())
     else:
