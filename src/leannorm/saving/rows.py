@@ -37,6 +37,15 @@ _ELEMENTS, _ON_DEVICE = 1 << 18, 1 << 24  # of a part: on a CPU it stays in the 
 _ROWS = 64  # a part is a multiple of so many rows, so that it lies on an address as even as the whole
 _FEWEST = 4  # parts; for fewer there is nothing to gain
 
+# Functions of torch that are not public: where one is missing, log-softmaxes are rebuilt as a whole
+_SERVES = (
+    hasattr(Tensor, "_use_count")
+    and hasattr(torch._C._functorch, "maybe_current_level")
+    and all(
+        hasattr(torch._C, name)
+        for name in ("_storage_Use_Count", "_current_autograd_node", "_len_torch_dispatch_stack")
+    )
+)
 _SEEN: dict[Hashable, bool] = {}
 _MAX_SEEN = 1 << 10
 
@@ -48,11 +57,11 @@ def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]
 
 
 def in_rows(value: Value, tensor: Tensor) -> bool:
-    """Can this log-softmax, rebuilt by `value`, be read in parts with the same bits? Tried once per layout."""
+    """Can this rebuilt log-softmax be read in parts, with the same bits? Tried once per layout."""
     step = value.step
-    if type(tensor) is not Tensor or step is None or step.function is not torch.log_softmax:
+    if not _SERVES or type(tensor) is not Tensor or step is None or step.function is not torch.log_softmax:
         return False
-    if tensor.dim() < 2 or step.constants[0] not in (-1, tensor.dim() - 1) or not tensor.is_contiguous():
+    if tensor.dim() < 2 or step.constants not in ((-1,), (tensor.dim() - 1,)) or not tensor.is_contiguous():
         return False
     if not tensor.numel() or len(list(_parts(tensor.shape, tensor.device))) < _FEWEST:
         return False
@@ -120,12 +129,12 @@ def unbuilt(value: Value) -> Tensor | None:
 class Unbuilt(Tensor):
     """Stands for a log-softmax that is not rebuilt yet. Operators other than two get the whole tensor."""
 
-    value: Value | None
+    value: Value
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, value: Value | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
+    def __new__(cls, value: Value, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
         made: Unbuilt = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.value = value
         return made
@@ -134,7 +143,9 @@ class Unbuilt(Tensor):
         pass
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function is _aten.detach.default:
             x = args[0]
@@ -143,15 +154,13 @@ class Unbuilt(Tensor):
             args[1].value.skip()
             return function(args[0], _without_values(args[1]), *args[2:])
         if function is _GRADIENT and type(args[0]) is Tensor and len(args) == 4 and not kwargs:
-            owners = _owners(args)
-            made = _gradient_of(args[1].value, args[0], args[3], owners)
+            made = _gradient_of(args[1].value, args[0], args[3], _owners(args))
             if made is not None:
                 return made
         return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
 
 
 def _whole(x: Unbuilt) -> Tensor:
-    assert x.value is not None
     with torch.no_grad(), without_autocast():
         return x.value.read(current())
 
@@ -166,15 +175,16 @@ def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
 class _Probe(Unbuilt):
     """Counts the owners of a gradient that only autograd holds."""
 
-    found: ClassVar[tuple[int, int, int]]
+    found: ClassVar[tuple[int, int, int]] = (0, 0, 0)  # equal to no tensor's
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function is _GRADIENT:
-            owners = _owners(args)
-            _Probe.found = owners
+            _Probe.found = _owners(args)
         if function is _aten.detach.default:
-            return cls(None, args[0].shape, args[0].dtype, args[0].device)
+            return cls(args[0].value, args[0].shape, args[0].dtype, args[0].device)
         return torch.zeros(args[1].shape)
 
     @classmethod
@@ -186,7 +196,7 @@ class _Probe(Unbuilt):
 
     @staticmethod
     def _of(x: Tensor) -> Tensor:
-        return _Probe(None, x.shape, x.dtype, x.device)
+        return _Probe(Value(None), x.shape, x.dtype, x.device)
 
 
 @lru_cache
@@ -199,7 +209,9 @@ def _owners_when_alone() -> tuple[int, int, int]:
 
 
 @torch.no_grad()
-def _gradient_of(value: Value, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]) -> Tensor | None:
+def _gradient_of(
+    value: Value, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
+) -> Tensor | None:
     """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd holds that.
 
     None if it must be computed as a whole.
