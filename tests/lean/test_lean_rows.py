@@ -171,6 +171,33 @@ def test_a_gradient_that_the_caller_gave_stays():
     assert_same(in_stock_and_lean(run))
 
 
+class _Gradient(torch.autograd.Function):
+    """Gives a gradient that it computed in the forward pass, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x, gradient):
+        ctx.save_for_backward(gradient)
+        ctx.kept = gradient
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.kept if ctx.needs_input_grad[1] else ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_gradient_that_a_function_has_kept_stays(saved):
+    def run(context, x, weight):
+        given = torch.linspace(-1, 1, TOKENS * WORDS).view(TOKENS, WORDS).requires_grad_(not saved)
+        with context:
+            loss = _Gradient.apply(log_softmax(x, weight), given)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return given.detach(), x.grad, weight.grad
+
+    assert_same(in_stock_and_lean(run))
+
+
 def test_a_node_that_is_called_by_hand():
     def run(context, x, weight):
         with context:

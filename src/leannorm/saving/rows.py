@@ -1,9 +1,9 @@
 """The gradient of a log-softmax, some rows at a time: its rebuilt output never exists as a whole.
 
-At the loss of a language model the output of the log-softmax, the gradient that comes in and the one that goes
-out are the largest tensors of a step, and together its peak. Two of them are left out: the node gets a tensor
-without memory, `Unbuilt`; the operator that reads it rebuilds some rows, and writes their gradient over the
-incoming one if nobody else holds that. Every other operator gets the whole tensor.
+At the loss of a language model the output of the log-softmax, the gradient that comes in and the one that
+goes out are the largest tensors of a step, and together its peak. Two of them are left out: the node gets a
+tensor without memory, `Unbuilt`; the operator that reads it rebuilds some rows, and writes their gradient
+over the incoming one if nobody else holds that. Every other operator gets the whole tensor.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Unbuilt(Tensor):
 
     value: Value
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, value: Value, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
@@ -154,7 +154,8 @@ class Unbuilt(Tensor):
             args[1].value.skip()
             return function(args[0], _without_values(args[1]), *args[2:])
         if function is _GRADIENT and type(args[0]) is Tensor and len(args) == 4 and not kwargs:
-            made = _gradient_of(args[1].value, args[0], args[3], _owners(args))
+            owners = _owners(args)  # before anything else refers to the gradient
+            made = _gradient_of(args[1].value, args[0], args[3], owners)
             if made is not None:
                 return made
         return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
