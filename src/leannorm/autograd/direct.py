@@ -213,6 +213,11 @@ def _row_forward(
     return made
 
 
+def _cpu_serves(x: Tensor) -> bool:
+    """Is this an eager call on a tensor that the CPU's kernels serve? Asked first, of every call."""
+    return not torch.compiler.is_compiling() and x.is_cpu and picks_cpu()
+
+
 def direct_channel_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -227,11 +232,13 @@ def direct_channel_norm(
     Moves the `running` statistics too: mean, variance, counter or None, momentum. The caller has checked what
     no kernel does: `eps`, the momentum, and that x has channels and more than one value of each.
     """
-    if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
+    if not _cpu_serves(x):
+        return None
+    if NODES is not None:
         y: Tensor | None = NODES.channel_norm(x, weight, bias, eps, act, groups, running)
         if y is not None:
             return y
-    if not (plain() and picks_cpu() and x.is_cpu and is_dense(x)):
+    if not (plain() and is_dense(x)):
         return None
     if weight is None or bias is None:
         if weight is not bias:
@@ -267,11 +274,13 @@ def direct_evaluation(
     act: str = "identity",
 ) -> Tensor | None:
     """The output of `channel_affine` by running statistics, if this call is a usual one."""
-    if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
+    if not _cpu_serves(x):
+        return None
+    if NODES is not None:
         y: Tensor | None = NODES.evaluation(x, weight, bias, eps, act, mean, var)
         if y is not None:
             return y
-    if not (plain() and picks_cpu() and x.is_cpu and is_dense(x) and mean.is_cpu and var.is_cpu):
+    if not (plain() and is_dense(x) and mean.is_cpu and var.is_cpu):
         return None
     if weight is None or bias is None:
         if weight is not bias:
@@ -295,13 +304,15 @@ def direct_row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
 ) -> Tensor | None:
     """The output of `row_norm` over the last axes, if this call is a usual one."""
+    if not _cpu_serves(x):
+        return None
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
-    if not torch.compiler.is_compiling() and NODES is not None and picks_cpu():
+    if NODES is not None:
         y: Tensor | None = NODES.row_norm(x, weight, bias, eps, shape, rms)
         if y is not None:
             return y
-    if not (plain() and picks_cpu() and x.is_cpu and eps >= 0):
+    if not (plain() and eps >= 0):
         return None
     stop = x.dim()
     start = stop - len(shape)

@@ -37,11 +37,8 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         """`usual_instance_norm`, where there are no running statistics."""
         if self.track_running_stats or self._buffers.get("running_mean", input) is not None:
             return None
-        rank, weight, bias = (
-            self._get_no_batch_dim() + 1,
-            parameter_of(self, "weight"),
-            parameter_of(self, "bias"),
-        )
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+        rank = self._get_no_batch_dim() + 1
         return usual_instance_norm(input, weight, bias, self.eps, rank, self.num_features)
 
     def forward(
