@@ -33,8 +33,8 @@ _OF_LOSS = _aten.nll_loss_backward.default
 _READERS = {"LogSoftmaxBackward0", "NllLossBackward0"}
 SOFTMAX = "LogSoftmaxBackward0"
 
-_ELEMENTS, _ON_DEVICE = 1 << 18, 1 << 24  # of a part: on a CPU it stays in the cache
-_ROWS = 64  # a part is a multiple of so many rows, so that it lies on an address as even as the whole
+_ELEMENTS, _ON_DEVICE = 1 << 16, 1 << 24  # of a part: on a CPU it stays in the cache
+_ROWS = 16  # a part is a multiple of so many rows, so that it lies on an address as even as the whole
 _FEWEST = 4  # parts; for fewer there is nothing to gain
 
 # Functions of torch that are not public: where one is missing, log-softmaxes are rebuilt as a whole
