@@ -92,10 +92,9 @@ class ForwardPass:
         if following is None or packing is None or not packing.calls:
             return None
         try:
-            passed = packing.passed()
-            if not passed.stock:
+            if not self._ledger.kept() + self._ledger.rebuilt():
                 packing.reasons[reasons.BACKWARD_WITHIN] = 1
-            following.end(passed)
+            following.end(packing.calls, packing.passed)
         except Exception as error:  # a plan is never worth an error in the forward pass
             packing.reasons[reasons.no_plan(error)] = 1
             return None

@@ -20,7 +20,7 @@ from leannorm.saving.evidence import bits
 from leannorm.saving.flags import current
 from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.masks import mask_as_bits
-from leannorm.saving.recipes.views import ALIASES
+from leannorm.saving.recipes.views import ALIASES, cast_to
 from leannorm.saving.values import Step, Value
 
 _SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torch.softmax}
@@ -112,6 +112,11 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     `logits` is the input of the softmax call that is running, if one is. On a CPU the copy is compared every
     time, since the cast may have been edited.
     """
+    if _casts_itself(node, tensor, logits):
+        assert logits is not None
+        copied = Value(logits.detach().clone(), 0, name="source of a cast")
+        constants = constant(node, "dim"), tensor.dtype
+        return Step(_SOFTMAXES[kind_of(node)], (copied,), (), constants, flags=current())
     found = _widening_cast(node, tensor, logits)
     if found is None or not torch.ops.aten.is_non_overlapping_and_dense(found[0]):
         return None
@@ -119,7 +124,7 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     narrow = cast.detach().to(dtype)
     if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, cast)):
         return None
-    step = Step(_cast, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,))
+    step = Step(cast_to, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,))
     if cast is tensor:
         return step
     value = Value(None, 0, step, name=kind_of(cast.grad_fn))
@@ -128,8 +133,22 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
 
 def narrow_bytes(node: Any, tensor: Tensor, logits: Tensor | None) -> int:
     """What `narrow_source` would hold for this tensor; 0 if that is nothing."""
+    if _casts_itself(node, tensor, logits):
+        return 0 if logits is None else logits.nbytes
     found = _widening_cast(node, tensor, logits)
     return 0 if found is None else tensor.numel() * found[1].itemsize
+
+
+def _casts_itself(node: Any, tensor: Tensor, logits: Tensor | None) -> bool:
+    """Is this a softmax that widens its input, such as `F.softmax(x, dim, dtype=torch.float32)`?"""
+    if kind_of(node) not in _SOFTMAXES or logits is None or logits.grad_fn is None:
+        return False
+    if not logits.is_floating_point() or logits.itemsize >= tensor.itemsize or logits.shape != tensor.shape:
+        return False
+    source = node.next_functions[0]
+    if source[0] is not None and kind_of(source[0]) == "ToCopyBackward0":
+        source = source[0].next_functions[0]
+    return bool(source == (logits.grad_fn, logits.output_nr))
 
 
 def _widening_cast(node: Any, tensor: Tensor, logits: Tensor | None) -> tuple[Tensor, torch.dtype] | None:
@@ -159,10 +178,6 @@ def _source_dtype(tensor: Tensor, node: Any) -> torch.dtype | None:
     source: torch.dtype = producer._input_metadata[number].dtype
     widened = source.is_floating_point and tensor.is_floating_point() and source.itemsize < tensor.itemsize
     return source if widened else None
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
 
 
 _CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made

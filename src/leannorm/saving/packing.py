@@ -35,6 +35,7 @@ from leannorm.saving.policy import Policy
 from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
+from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
 from leannorm.saving.search import Missing, Search, as_made, is_view_of_held
 from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
@@ -99,7 +100,7 @@ class Packing(CountingHook):
         if size >= SMALLEST:
             place = len(self.calls)
             self.calls.append((kind, *seen_as))
-            if self.following is not None:
+            if self._makes_a_plan:
                 self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
@@ -130,7 +131,7 @@ class Packing(CountingHook):
             value = Value(None, version, step, name=kind)
             value.watch, value.sample = version_of(tensor), Sample.of(tensor)
             value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
-            if self.following is not None:
+            if self._makes_a_plan:
                 value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
@@ -158,6 +159,11 @@ class Packing(CountingHook):
             self._retry(node, output)
         return value
 
+    @property
+    def _makes_a_plan(self) -> bool:
+        """Will a plan be made of this pass? A pass that follows one needs no prices."""
+        return self.following is not None and self.following.whole
+
     def _again(self, known: Value, tensor: Tensor) -> Value:
         """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
         that every reader gets what stock autograd would give."""
@@ -167,7 +173,9 @@ class Packing(CountingHook):
         return known
 
     def _mark(self, value: Value, tensor: Tensor) -> None:
-        """Under `verify`: store the running layer and the original tensor."""
+        """What the backward pass must know; under `verify` the running layer and the original tensor."""
+        if value.name == SOFTMAX and in_rows(value, tensor):
+            value.in_rows, value.device = True, tensor.device
         if self.layers is not None:
             value.where = self.layers.at_work()
             if value.step is not None:
@@ -310,7 +318,7 @@ class Packing(CountingHook):
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
-                    if self.following is not None:
+                    if self._makes_a_plan:
                         value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
@@ -330,6 +338,8 @@ def unpack(value: Value | Kept) -> Tensor:
         return read(value)
     if value.at_hand:
         tensor = value.read()
+    elif value.in_rows and (stand_in := unbuilt(value)) is not None:
+        return stand_in
     elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
         tensor = value.read(current())
     else:

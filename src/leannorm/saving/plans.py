@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from leannorm.saving.plan import Goal, Pass, RebuildPlan, plan, structure
@@ -43,20 +43,27 @@ class Following:
         """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""
         return self.plan is not None and place in self.plan.made_for.narrow
 
-    def end(self, passed: Pass) -> None:
-        """Make a plan from a pass that followed none, or resize the plan that it followed to its sizes."""
-        if not passed.calls:
+    def end(self, calls: Sequence[tuple[Any, ...]], read: Callable[[], Pass]) -> None:
+        """Make a plan from a pass that followed none, or resize the plan that it followed to its sizes.
+
+        `calls` are those of the whole pass, `read()` its prices, which take time.
+        """
+        if not calls:
             return
-        key, followed = self._key(passed.calls), self.plan
+        key, followed = self._key(calls), self.plan
         if followed is not None:
-            if followed.made_for.calls == passed.calls:
+            if followed.made_for.calls == tuple(calls):
                 return
-            if len(followed.made_for.calls) != len(passed.calls):
+            if len(followed.made_for.calls) != len(calls):
                 _STRAYED.add(key)
                 return
-            passed = followed.made_for.resized(passed.calls)
-        elif not self.whole or not passed.stock:
+            passed = followed.made_for.resized(calls)
+        elif not self.whole:
             return
+        else:
+            passed = read()
+            if not passed.stock:
+                return
         made = plan(self.goal, passed)
         if sum(map(len, _PLANS.values())) >= _MAX_PLANS:  # shapes that never repeat must not fill memory
             _PLANS.clear()

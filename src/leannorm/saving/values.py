@@ -88,6 +88,8 @@ class Value:
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
+    in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
+    device = torch.device("cpu")  # where it is in rows
     stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
     _rebuilt: Tensor | None = None
     _rebuilt_version = 0
@@ -164,6 +166,42 @@ class Value:
             return self.memory
         whole = self.step.inputs[0]._edited_unseen()
         return None if whole is None else run(self.step, [(whole, Owner.HELD)], None)[0]
+
+    def unread(self) -> bool:
+        """May a node read the tensor in parts, from what it is rebuilt from? Raises as `read` does."""
+        self._check_version()
+        return not self.at_hand and self.original is None and self._edited_unseen() is None
+
+    def skip(self) -> None:
+        """A reader needed no rebuild."""
+        self._left -= 1
+        if self._left <= 0:
+            self._left = self.users
+
+    def source_of_rows(
+        self, cast: Callable[..., Tensor], flags: Flags | None
+    ) -> tuple[Tensor, list[torch.dtype]]:
+        """The tensor that the step's input is a reshaped cast of, and the casts from it on; read once.
+
+        Goes back only over tensors that this step alone reads, and that keep the last dim.
+        """
+        self.skip()
+        assert self.step is not None
+        source, casts = self.step.inputs[0], list[torch.dtype]()
+        while source.step is not None and source.users == 1 and not source.at_hand and source.layout is None:
+            function, before = source.step.function, source.step.inputs
+            if function not in (cast, torch.reshape) or before[0].width != self.shape[-1]:
+                break
+            if function is cast:
+                casts.insert(0, source.step.constants[0])  # type: ignore[arg-type]
+            source = before[0]
+        return source._for_a_rebuild(flags)[0], casts
+
+    @property
+    def width(self) -> int:
+        """The size of the last dim."""
+        shape = self.shape if self.tensor is None else self.tensor.shape
+        return shape[-1] if shape else 0
 
     def look(self) -> Tensor:
         """The tensor, in the forward pass; not counted as one of its readers."""

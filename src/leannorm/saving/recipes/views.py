@@ -155,7 +155,7 @@ def clone(node: Any, output: int, given: Given, like: Tensor | None) -> Step | N
     return None if x is None else Step(_contiguous, (x,), (), (form,), kind="copy")
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_to(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
@@ -170,7 +170,7 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     if made_from.device != to.device:
         return None
     kind = "copy" if made_from.dtype == to.dtype else "norm"
-    return Step(_cast, (x,), (), (to.dtype,), kind=kind)
+    return Step(cast_to, (x,), (), (to.dtype,), kind=kind)
 
 
 @recipe("CatBackward0")

@@ -1,0 +1,233 @@
+"""The gradient of a log-softmax, some rows at a time: its rebuilt output never exists as a whole.
+
+At the loss of a language model the output of the log-softmax, the gradient that comes in and the one that
+goes out are the largest tensors of a step, and together its peak. Two of them are left out: the node gets a
+tensor without memory, `Unbuilt`; the operator that reads it rebuilds some rows, and writes their gradient
+over the incoming one if nobody else holds that. Every other operator gets the whole tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
+from math import prod
+from threading import Thread
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+from leannorm.saving.device import capturing
+from leannorm.saving.flags import current
+from leannorm.saving.graph import kind_of
+from leannorm.saving.recipes.views import cast_to
+from leannorm.saving.trial import layout, same_bits, without_autocast
+from leannorm.saving.values import Value
+
+_aten = torch.ops.aten
+_GRADIENT = _aten._log_softmax_backward_data.default
+_OF_LOSS = _aten.nll_loss_backward.default
+_READERS = {"LogSoftmaxBackward0", "NllLossBackward0"}
+SOFTMAX = "LogSoftmaxBackward0"
+
+_ELEMENTS, _ON_DEVICE = 1 << 16, 1 << 24  # of a part: on a CPU it stays in the cache
+_ROWS = 16  # a part is a multiple of so many rows, so that it lies on an address as even as the whole
+_FEWEST = 4  # parts; for fewer there is nothing to gain
+
+# Functions of torch that are not public: where one is missing, log-softmaxes are rebuilt as a whole
+_SERVES = (
+    hasattr(Tensor, "_use_count")
+    and hasattr(torch._C._functorch, "maybe_current_level")
+    and all(
+        hasattr(torch._C, name)
+        for name in ("_storage_Use_Count", "_current_autograd_node", "_len_torch_dispatch_stack")
+    )
+)
+_SEEN: dict[Hashable, bool] = {}
+_MAX_SEEN = 1 << 10
+
+
+def _parts(shape: torch.Size, device: torch.device) -> Iterator[tuple[int, int]]:
+    rows, most = prod(shape[:-1]), _ELEMENTS if device.type == "cpu" else _ON_DEVICE
+    step = max(most // shape[-1] // _ROWS, 1) * _ROWS
+    return ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def in_rows(value: Value, tensor: Tensor) -> bool:
+    """Can this rebuilt log-softmax be read in parts, with the same bits? Tried once per layout."""
+    step = value.step
+    if not _SERVES or type(tensor) is not Tensor or step is None or step.function is not torch.log_softmax:
+        return False
+    if tensor.dim() < 2 or step.constants not in ((-1,), (tensor.dim() - 1,)) or not tensor.is_contiguous():
+        return False
+    if not tensor.numel() or len(list(_parts(tensor.shape, tensor.device))) < _FEWEST:
+        return False
+    key = layout(tensor), tensor.device, step.flags
+    if key not in _SEEN:
+        if capturing(tensor):
+            return False
+        if len(_SEEN) >= _MAX_SEEN:
+            _SEEN.clear()
+        _SEEN[key] = _try(tensor.detach())
+    return _SEEN[key]
+
+
+@torch.no_grad()
+def _try(tensor: Tensor) -> bool:
+    """Do parts have the bits of the whole, and does the loss read no value of the tensor that it saved?
+
+    The log-softmax of a log-softmax, and its gradient there, take the kernels that the pass itself takes.
+    """
+    with without_autocast():
+        flat = tensor.reshape(-1, tensor.shape[-1])
+        return _in_parts(flat, _log_softmax) and _in_parts(flat, _gradient) and _reads_no_value(flat[:_ROWS])
+
+
+def _log_softmax(x: Tensor) -> Tensor:
+    return torch.log_softmax(x, 1)
+
+
+def _gradient(x: Tensor) -> Tensor:
+    made: Tensor = _GRADIENT(x, x, 1, x.dtype)
+    return made
+
+
+def _in_parts(flat: Tensor, function: Callable[[Tensor], Tensor]) -> bool:
+    whole = function(flat)
+    parts = _parts(flat.shape, flat.device)
+    return all(same_bits(whole[start:stop], function(flat[start:stop])) for start, stop in parts)
+
+
+def _reads_no_value(some: Tensor) -> bool:
+    target = torch.zeros(len(some), dtype=torch.int64, device=some.device)
+    rest = some.new_ones(len(some)), None, 0, -100, some.new_tensor(float(len(some)))  # one gradient a row
+    gradient, *rest_ = rest
+    a, b = (_OF_LOSS(gradient, x, target, *rest_) for x in (some, _without_values(some)))
+    return layout(a) == layout(b) and same_bits(a, b)
+
+
+def _without_values(like: Tensor) -> Tensor:
+    """A tensor of this shape, all of whose elements are one NaN."""
+    return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def unbuilt(value: Value) -> Tensor | None:
+    """A tensor without memory for the node that reads `value` now; None if the node must have the tensor."""
+    node = torch._C._current_autograd_node()
+    if node is None or kind_of(node) not in _READERS or torch.is_grad_enabled():
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return None
+    if value.step is None or value.step.flags is not current() or not value.unread():
+        return None
+    return Unbuilt(value, value.shape, value.dtype, value.device)
+
+
+class Unbuilt(Tensor):
+    """Stands for a log-softmax that is not rebuilt yet. Operators other than two get the whole tensor."""
+
+    value: Value
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, value: Value, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Unbuilt:
+        made: Unbuilt = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.value = value
+        return made
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is _aten.detach.default:
+            x = args[0]
+            return cls(x.value, x.shape, x.dtype, x.device)
+        if function is _OF_LOSS and type(args[1]) is cls and type(args[0]) is Tensor and not kwargs:
+            args[1].value.skip()
+            return function(args[0], _without_values(args[1]), *args[2:])
+        if function is _GRADIENT and type(args[0]) is Tensor and len(args) == 4 and not kwargs:
+            owners = _owners(args)  # before anything else refers to the gradient
+            made = _gradient_of(args[1].value, args[0], args[3], owners)
+            if made is not None:
+                return made
+        return function(*tree_map_only(cls, _whole, args), **tree_map_only(cls, _whole, kwargs))
+
+
+def _whole(x: Unbuilt) -> Tensor:
+    with torch.no_grad(), without_autocast():
+        return x.value.read(current())
+
+
+def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """How many hold the first tensor: its Python object, the tensor in C++, its memory."""
+    counted = args[0]
+    memory = torch._C._storage_Use_Count(counted.untyped_storage()._cdata)
+    return sys.getrefcount(counted), counted._use_count(), memory
+
+
+class _Probe(Unbuilt):
+    """Counts the owners of a gradient that only autograd holds."""
+
+    found: ClassVar[tuple[int, int, int]] = (0, 0, 0)  # equal to no tensor's
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is _GRADIENT:
+            _Probe.found = _owners(args)
+        if function is _aten.detach.default:
+            return cls(args[0].value, args[0].shape, args[0].dtype, args[0].device)
+        return torch.zeros(args[1].shape)
+
+    @classmethod
+    def run(cls) -> None:
+        x = torch.zeros(2, 2, requires_grad=True)
+        with saved_tensors_hooks(lambda t: t.detach(), cls._of):
+            y = torch.log_softmax(x, 1)
+        y.neg().backward(torch.ones(2, 2))
+
+    @staticmethod
+    def _of(x: Tensor) -> Tensor:
+        return _Probe(Value(None), x.shape, x.dtype, x.device)
+
+
+@lru_cache
+def _owners_when_alone() -> tuple[int, int, int]:
+    """What `_owners` finds of a gradient that only the engine holds, which hands it to a node."""
+    thread = Thread(target=_Probe.run)  # in no mode that the caller may be in
+    thread.start()
+    thread.join()
+    return _Probe.found
+
+
+@torch.no_grad()
+def _gradient_of(
+    value: Value, gradient: Tensor, dtype: torch.dtype, owners: tuple[int, int, int]
+) -> Tensor | None:
+    """The gradient of the log-softmax's input, in the memory of the incoming one if only autograd holds that.
+
+    None if it must be computed as a whole.
+    """
+    if dtype is not value.dtype or gradient.dtype is not dtype or not gradient.is_contiguous():
+        return None
+    alone = gradient._base is None and owners == _owners_when_alone()
+    width = value.shape[-1]
+    with without_autocast():
+        source, casts = value.source_of_rows(cast_to, current())
+        out = gradient if alone else torch.empty_like(gradient)
+        x, g, made = (t.reshape(-1, width) for t in (source, gradient, out))
+        for start, stop in _parts(value.shape, value.device):
+            part = x[start:stop]
+            for to in casts:
+                part = part.to(to)
+            made[start:stop] = _GRADIENT(g[start:stop], torch.log_softmax(part, 1), 1, dtype)
+    return out
