@@ -1,9 +1,12 @@
 """The gradient of a log-softmax is computed some rows at a time, over the incoming one if it is free."""
 
+from tempfile import NamedTemporaryFile
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from leannorm import lean
 from leannorm.report.memory import measure_step
@@ -194,6 +197,60 @@ def test_a_gradient_that_a_function_has_kept_stays(saved):
         loss.backward(retain_graph=True)
         loss.backward()
         return given.detach(), x.grad, weight.grad
+
+    assert_same(in_stock_and_lean(run))
+
+
+class _Computed(torch.autograd.Function):
+    """Gives the gradient that `compute()` returns, which nobody holds then."""
+
+    @staticmethod
+    def forward(ctx, x, compute):
+        ctx.compute = compute
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.compute(), None
+
+
+def _of_array(values):
+    array = values.numpy().copy()
+    return array, lambda: torch.from_numpy(array)
+
+
+def _of_buffer(values):
+    buffer = bytearray(values.numpy().tobytes())
+    return buffer, lambda: torch.frombuffer(buffer, dtype=torch.float32).resize_(TOKENS, WORDS)
+
+
+def _of_another_tensor(values):
+    values = values.clone()
+    return values, lambda: from_dlpack(to_dlpack(values))
+
+
+def _of_a_file(values):
+    """As other processes see it: mapped twice."""
+    with NamedTemporaryFile() as file:
+        values.numpy().tofile(file)
+        file.flush()
+        mapped = [torch.from_file(file.name, shared=True, size=values.numel()) for _ in range(2)]
+    return mapped[0], lambda: mapped.pop().resize_(values.shape)
+
+
+@pytest.mark.parametrize("owner", [_of_array, _of_buffer, _of_another_tensor, _of_a_file])
+def test_memory_that_others_see_stays(owner):
+    """No count of torch's tells that an array, a buffer or a process is behind a gradient's memory."""
+
+    def run(context, x, weight):
+        values = torch.linspace(-1, 1, TOKENS * WORDS).view(TOKENS, WORDS)
+        seen, compute = owner(values)
+        with context:
+            loss = _Computed.apply(log_softmax(x, weight), compute)
+        loss.backward()
+        if isinstance(seen, bytearray):
+            seen = torch.frombuffer(seen, dtype=torch.float32)
+        return torch.as_tensor(seen), x.grad, weight.grad
 
     assert_same(in_stock_and_lean(run))
 

@@ -166,6 +166,15 @@ def _whole(x: Unbuilt) -> Tensor:
         return x.value.read(current())
 
 
+def _of_torch(t: Tensor) -> bool:
+    """Did torch's allocator make this tensor's memory, for this process alone?
+
+    An array, a buffer, a file or another process may be behind other memory, and counts nowhere here.
+    """
+    memory = t.untyped_storage()
+    return memory.resizable() and (memory.device.type != "cpu" or not memory.is_shared())
+
+
 def _owners(args: tuple[Any, ...]) -> tuple[int, int, int]:
     """How many hold the first tensor: its Python object, the tensor in C++, its memory."""
     counted = args[0]
@@ -219,7 +228,7 @@ def _gradient_of(
     """
     if dtype is not value.dtype or gradient.dtype is not dtype or not gradient.is_contiguous():
         return None
-    alone = gradient._base is None and owners == _owners_when_alone()
+    alone = gradient._base is None and owners == _owners_when_alone() and _of_torch(gradient)
     width = value.shape[-1]
     with without_autocast():
         source, casts = value.source_of_rows(cast_to, current())
