@@ -49,43 +49,6 @@ int64_t count_of(const Shape& s, int64_t groups) {
   return groups > 0 ? s.c / groups * s.inner : (groups == 0 ? s.n : -groups) * s.inner;
 }
 
-// Mean, M2 and rstd of a set, from the moments of its chunks.
-struct Statistics {
-  const Cut cut;
-  int64_t count;
-  double eps, *mean, *m2, *rstd;
-
-  void merge(MomentPartials& partials, int64_t set) const {
-    const int64_t base = cut.first_statistic(set), statistics = cut.statistics_of(set);
-    const MomentPartials::Merged of = partials.merge(set);
-    if (of.count == count) {  // a slot is a whole statistic
-      std::copy_n(of.mean, statistics, mean + base);
-      std::copy_n(of.m2, statistics, m2 + base);
-    } else {
-      join(of, mean + base, m2 + base, statistics);
-    }
-    if (rstd == nullptr) return;
-    for (int64_t i = base; i < base + statistics; ++i) rstd[i] = 1 / std::sqrt(m2[i] / count + eps);
-  }
-
- private:
-  // Of several slots to a statistic: from the mean of all, which costs no digit.
-  void join(const MomentPartials::Merged& of, double* means, double* squares, int64_t statistics) const {
-    std::fill_n(means, statistics, 0.0);
-    std::fill_n(squares, statistics, 0.0);
-    const auto share = [&](int64_t slot) { return double(of.count + (slot < of.with_tail)); };
-    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) { means[i] += of.mean[slot] * (share(slot) / double(count)); });
-    std::vector<double> rest(statistics);  // what rounding left of the mean
-    cut.each_slot(of.slots, [&](int64_t slot, int64_t i) {
-      const double difference = (of.mean[slot] - means[i]) + (of.left == nullptr ? 0.0 : of.left[slot]);
-      squares[i] += of.m2[slot] + difference * difference * share(slot);
-      rest[i] += difference * (share(slot) / double(count));
-    });
-    for (int64_t i = 0; i < statistics; ++i)
-      if (std::isfinite(rest[i])) means[i] += rest[i];  // else the mean is no finite number already
-  }
-};
-
 // One call's tensors, its cut and its parameters: what the operators below share.
 struct Call {
   const Shape s;
