@@ -119,7 +119,8 @@ struct Call {
   }
 };
 
-struct alignas(64) Line { float of[kLine]; };
+// The first line of memory from here on. (`new` of an aligned type asks for a newer C++ library than the wheel may.)
+float* next_line(float* p) { return p + -reinterpret_cast<uintptr_t>(p) / sizeof(float) % kLine; }
 
 // The statistics of an operator's arguments.
 struct Given {
@@ -315,12 +316,12 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   call.constant = constant;
   struct Backward : GradSums {
     std::vector<double> p, q;
-    std::unique_ptr<Line[]> dz;
+    std::unique_ptr<float[]> dz;
 
     Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
         : GradSums(call, given, sum_dz, sum_dz_xhat),
-          dz(call.keeps() ? new Line[call.cut.kept_size() / kLine] : nullptr) {}
-    Line* kept(int64_t i) { return dz == nullptr ? nullptr : dz.get() + call.cut.kept_at(i) / kLine; }
+          dz(call.keeps() ? new float[call.cut.kept_size() + kLine] : nullptr) {}
+    float* kept(int64_t i) { return dz == nullptr ? nullptr : next_line(dz.get()) + call.cut.kept_at(i); }
     void first(int64_t i) { call.grad_sums(coefficients, partials, set, i, kept(i)); }
     void between() {
       GradSums::between();

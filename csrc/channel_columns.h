@@ -289,7 +289,10 @@ void column_normalize(Operands o, Block block, Coefficients coefficients, int ac
         const Affine<V> affine = column_affine<V, whole>(c, at, n);
         const auto place = [&](int i) LEANNORM_BODY { return Place<E>{o, first + x + i * block.stride}; };
         if constexpr (kWaits<T, form>) {
-          if (count + rows > waiting.kMost) put_activated(waiting, std::exchange(count, 0), o, act);
+          if (count + rows > waiting.kMost) {
+            put_activated(waiting, count, o, act);
+            count = 0;
+          }
           each_of(rows, [&](int i) LEANNORM_BODY {
             const auto z = normalized<E, kPlain, whole>(place(i), n, ahead, affine, act);
             waiting.put(count++, z, place(i).at, n, past && n == E::W);

@@ -138,7 +138,10 @@ void plane_normalize(Operands o, Block block, Coefficients c, int act) {
         const Place<E> place{o, i};
         if constexpr (kWaits<T, form>) {
           waiting.put(count++, normalized<E, kPlain, whole>(place, n, block.ahead, affine, act), i, n, past);
-          if (count == waiting.kMost) put_activated(waiting, std::exchange(count, 0), o, act);
+          if (count == waiting.kMost) {
+            put_activated(waiting, count, o, act);
+            count = 0;
+          }
         } else {
           place.template store<whole>(o.result, normalized<E, form, whole>(place, n, block.ahead, affine, act), n, past);
         }

@@ -2,8 +2,6 @@
 // compiled once for all kernels.
 #pragma once
 
-#include <utility>
-
 #include "channel_elements.h"
 
 namespace leannorm::LEANNORM_ISA {
@@ -13,16 +11,16 @@ template <class T, Form form> constexpr bool kWaits = form == kAny && kManyForms
 
 struct None {};
 
-template <class V, class Function, int... kActs>
-LEANNORM_INLINE void each_by(V* v, int n, int act, Function function, std::integer_sequence<int, kActs...>) {
-  const auto all = [&](auto of) LEANNORM_BODY {
-    for (int i = 0; i < n; ++i) v[i] = function(v[i], int(of));
-  };
-  ((act == kActs ? all(Constant<kActs>()) : void()), ...);
+template <int kAct = 0, class V, class Function>
+LEANNORM_INLINE void each_by(V* v, int n, int act, Function function) {
+  if (act == kAct) {
+    for (int i = 0; i < n; ++i) v[i] = function(v[i], kAct);
+  } else if constexpr (kAct + 1 < kActivations) {
+    each_by<kAct + 1>(v, n, act, function);
+  }
 }
-using EveryActivation = std::make_integer_sequence<int, kActivations>;
 template <class V> LEANNORM_ONCE void activate_all(V* v, int n, int act) {
-  each_by(v, n, act, [](V z, int of) LEANNORM_BODY { return activate(z, of); }, EveryActivation());
+  each_by(v, n, act, [](V z, int of) LEANNORM_BODY { return activate(z, of); });
 }
 
 // Batches that wait, and where each belongs: its element and how many lanes of it. How many wait is not in here, so
