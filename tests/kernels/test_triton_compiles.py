@@ -16,6 +16,14 @@ triton = pytest.importorskip("triton")
 HERE = Path(__file__).parent
 # limits of registers are chosen for this release; another compiler may put two of them aside
 SPILLED = 0 if triton.__version__.startswith("3.6.") else 16  # bytes of a thread
+# where a limit that keeps more programs resident is worth some bytes, on GPUs that nothing was tuned for
+SPILLS = {
+    86: {"backward_long, layer 32768x16384 float32": 16},
+    120: {
+        "forward_tile, layer 32768x4096 float32": 8,
+        "grad_sums_kernel, channels 128x64x56x56 bfloat16 gelu channels_last": 40,
+    },
+}
 REGISTERS, SHARED, WARPS = 65536, 227 << 10, 64  # of a Hopper multiprocessor
 
 
@@ -98,7 +106,9 @@ def test_nothing_spills_anywhere(architecture):
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("architecture", [80, 86, 90, 100, 120])
-def test_nothing_spills_in_a_part_that_has_of_each_kind_one(architecture):
+def test_nothing_else_spills_in_a_part_that_has_of_each_kind_one(architecture):
     found = table(architecture, script="triton_covering.py")
-    assert_nothing_spills(found)
+    known = SPILLS.get(architecture, {}) if SPILLED == 0 else {}
+    assert {row["name"]: row["stack"] for row in found if row["name"] in known} == known
+    assert_nothing_spills([row for row in found if row["name"] not in known])
     assert not [row["name"] for row in found if row["shared"] + 1024 > row["limit"]]

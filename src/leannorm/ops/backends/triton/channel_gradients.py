@@ -21,6 +21,11 @@ from leannorm.ops.backends.triton.tiling import PRESSED_REGISTERS, SET_REGISTERS
 from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
 
+def _takes_most(act: str, x: Tensor) -> bool:
+    """Does the activation's slope take more registers than all else? In float64 those with exp or erf do."""
+    return x.dtype == torch.float64 and act not in ("identity", "relu")
+
+
 def _needed(
     act: str, bias: Tensor | None, residual: Tensor | None, out: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -71,7 +76,9 @@ def sums(
         *(*geometry.sizes, parts.tiles, parts.parts, geometry.groups),
         ACT=act,
         # groups make many programs anyway
-        registers=None if geometry.grouped else plan.choice.registers(plan.choice.sums),
+        registers=None
+        if geometry.grouped or _takes_most(act, x)
+        else plan.choice.registers(plan.choice.sums),
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
         STAGES=plan.choice.sums_stages,
@@ -245,7 +252,9 @@ def backward(
     else:
         bias, residual, out = _needed(act, bias, residual, out)
         more = residual is not None or out is not None
-        pressed = mask is not None or (more if geometry.grouped else plan.sets.vector == 1)
+        pressed = (
+            mask is not None or _takes_most(act, x) or (more if geometry.grouped else plan.sets.vector == 1)
+        )
         launch(
             set_backward_kernel,
             plan.set_programs(),

@@ -141,8 +141,6 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
             found = found._replace(stages=3)
         if itemsize == 4 and block == 2 * a_tile:
             found = found._replace(stages=3, programs=1)
-        if itemsize == 8:
-            found = found._replace(programs=max(found.programs // 2, 1))
     else:
         rows = _beside(inner, itemsize)
         fold = rows * block >= a_tile or power_of_two(inner) <= rows
@@ -152,6 +150,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
             return None
         warps = min(max(rows * block // 512, 4), 16)
         found = Backward(Tile(rows, block, warps), 16 // warps if fold else 2, fold)
+    if itemsize == 8:
+        found = found._replace(programs=max(found.programs // 2, 1))
     if _scattered(kept, inner, itemsize):
         tile = found.tile._replace(warps=min(2 * found.tile.warps, 16))
         found = found._replace(tile=tile, programs=max(found.programs // 2, 1))

@@ -59,7 +59,14 @@ def move_running_(
         low = momentum - high
     buffers = (running_mean, running_var, num_batches, high, low, mean, m2, count, total_count)
     strides = running_mean.stride(0), running_var.stride(0)
-    launch(kernels.move_running_kernel, 1, mean.device, *buffers, *strides, mean.numel(), BLOCK=4 * _BLOCK)
+    launch(
+        kernels.move_running_kernel,
+        1,
+        mean.device,
+        *(*buffers, *strides, mean.numel()),
+        BLOCK=4 * _BLOCK,
+        registers=128,  # without a limit the compiler chooses 96 for 8.6, and spills
+    )
 
 
 @taped
