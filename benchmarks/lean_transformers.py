@@ -266,7 +266,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", default=list(MODELS), choices=[*MODELS, []], metavar="MODEL")
+    parser.add_argument(
+        "models", nargs="*", choices=[*MODELS, []], metavar="MODEL", help="all, if none is named"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="both, if none is named")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--large", action="store_true", help="language models of width 1,024, 2×256 tokens")
@@ -279,7 +281,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     rows = []
     dtypes = [options.dtype] if options.dtype else ["bfloat16", "float32"]
-    for name, dtype in product(options.models, dtypes):
+    for name, dtype in product(options.models or MODELS, dtypes):
         for row in measure(
             name, getattr(torch, dtype), options.steps, sizes, options.selective, options.compile
         ):

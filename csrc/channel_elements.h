@@ -25,16 +25,26 @@ template <class V> struct Backward : Affine<V> {
   }
 };
 
-// Splits the work at compile time by what is common, at run time by what is rare; kCommon is identity and relu, told
-// apart at run time. float64 has one form for all, and so has every type on processors of before 2013: kAny, where the
+// Splits the work at compile time by what is common, at run time by what is rare; kCommon is identity and relu, kQuick
+// what takes as few steps (forward alone), each told apart at run time. float64 has one form for all, and so has every type on processors of before 2013: kAny, where the
 // other activations are calls, so that they are compiled once.
-enum Form { kPlain, kReluFromInput, kReluFromOutput, kCommon, kAny };
+enum Form { kPlain, kReluFromInput, kReluFromOutput, kCommon, kQuick, kAny };
 #if defined(__x86_64__) && !defined(__AVX2__)
 template <class T> constexpr bool kManyForms = false;
 #else
 template <class T> constexpr bool kManyForms = !std::is_same_v<T, double>;
 #endif
-LEANNORM_INLINE Form forward_form(int act) { return act == kIdentity ? kPlain : act == kRelu ? kReluFromInput : kAny; }
+LEANNORM_INLINE Form forward_form(int act) {
+  switch (act) {
+    case kIdentity: return kPlain;
+    case kRelu: return kReluFromInput;
+    case kLeakyRelu:
+    case kHardswish:
+    case kHardtanh:
+    case kRelu6: return kQuick;
+    default: return kAny;
+  }
+}
 LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   if (act == kIdentity) return kPlain;
   return act != kRelu ? kAny : o.out != nullptr ? kReluFromOutput : kReluFromInput;
@@ -77,8 +87,17 @@ template <class E> struct Place {
   }
 };
 
+template <class V> LEANNORM_INLINE V activate_quickly(V z, int act) {
+  switch (act) {
+    case kHardswish: return activate(z, kHardswish);
+    case kHardtanh: return activate(z, kHardtanh);
+    case kRelu6: return activate(z, kRelu6);
+    default: return activate(z, kLeakyRelu);
+  }
+}
 template <Form form, class V> LEANNORM_INLINE V activated(V z, int act) {
   if constexpr (form == kPlain) return z;
+  else if constexpr (form == kQuick) return activate_quickly(z, act);
   else if constexpr (form != kAny) return form != kCommon || act == kRelu ? activate(z, kRelu) : z;
   else if constexpr (kManyForms<typename Scalar<V>::type>) return activate(z, act);
   else return act == kIdentity ? z : act == kRelu ? activate(z, kRelu) : activate_by_call(z, act);

@@ -10,6 +10,7 @@ namespace leannorm::LEANNORM_ISA {
       const Form form = forward_form(act);                                                 \
       if (form == kPlain) return name<T, kPlain>(o, b, c, act);                            \
       if (form == kReluFromInput) return name<T, kReluFromInput>(o, b, c, act);            \
+      if (form == kQuick) return name<T, kQuick>(o, b, c, act);                            \
     }                                                                                      \
     name<T, kAny>(o, b, c, act);                                                           \
   }
