@@ -165,11 +165,12 @@ def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cache = os.sysconf("SC_LEVEL3_CACHE_SIZE") if "SC_LEVEL3_CACHE_SIZE" in os.sysconf_names else 0
+    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    cache = max((int(size.read_text().strip().removesuffix("K")) for size in sizes), default=0)
     capability = torch.backends.cpu.get_cpu_capability()
     limit = os.environ.get("LEANNORM_ISA", "none")
     name = names[0] if names else platform.processor()
-    return f"{name}, {cache / 2**20:.0f} MiB of last cache, torch uses {capability}, LEANNORM_ISA {limit}"
+    return f"{name}, {cache / 2**10:.0f} MiB of last cache, torch uses {capability}, LEANNORM_ISA {limit}"
 
 
 def main() -> None:
