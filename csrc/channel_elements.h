@@ -26,24 +26,20 @@ template <class V> struct Backward : Affine<V> {
 };
 
 // Splits the work at compile time by what is common, at run time by what is rare; kCommon is identity and relu, kQuick
-// what takes as few steps (forward alone), each told apart at run time. float64 has one form for all, and so has every type on processors of before 2013: kAny, where the
-// other activations are calls, so that they are compiled once.
+// what takes as few steps (forward alone), each told apart at run time. float64 has one form for all, and so has every
+// type on processors of before 2013: kAny, where the other activations are calls, so that they are compiled once.
 enum Form { kPlain, kReluFromInput, kReluFromOutput, kCommon, kQuick, kAny };
 #if defined(__x86_64__) && !defined(__AVX2__)
 template <class T> constexpr bool kManyForms = false;
 #else
 template <class T> constexpr bool kManyForms = !std::is_same_v<T, double>;
 #endif
+constexpr bool is_quick(int act) {
+  return act == kLeakyRelu || act == kHardswish || act == kHardtanh || act == kRelu6;
+}
 LEANNORM_INLINE Form forward_form(int act) {
-  switch (act) {
-    case kIdentity: return kPlain;
-    case kRelu: return kReluFromInput;
-    case kLeakyRelu:
-    case kHardswish:
-    case kHardtanh:
-    case kRelu6: return kQuick;
-    default: return kAny;
-  }
+  if (act == kIdentity) return kPlain;
+  return act == kRelu ? kReluFromInput : is_quick(act) ? kQuick : kAny;
 }
 LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   if (act == kIdentity) return kPlain;
@@ -87,12 +83,13 @@ template <class E> struct Place {
   }
 };
 
-template <class V> LEANNORM_INLINE V activate_quickly(V z, int act) {
-  switch (act) {
-    case kHardswish: return activate(z, kHardswish);
-    case kHardtanh: return activate(z, kHardtanh);
-    case kRelu6: return activate(z, kRelu6);
-    default: return activate(z, kLeakyRelu);
+// Of the quick ones: the others are not compiled here.
+template <int kFirst = 0, class V> LEANNORM_INLINE V activate_quickly(V z, int act) {
+  if constexpr (kFirst == kActivations) return z;
+  else {
+    if constexpr (is_quick(kFirst))
+      if (act == kFirst) return activate(z, kFirst);
+    return activate_quickly<kFirst + 1>(z, act);
   }
 }
 template <Form form, class V> LEANNORM_INLINE V activated(V z, int act) {
