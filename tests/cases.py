@@ -114,3 +114,16 @@ def budget(torchs: Tensor, want: Tensor, direct: Tensor | None = None) -> float:
     # for float64 the oracle is no wider: its own sums are as far off as ours may be
     roundings = 8 if torchs.dtype == torch.float64 else 2
     return allowed_error(error(torchs, want), torchs.dtype, largest, roundings)
+
+
+def output_and_gradients(layer, x, dy, second=False):
+    """A layer's output, the gradients of x and its parameters; with `second` the gradients of those too."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    leaves = [x, *layer.parameters()]
+    found = torch.autograd.grad(y, leaves, dy, create_graph=second)
+    more = ()
+    if second:
+        total = sum(g.square().sum() for g in found)
+        more = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    return y, found, more

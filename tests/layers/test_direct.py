@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
+from cases import output_and_gradients
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
@@ -76,14 +77,7 @@ def whole_way(monkeypatch):
 
 def outcome(layer, x, dy, second=False):
     """All that a call leaves behind: output, gradients, buffers, and the gradients' gradients."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    leaves = [x, *layer.parameters()]
-    found = torch.autograd.grad(y, leaves, dy, create_graph=second)
-    more = ()
-    if second:
-        total = sum(g.square().sum() for g in found)
-        more = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    y, found, more = output_and_gradients(layer, x, dy, second)
     with torch.no_grad():
         plain = copy.deepcopy(layer)(x)
     return [y, *found, *more, plain, *layer.buffers()], y.grad_fn

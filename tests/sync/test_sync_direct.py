@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from cases import output_and_gradients
 from ranks import ranks
 from sync_cases import messages_sent
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,14 +40,7 @@ def usual(on):
 
 def outcome(layer, x, dy, second=False):
     """All that a call leaves behind: output, gradients, buffers, and the gradients' gradients."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    leaves = [x, *layer.parameters()]
-    found = torch.autograd.grad(y, leaves, dy, create_graph=second)
-    more = ()
-    if second:
-        total = sum(g.square().sum() for g in found)
-        more = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    y, found, more = output_and_gradients(layer, x, dy, second)
     return [y.detach(), *(g.detach() for g in found), *more, *layer.buffers()], type(y.grad_fn).__name__
 
 

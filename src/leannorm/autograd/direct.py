@@ -34,18 +34,18 @@ from leannorm.ops.modes import plain
 from leannorm.ops.select import picks_cpu
 
 
-def _dispatched(name: str) -> Callable[..., Any]:
+def dispatched(name: str) -> Callable[..., Any]:
     """The operator, called at torch's dispatcher: what torch.ops puts around it is a part of a small call."""
     return partial(
         torch._C._dispatch_call_boxed, torch._C._dispatch_find_schema_or_throw(f"leannorm::{name}", "")
     )
 
 
-_FORWARD, _TRACKED = _dispatched("channel_forward"), _dispatched("channel_forward_tracked_")
-_BACKWARD, _NORMALIZE = _dispatched("channel_backward"), _dispatched("channel_normalize")
-_GRAD_SUMS, _INPUT_GRAD = _dispatched("channel_grad_sums"), _dispatched("channel_input_grad")
-_CONSTANTS, _ROW_FORWARD = _dispatched("constants_of"), _dispatched("row_forward")
-_ROW_BACKWARD = _dispatched("row_backward")
+_FORWARD, _TRACKED = dispatched("channel_forward"), dispatched("channel_forward_tracked_")
+_BACKWARD, _NORMALIZE = dispatched("channel_backward"), dispatched("channel_normalize")
+_GRAD_SUMS, _INPUT_GRAD = dispatched("channel_grad_sums"), dispatched("channel_input_grad")
+_CONSTANTS, _ROW_FORWARD = dispatched("constants_of"), dispatched("row_forward")
+_ROW_BACKWARD = dispatched("row_backward")
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.channel import applied_directly, twice_differentiable
+from leannorm.autograd.direct import dispatched
 from leannorm.autograd.sync import Sharing, SyncNorm, may_be_repeated
 from leannorm.distributed.call import Call
 from leannorm.distributed.group import statistics_group
@@ -22,10 +23,10 @@ from leannorm.ops.backends.compiled import DTYPES, is_dense, like
 from leannorm.ops.modes import plain
 from leannorm.ops.select import picks_cpu
 
-_MOMENTS, _SUMS_OF, _MOMENTS_OF = CPU.ops.channel_moments._op, CPU.ops.sums_of._op, CPU.ops.moments_of._op
-_NORMALIZE, _MOVE = CPU.ops.channel_normalize._op, CPU.ops.move_running_._op
-_GRAD_SUMS, _MEANS_OF = CPU.ops.channel_grad_sums._op, CPU.ops.means_of._op
-_INPUT_GRAD = CPU.ops.channel_input_grad._op
+_MOMENTS, _MOMENTS_OF = dispatched("channel_moments"), dispatched("moments_of")
+_SUMS_OF, _MOVE = dispatched("sums_of"), dispatched("move_running_")
+_NORMALIZE, _GRAD_SUMS = dispatched("channel_normalize"), dispatched("channel_grad_sums")
+_MEANS_OF, _INPUT_GRAD = dispatched("means_of"), dispatched("channel_input_grad")
 _DTYPES = frozenset(DTYPES)
 
 

@@ -101,9 +101,7 @@ class StatisticsGroup:
                 f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
             )
         self.own_calls += 1
-        room = HEADER
-        for s in sums:
-            room += s.numel()
+        room = HEADER + sum(map(Tensor.numel, sums))
         if capturing(sums[0]):
             self._check_capture(call, room)
         else:

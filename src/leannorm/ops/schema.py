@@ -173,7 +173,7 @@ def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @_fake("channel_backward_")
 def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, weight, _, _, _, _, _, want_dz, *_ = rest
+    weight, want_dz = rest[2], rest[8]
     dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)
 

@@ -61,9 +61,7 @@ class SumVerbs:
         t, u = token
         known = 0 if isinstance(count, Tensor) else count
         header = 1, t, t * t, u, u * u, asked, known
-        room = HEADER
-        for s in sums:
-            room += s.numel()
+        room = HEADER + sum(map(Tensor.numel, sums))
         if device.type == "cpu":
             front = torch.frombuffer(array("d", header), dtype=torch.float64)
             if isinstance(count, Tensor):

@@ -112,9 +112,9 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     `logits` is the input of the softmax call that is running, if one is. On a CPU the copy is compared every
     time, since the cast may have been edited.
     """
-    if _casts_itself(node, tensor, logits):
-        assert logits is not None
-        copied = Value(logits.detach().clone(), 0, name="source of a cast")
+    narrow_input = _input_widened_by(node, tensor, logits)
+    if narrow_input is not None:
+        copied = Value(narrow_input.detach().clone(), 0, name="source of a cast")
         constants = constant(node, "dim"), tensor.dtype
         return Step(_SOFTMAXES[kind_of(node)], (copied,), (), constants, flags=current())
     found = _widening_cast(node, tensor, logits)
@@ -133,22 +133,23 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
 
 def narrow_bytes(node: Any, tensor: Tensor, logits: Tensor | None) -> int:
     """What `narrow_source` would hold for this tensor; 0 if that is nothing."""
-    if _casts_itself(node, tensor, logits):
-        return 0 if logits is None else logits.nbytes
+    narrow_input = _input_widened_by(node, tensor, logits)
+    if narrow_input is not None:
+        return narrow_input.nbytes
     found = _widening_cast(node, tensor, logits)
     return 0 if found is None else tensor.numel() * found[1].itemsize
 
 
-def _casts_itself(node: Any, tensor: Tensor, logits: Tensor | None) -> bool:
-    """Is this a softmax that widens its input, such as `F.softmax(x, dim, dtype=torch.float32)`?"""
+def _input_widened_by(node: Any, tensor: Tensor, logits: Tensor | None) -> Tensor | None:
+    """The logits of a softmax that widens them itself, such as `F.softmax(x, dim, dtype=torch.float32)`."""
     if kind_of(node) not in _SOFTMAXES or logits is None or logits.grad_fn is None:
-        return False
+        return None
     if not logits.is_floating_point() or logits.itemsize >= tensor.itemsize or logits.shape != tensor.shape:
-        return False
+        return None
     source = node.next_functions[0]
     if source[0] is not None and kind_of(source[0]) == "ToCopyBackward0":
         source = source[0].next_functions[0]
-    return bool(source == (logits.grad_fn, logits.output_nr))
+    return logits if source == (logits.grad_fn, logits.output_nr) else None
 
 
 def _widening_cast(node: Any, tensor: Tensor, logits: Tensor | None) -> tuple[Tensor, torch.dtype] | None:

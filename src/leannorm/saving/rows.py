@@ -103,9 +103,9 @@ def _in_parts(flat: Tensor, function: Callable[[Tensor], Tensor]) -> bool:
 
 def _reads_no_value(some: Tensor) -> bool:
     target = torch.zeros(len(some), dtype=torch.int64, device=some.device)
-    rest = some.new_ones(len(some)), None, 0, -100, some.new_tensor(float(len(some)))  # one gradient a row
-    gradient, *rest_ = rest
-    a, b = (_OF_LOSS(gradient, x, target, *rest_) for x in (some, _without_values(some)))
+    gradient = some.new_ones(len(some))  # one a row
+    settings = None, 0, -100, some.new_tensor(float(len(some)))  # no weights, no reduction, nothing ignored
+    a, b = (_OF_LOSS(gradient, x, target, *settings) for x in (some, _without_values(some)))
     return layout(a) == layout(b) and same_bits(a, b)
 
 

@@ -21,6 +21,7 @@ from leannorm.functional.group import group_norm_act
 from leannorm.ops.modes import leaving
 from leannorm.ops.precision import compute_dtype
 from leannorm.transforms.observed import autocasts, is_plain_tensor
+from leannorm.transforms.row_steps import scaled_and_shifted
 
 _GROUP_NORM = F.group_norm
 SMALL = 1 << 16  # elements, below which making weight and bias takes longer than the passes that are saved
@@ -85,8 +86,7 @@ def function_then_modulate(
     norm = _group_form(*given, **named) if function is _GROUP_NORM and given else None
     if norm is not None and can_modulate(norm, given[0], (scale, *shift)):
         return modulated_group_norm(norm, given[0], (scale, *shift), "identity")
-    y = function(*given, **named) * (one + scale)
-    return y + shift[0] if shift else y
+    return scaled_and_shifted(function(*given, **named), one, scale, *shift)
 
 
 def _group_form(

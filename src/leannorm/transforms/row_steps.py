@@ -60,25 +60,33 @@ def _added_and_normalized(a: Any, b: Any, norm: Any, *modulation: Any) -> Any:
 
 def norm_then_modulate(norm: Any, x: Any, one: Any, scale: Any, *shift: Any) -> Any:
     """`norm(x) * (one + scale) + shift`, with or without shift; in one pass, if it can be. `one` is 1."""
-    if is_row_norm(type(norm)) and is_plain_tensor(x) and is_unobserved(norm) and not leaving():
+    if _may_be_modulated(norm, x):
         found = _modulated(norm, x, None, (scale, *shift))
         if found is not None:
             return found
-    y = norm(x) * (one + scale)
-    return y + shift[0] if shift else y
+    return scaled_and_shifted(norm(x), one, scale, *shift)
 
 
 def norm_then_modulate_each(norm: Any, x: Any, *modulations: tuple[Any, ...]) -> tuple[Any, ...]:
     """`y * (one + scale) + shift` for each of the modulations of `y = norm(x)`; each is that of
     `norm_then_modulate`, and in one pass, if all of them can be."""
-    plain = is_row_norm(type(norm)) and is_plain_tensor(x) and is_unobserved(norm) and not leaving()
-    if plain and x.numel() >= SMALL:
+    if _may_be_modulated(norm, x) and x.numel() >= SMALL:
         found = [_modulated(norm, x, None, given) for _, *given in modulations]
         if all(y is not None for y in found):
             return tuple(found)
     y = norm(x)
-    scaled = [(y * (one + scale), shift) for one, scale, *shift in modulations]
-    return tuple(z + shift[0] if shift else z for z, shift in scaled)
+    return tuple(scaled_and_shifted(y, *modulation) for modulation in modulations)
+
+
+def scaled_and_shifted(y: Any, one: Any, scale: Any, *shift: Any) -> Any:
+    """`y * (one + scale) + shift`, with or without shift, as it is written."""
+    scaled = y * (one + scale)
+    return scaled + shift[0] if shift else scaled
+
+
+def _may_be_modulated(norm: Any, x: Any) -> bool:
+    """May a norm of x and what is behind it be one pass, as far as the norm and x tell?"""
+    return is_row_norm(type(norm)) and is_plain_tensor(x) and is_unobserved(norm) and not leaving()
 
 
 def _modulated(norm: Any, x: Tensor, branch: Tensor | None, modulation: Sequence[Any]) -> Any:

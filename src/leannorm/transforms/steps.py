@@ -27,6 +27,7 @@ from leannorm.transforms.observed import is_plain_tensor, is_unobserved
 from leannorm.transforms.row_steps import add_then_norm as add_then_norm
 from leannorm.transforms.row_steps import norm_then_modulate as norm_then_modulate
 from leannorm.transforms.row_steps import norm_then_modulate_each as norm_then_modulate_each
+from leannorm.transforms.row_steps import scaled_and_shifted
 
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
 _FORWARDS = (BatchNormBase.forward, nn.GroupNorm.forward)
@@ -172,8 +173,7 @@ def modulate(value: Any, one: Any, scale: Any, *shift: Any) -> Any:
             value.modulation = (scale, *shift)
             return value
         value = value.run_unfused()
-    y = value * (one + scale)
-    return y + shift[0] if shift else y
+    return scaled_and_shifted(value, one, scale, *shift)
 
 
 def now(value: Any) -> Any:

@@ -22,7 +22,7 @@ from leannorm.ops.precision import gradient_dtype, statistics_dtype
 
 
 def _takes_most(act: str, x: Tensor) -> bool:
-    """Does the activation's slope take more registers than all else? In float64 those with exp or erf do."""
+    """May the activation's slope take more registers than all else? In float64 any but relu's may."""
     return x.dtype == torch.float64 and act not in ("identity", "relu")
 
 

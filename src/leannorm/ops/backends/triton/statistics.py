@@ -63,7 +63,9 @@ def move_running_(
         kernels.move_running_kernel,
         1,
         mean.device,
-        *(*buffers, *strides, mean.numel()),
+        *buffers,
+        *strides,
+        mean.numel(),
         BLOCK=4 * _BLOCK,
         registers=128,  # without a limit the compiler chooses 96 for 8.6, and spills
     )
