@@ -18,7 +18,7 @@ from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_o
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over
 from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import autocasts, leaving
 
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -113,10 +113,7 @@ def conv_batch_norm(
         mean, rstd = running_mean_and_rstd(running, eps)
         if outside:
             rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
-    device = input.device.type
-    # "available" is asked outside of compiled code alone: in torch 2.10 it breaks the graph
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-    autocast = device != "meta" and known and torch.is_autocast_enabled(device)
+    device, autocast = input.device.type, autocasts(input)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)

@@ -74,3 +74,11 @@ def rebuilding() -> bool:
 def capturing(x: Tensor) -> bool:
     """Is a CUDA graph being captured? Then the host may not wait for the device or copy to it."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def autocasts(x: Tensor) -> bool:
+    """Is autocast on where this tensor is? (On the meta device torch has none, and asking is an error.)"""
+    device = x.device.type
+    # asked outside of compiled code alone: in torch 2.10 it breaks the graph
+    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    return device != "meta" and known and torch.is_autocast_enabled(device)

@@ -15,9 +15,9 @@ from leannorm.functional.gated import gated_rms_norm
 from leannorm.functional.group import group_norm
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.modes import autocasts
 from leannorm.ops.precision import compute_dtype
 from leannorm.transforms.formula import LOW, Form
-from leannorm.transforms.observed import autocasts
 from leannorm.transforms.stand_ins import Missing, Run
 
 

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from leannorm.functional.group import group_norm_act
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import autocasts, leaving
 from leannorm.ops.precision import compute_dtype
-from leannorm.transforms.observed import autocasts, is_plain_tensor
+from leannorm.transforms.observed import is_plain_tensor
 from leannorm.transforms.row_steps import scaled_and_shifted
 
 _GROUP_NORM = F.group_norm

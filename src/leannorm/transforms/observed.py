@@ -37,12 +37,6 @@ def is_unobserved(module: Module) -> bool:
     )
 
 
-def autocasts(x: Tensor) -> bool:
-    """Is autocast on where this tensor is? (On the meta device torch has none, and asking is an error.)"""
-    device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 def is_plain_tensor(value: Any) -> bool:
     """Is it a tensor without `__torch_function__` overrides, its own or of an active mode?"""
     if not isinstance(value, Tensor):

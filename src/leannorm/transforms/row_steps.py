@@ -13,9 +13,9 @@ from torch import Tensor
 from leannorm import nn
 from leannorm.functional.layer import add_layer_norm, add_rms_norm
 from leannorm.functional.modulated import ada_layer_norm, ada_rms_norm, add_ada_layer_norm, add_ada_rms_norm
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import autocasts, leaving
 from leannorm.transforms.formula_call import RowNorm
-from leannorm.transforms.observed import autocasts, is_plain_tensor, is_unobserved
+from leannorm.transforms.observed import is_plain_tensor, is_unobserved
 
 _ROW_NORMS = (nn.LayerNorm, nn.RMSNorm)
 SMALL = 1 << 17  # elements, below which the norm once and its products are as fast as the norm twice
