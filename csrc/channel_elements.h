@@ -38,8 +38,8 @@ constexpr bool is_quick(int act) {
   return act == kLeakyRelu || act == kHardswish || act == kHardtanh || act == kRelu6;
 }
 LEANNORM_INLINE Form forward_form(int act) {
-  if (act == kIdentity) return kPlain;
-  return act == kRelu ? kReluFromInput : is_quick(act) ? kQuick : kAny;
+  if (act == kIdentity || act == kRelu) return kCommon;
+  return is_quick(act) ? kQuick : kAny;
 }
 LEANNORM_INLINE Form backward_form(const Operands& o, int act) {
   if (act == kIdentity) return kPlain;
@@ -95,8 +95,10 @@ template <int kFirst = 0, class V> LEANNORM_INLINE V activate_quickly(V z, int a
 template <Form form, class V> LEANNORM_INLINE V activated(V z, int act) {
   if constexpr (form == kPlain) return z;
   else if constexpr (form == kQuick) return activate_quickly(z, act);
-  else if constexpr (form != kAny) return form != kCommon || act == kRelu ? activate(z, kRelu) : z;
-  else if constexpr (kManyForms<typename Scalar<V>::type>) return activate(z, act);
+  else if constexpr (form == kCommon) {
+    const V least = splat<V>(act == kRelu ? 0 : -__builtin_inf());
+    return z < least ? least : z;
+  } else if constexpr (kManyForms<typename Scalar<V>::type>) return activate(z, act);
   else return act == kIdentity ? z : act == kRelu ? activate(z, kRelu) : activate_by_call(z, act);
 }
 // dz, from the activation's input or output; not of identity.

@@ -8,8 +8,7 @@ namespace leannorm::LEANNORM_ISA {
   template <class T> void name(Operands o, Block b, Coefficients c, int act) {             \
     if constexpr (kManyForms<T>) {                                                         \
       const Form form = forward_form(act);                                                 \
-      if (form == kPlain) return name<T, kPlain>(o, b, c, act);                            \
-      if (form == kReluFromInput) return name<T, kReluFromInput>(o, b, c, act);            \
+      if (form == kCommon) return name<T, kCommon>(o, b, c, act);                          \
       if (form == kQuick) return name<T, kQuick>(o, b, c, act);                            \
     }                                                                                      \
     name<T, kAny>(o, b, c, act);                                                           \
