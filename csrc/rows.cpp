@@ -252,8 +252,8 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
                                                 double weight_offset, const Optional& valid) {
   const ScalarType type = compute_type(given);
   const auto size = given.sizes();
-  const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop);
-  const auto parameter = [&](bool wanted) { return new_tensor(given, wanted ? normalized : std::vector<int64_t>{0}, type); };
+  const std::vector<int64_t> normalized(size.begin() + start, size.begin() + stop), none{0};
+  const auto parameter = [&](bool wanted) { return new_tensor(given, wanted ? normalized : none, type); };
   Tensor dweight = parameter(want_affine), dbias = parameter(want_affine && !rms);
   if (given.numel() == 0) {
     torch::stable::zero_(dweight);
