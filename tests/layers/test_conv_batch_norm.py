@@ -247,6 +247,7 @@ BAD = [
     ({"groups": 3}, "divide the 4 output channels"),
     ({"running_mean": None, "running_var": None, "training": False}, "evaluation needs running_mean"),
     ({"momentum": None, "num_batches_tracked": None}, "needs a count of the batches"),
+    ({"num_batches_tracked": torch.tensor(0, device="meta")}, "must be on the input's device"),
 ]
 
 

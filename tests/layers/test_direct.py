@@ -195,6 +195,10 @@ BAD = {
     ),
     "short variance": lambda: (torch.randn(IMAGE), {"running_var": torch.ones(7)}),
     "one statistic": lambda: (torch.randn(IMAGE), {"running_var": None}),
+    "count elsewhere": lambda: (
+        torch.randn(IMAGE),
+        {"num_batches_tracked": torch.zeros((), dtype=torch.int64, device="meta")},
+    ),
 }
 
 

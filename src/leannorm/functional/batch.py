@@ -279,12 +279,13 @@ def _by_running(
 
 
 def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> None:
-    running_mean, running_var, _, momentum = running
+    running_mean, running_var, num_batches, momentum = running
     weight, bias, residual, act = epilogue
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
     _checks.running_statistics(running_mean, running_var, training)
+    _checks.same_device("num_batches_tracked", num_batches, input)
     _checks.positive_eps(eps)
     _checks.momentum(momentum)
     _checks.activation(act)

@@ -100,6 +100,7 @@ def conv_batch_norm(
     ):
         _checks.one_per_output_channel(name, v, conv_weight)
     _checks.running_statistics(running_mean, running_var, training)
+    _checks.same_device("num_batches_tracked", num_batches_tracked, input)
     convolution = _convolution(input, conv_weight, stride, padding, dilation, groups, padding_mode)
     sizes = convolution.output_sizes(input, conv_weight)
     _checks.positive_output(sizes, input, conv_weight)
