@@ -264,6 +264,7 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
                                               const Optional& out, const Optional& p, const Optional& q,
                                               StringHandle act, bool want_dz) {
   Call call(x, groups_of(mean, x), weight, bias, residual, activation_index(act));
+  call.cut.alone = true;
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
   const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);

@@ -14,10 +14,11 @@
 namespace leannorm {
 
 // The first pass over a set fetches what lies `next` elements further, if that is not 0, and the second what lies
-// `ahead`: of a set that stays in the cache the next set, else the next plane.
+// `ahead`: of a set that stays in the cache the next set, else the next plane. Where the gradient's two passes go over
+// a set that stays in the cache (`shared`), both fetch of the next set: memory is idle in neither.
 // Planes: those of so many `statistics`, one statistic's `length` elements after the other's. Columns: so many
 // neighbouring ones as `each` says share a statistic.
-struct Block { int64_t count, stride, length, ahead, next = 0, statistics = 1, each = 1; };
+struct Block { int64_t count, stride, length, ahead, next = 0, statistics = 1, each = 1; bool shared = false; };
 
 // Values of each column, or of each statistic of the planes, in the
 // compute type: float64 for float64 elements, else float32. The mean is in two parts, so that a large one

@@ -350,7 +350,8 @@ void column_input_grad(Operands o, Block block, Coefficients coefficients, int a
       const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
       Gradients<typename InOrder<T>::Batch> of[kAbreast];
       each_of(rows, [&](int i) LEANNORM_BODY {
-        of[i] = input_grads<InOrder<T>, form, whole>(place(i), n, ahead, backward, act);
+        fetch_for_input<form>(place(i), ahead, false);
+        of[i] = input_grads<InOrder<T>, form, whole>(place(i), n, backward, act);
       });
       each_of(rows, [&](int i) LEANNORM_BODY { of[i].template store<whole>(place(i), n, past); });
     });

@@ -70,6 +70,7 @@ template <class E> struct Place {
   LEANNORM_INLINE void fetch(const void* p, int64_t ahead) const {
     __builtin_prefetch(static_cast<const T*>(p) + at + ahead, 0, 2);
   }
+  LEANNORM_INLINE void fetch_to_write(void* p) const { __builtin_prefetch(static_cast<T*>(p) + at, 1, 3); }
   template <bool Whole> LEANNORM_INLINE Batch load(const void* p, int64_t n, V rest) const {
     const T* q = static_cast<const T*>(p) + at;
     if constexpr (Whole) return E::load(q);
@@ -176,6 +177,26 @@ LEANNORM_INLINE auto gradient(Place<E> place, int64_t n, const Affine<typename E
   return result;
 }
 
+// What the gradient's two passes fetch. Where they share it and the first computes long, it fetches everything, even
+// the lines that the second is going to write; else the first fetches x alone, for the second has to write.
+template <Form form, class E> LEANNORM_INLINE void fetch_for_sums(Place<E> place, const Block& block) {
+  const Operands& o = place.o;
+  const int64_t next = block.shared ? block.ahead : block.next;
+  if (next == 0) return;
+  place.fetch(o.x, next);
+  if (block.shared && form != kAny) return;
+  place.fetch(o.dy, next);
+  if (o.out != nullptr) place.fetch(o.out, next);
+  if (block.shared && !o.past) place.fetch_to_write(o.result);
+}
+template <Form form, class E> LEANNORM_INLINE void fetch_for_input(Place<E> place, int64_t ahead, bool shared) {
+  const Operands& o = place.o;
+  if (shared && form == kAny) return;
+  if (!shared) place.fetch(o.x, ahead);
+  place.fetch(o.dy, ahead);
+  if (o.out != nullptr) place.fetch(o.out, ahead);
+}
+
 // dx and dz of a batch.
 template <class Batch> struct Gradients {
   Batch dx, dz;
@@ -187,10 +208,7 @@ template <class Batch> struct Gradients {
 };
 
 template <class E, Form form, bool Whole>
-LEANNORM_INLINE auto input_grads(Place<E> place, int64_t n, int64_t ahead, const Backward<typename E::V>& c, int act) {
-  place.fetch(place.o.x, ahead);
-  place.fetch(place.o.dy, ahead);
-  if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
+LEANNORM_INLINE auto input_grads(Place<E> place, int64_t n, const Backward<typename E::V>& c, int act) {
   const auto g = gradient<E, form, Whole>(place, n, c, act);
   Gradients<typename E::Batch> result;
 #pragma GCC unroll 2

@@ -81,7 +81,7 @@ struct Cut {
   int64_t statistics = 1;        // of each set
   int64_t per_statistic = 1;     // channels that share one
   bool columns = false;
-  bool alone = false;  // a first pass that no second follows, which would fetch the next set
+  bool alone = false;  // one pass: no second follows, or no first comes before, that would fetch of the next set
 
   // Planes of one statistic (batch norm), of a group's channels (step 1), or a group as one long plane.
   int64_t planes = 0, stride = 0, length = 0, set_stride = 0, per_chunk = 1, segments = 1;
@@ -99,15 +99,16 @@ struct Cut {
     const int64_t start = start_of(set);
     if (segments > 1) {
       const int64_t plane = i / segments, at = i % segments * kChunk;
-      return {start + plane * stride + at, {1, stride, std::min(length - at, kChunk), ahead(), next()}, plane * step};
+      const int64_t some = std::min(length - at, kChunk);
+      return {start + plane * stride + at, {1, stride, some, ahead(), next(), 1, 1, shared()}, plane * step};
     }
     const int64_t first = i * per_chunk;
     if (step != 0) {
       const int64_t count = std::min(per_chunk, channels(set) - first);
-      return {start + first * stride, {1, stride, length, ahead(), next(), count}, first};
+      return {start + first * stride, {1, stride, length, ahead(), next(), count, 1, shared()}, first};
     }
     const int64_t count = std::min(per_chunk, planes - first);
-    return {start + first * stride, {count, stride, length, ahead(), next(), statistics_of(set)}, 0};
+    return {start + first * stride, {count, stride, length, ahead(), next(), statistics_of(set), 1, shared()}, 0};
   }
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = start_of(set), first = i * rows_per_chunk;
@@ -125,6 +126,7 @@ struct Cut {
     return columns ? 0 : segments > 1 ? chunks * kChunk : planes * (step == 0 ? statistics : 1) * kept_plane();
   }
   int64_t kept_plane() const { return (length + kPair - 1) / kPair * kPair; }
+  bool shared() const { return set_elements() <= kAhead && !alone; }
   int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
   int64_t next() const {
     if (each != 1) return set_elements() > kAhead ? kAbreast * stride : alone ? set_stride : 0;

@@ -162,10 +162,7 @@ template <class V> struct Kept {
     for (int j = 0; j < N; ++j) *at++ = g.of[j].dz;
   }
   template <class E, bool Whole>
-  LEANNORM_INLINE void input_grads(Place<E> place, int64_t n, int64_t ahead, const Backward<V>& c, bool past) {
-    place.fetch(place.o.x, ahead);
-    place.fetch(place.o.dy, ahead);
-    if (place.o.out != nullptr) place.fetch(place.o.out, ahead);
+  LEANNORM_INLINE void input_grads(Place<E> place, int64_t n, const Backward<V>& c, bool past) {
     const auto x = place.template load<Whole>(place.o.x, n, c.mean);
     Gradients<typename E::Batch> result;
 #pragma GCC unroll 2
@@ -191,11 +188,7 @@ void plane_grad_sums(Operands o, Block block, Coefficients c, int act, double* s
         start, planes, block,
         [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
           const Place<E> place{o, i};
-          if (block.next != 0) {
-            place.fetch(o.x, block.next);
-            place.fetch(o.dy, block.next);
-            if (o.out != nullptr) place.fetch(o.out, block.next);
-          }
+          fetch_for_sums<form>(place, block);
           const auto g = gradient<E, form, whole>(place, n, affine, act);
 #pragma GCC unroll 2
           for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
@@ -217,9 +210,10 @@ void plane_input_grad(Operands o, Block block, Coefficients c, int act) {
       [&](int64_t i, int64_t n, auto whole, bool past) LEANNORM_BODY {
         const Place<E> place{o, i};
         if constexpr (form == kAny) {
-          if (kept.at != nullptr) return kept.template input_grads<E, whole>(place, n, block.ahead, backward, past);
+          if (kept.at != nullptr) return kept.template input_grads<E, whole>(place, n, backward, past);
         }
-        input_grads<E, form, whole>(place, n, block.ahead, backward, act).template store<whole>(place, n, past);
+        fetch_for_input<form>(place, block.ahead, block.shared);
+        input_grads<E, form, whole>(place, n, backward, act).template store<whole>(place, n, past);
       });
 }
 
