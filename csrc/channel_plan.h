@@ -70,6 +70,9 @@ constexpr int64_t kKept = 1 << 16, kPair = 32;  // the lanes of two vectors, at 
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
+// Of so few rows neighbouring columns of so many elements are a set, if that makes two at least: what one pass read, and
+// what is known of the channels, is still near for the next. Fewer columns would be too short pieces of rows.
+constexpr int64_t kFewRows = 256, kColumns = 1 << 15;
 
 struct Cut {
   int64_t sets = 0, chunks = 0;  // chunks of each set
@@ -113,7 +116,7 @@ struct Cut {
   Chunk column_chunk(int64_t set, int64_t i) const {
     const int64_t start = start_of(set), first = i * rows_per_chunk;
     if (i == whole_chunks) return {start + rows * stride, {1, tail, tail, 0}, 0};
-    const int64_t columns = each == 1 ? width : channels(set) * each;
+    const int64_t columns = channels(set) * each * fold;
     return {start + first * stride, {std::min(rows_per_chunk, rows - first), stride, columns, ahead(), next(), 0, each}, 0};
   }
   int64_t set_elements() const { return columns ? rows * width + tail : planes * length * (step == 0 ? statistics : 1); }
@@ -127,7 +130,7 @@ struct Cut {
   }
   int64_t kept_plane() const { return (length + kPair - 1) / kPair * kPair; }
   bool shared() const { return set_elements() <= kAhead && !alone; }
-  int64_t ahead() const { return set_elements() <= kAhead ? set_stride : next(); }
+  int64_t ahead() const { return set_elements() <= kAhead && sets > 1 ? set_stride : next(); }
   int64_t next() const {
     if (each != 1) return set_elements() > kAhead ? kAbreast * stride : alone ? set_stride : 0;
     return columns || (set_elements() <= kAhead && !alone) ? 0 : length <= kFar ? stride : kFar;
@@ -233,6 +236,14 @@ struct Cut {
     cut.rows = rows / cut.fold;
     cut.tail = rows % cut.fold * channels;
     cut.set_stride = rows * channels;
+    if (groups == 0 && rows <= kFewRows && cut.fold == 1 && rows * channels >= 2 * kColumns) {
+      cut.statistics = cut.slots = cut.width = cut.set_stride = kColumns / rows / kLine * kLine;
+      cut.sets = cut.block_sets = (channels + cut.width - 1) / cut.width;
+      cut.last = channels - (cut.sets - 1) * cut.width;
+      cut.rows_per_chunk = rows;
+      cut.chunks = cut.whole_chunks = 1;
+      return cut;
+    }
     const int64_t fewest = std::max<int64_t>(kFewestRows, 2 * kChunk / cut.width);
     const int64_t chunks = std::clamp<int64_t>((cut.rows / fewest + 3) / 4 * 4, 1, kMostChunks);
     cut.rows_per_chunk = std::max<int64_t>(1, (cut.rows + chunks - 1) / chunks);
@@ -271,11 +282,12 @@ inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / st
 
 // A worker holds what is known of one set: begin(set), then first(i) for every chunk, between() once they are
 // done, second(i) for every chunk after that, last chunks first since those are still in the cache. Where there
-// are sets enough, each is carried through by one thread while it is in its cache, and so is what is known of it.
+// are sets enough, or each is one piece, each is carried through by one thread while it is in its cache, and so is what
+// is known of it.
 template <class Make> void in_two_passes(const Cut& first_cut, const Cut& second_cut, Make make) {
   const int64_t sets = first_cut.sets, threads = torch::stable::get_num_threads();
   const int64_t set_size = first_cut.set_elements();
-  if (sets >= 4 * threads || sets * set_size <= kGrain) {
+  if (sets >= 4 * threads || sets * set_size <= kGrain || std::max(first_cut.chunks, second_cut.chunks) <= 1) {
     torch::stable::parallel_for(0, sets, grain(set_size), [&](int64_t begin, int64_t end) {
       auto worker = make();
       for (int64_t set = begin; set < end; ++set) {
