@@ -111,16 +111,20 @@ def test_a_compiled_block_saves_no_more_than_stocks(act):
     assert ours <= 1.02 * stock  # what is per channel is float64
 
 
+BY = ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.conformance)]
+
+
+@pytest.mark.parametrize("backend", BY)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-def test_a_block_by_inductor(training):
+def test_a_compiled_block(training, backend):
     """Output, gradients and buffers are the eager block's, for an input that lies in no usual order."""
     model = leannorm.convert(block(nn.Hardswish), fuse="trace").train(training)
     twin, found = copy.deepcopy(model), []
     x = torch.randn(4, 12, 12, 3)
-    for call, owner in ((model, model), (compiled(twin, "inductor"), twin)):
+    for call, owner in ((model, model), (compiled(twin, backend), twin)):
         leaf = x.permute(0, 3, 2, 1).detach().requires_grad_()
         y = call(leaf)
         y.square().sum().backward()
         found.append([y, leaf.grad, *(p.grad for p in owner.parameters()), *owner.buffers()])
-    for eager, by_inductor in zip(*found, strict=True):
-        torch.testing.assert_close(by_inductor, eager, rtol=1e-4, atol=1e-4)
+    for eager, fast in zip(*found, strict=True):
+        torch.testing.assert_close(fast, eager, rtol=1e-4, atol=1e-4)
