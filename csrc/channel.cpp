@@ -178,7 +178,10 @@ struct GradSums : GivenWorker {
   void between() { call.merge(partials, set, given.rstd, sum_dz, sum_dz_xhat); }
 };
 
-std::tuple<Tensor, Tensor> channel_moments(const Tensor& x, int64_t groups) {
+// A compiler hands in any layout (the operator's tag in ops/schema.py); one that is not dense is copied.
+std::tuple<Tensor, Tensor> channel_moments(const Tensor& given, int64_t groups) {
+  const bool taken = given.dim() < 2 || given.is_contiguous() || Shape::channels_last(given);
+  const Tensor x = taken ? given : torch::stable::contiguous(given);
   const Call call(x, groups, {}, {}, {}, kIdentity);
   Cut cut = moments_cut(call.s, groups);
   cut.alone = true;

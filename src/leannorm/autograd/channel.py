@@ -16,6 +16,7 @@ from torch import Tensor
 from leannorm._types import Epilogue, Running
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends.shown import shown
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
@@ -96,7 +97,7 @@ class ChannelNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias, residual, act, eps, groups, running = given
-        backend = ctx.backend = pick(*_with_buffers((x, weight, bias, residual), running))
+        backend = ctx.backend = shown(pick(*_with_buffers((x, weight, bias, residual), running)), groups)
         y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act)
         ctx.eps, ctx.groups = eps, groups
@@ -131,7 +132,7 @@ class ChannelAffine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, *epilogue: Any) -> Tensor:
         weight, bias, residual, act = epilogue
-        ctx.backend = pick(x, weight, bias, residual)
+        ctx.backend = shown(pick(x, weight, bias, residual))
         y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
         keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, constant=constant)
@@ -172,7 +173,7 @@ def channel_norm(
     tensors = _with_buffers((x, weight, bias, residual), running)
     in_transform = transformed(*tensors)
     if in_transform or not recorded(x, weight, bias, residual):
-        backend = REFERENCE if in_transform else pick(*tensors)
+        backend = REFERENCE if in_transform else shown(pick(*tensors), groups)
         y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
@@ -196,7 +197,7 @@ def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) ->
     if transformed(x, mean, rstd, weight, bias, residual):
         return REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     if not recorded(x, weight, bias, residual):
-        backend = pick(x, weight, bias, residual)
+        backend = shown(pick(x, weight, bias, residual))
         return backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
     apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
     y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)

@@ -11,7 +11,7 @@ residual) are empty tensors where there is no residual, since an op may not retu
 and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
 are not wanted, and `dbias` of RMS norm always is. `valid` of a row norm is bool, contiguous, an entry for
 each row in the order of the statistics: what is False is not read, and gets zeros.
-Callers hand in tensors that are contiguous or channels_last, all of one layout.
+Callers hand in tensors that are contiguous or channels_last, all of one layout, but for `ANY_LAYOUT`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,14 @@ _MASKED = (
 )
 MASKED = tuple(LIBRARY.define(_schema) for _schema in _MASKED)
 
-OPERATORS = tuple(LIBRARY.define(_schema) for _schema in _SCHEMAS)
+# these take any layout, so that a compiler may choose it
+ANY_LAYOUT = ("channel_moments",)
+OPERATORS = tuple(
+    LIBRARY.define(
+        _schema, tags=(torch.Tag.flexible_layout,) if _schema.partition("(")[0] in ANY_LAYOUT else ()
+    )
+    for _schema in _SCHEMAS
+)
 
 # steps on statistics between two kernels (ops/sums.py, ops/running.py), one operator each
 _BETWEEN = (

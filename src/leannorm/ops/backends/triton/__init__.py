@@ -92,6 +92,8 @@ _kernels = _Kernels()
 
 def imported_by_call(operator: str) -> Callable[..., Any]:
     """An operator's implementation, which is imported at its first call."""
+    if operator in schema.ANY_LAYOUT:
+        return lambda x, *arguments: getattr(_kernels, operator)(dense(x), *arguments)
     return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
 

@@ -1,0 +1,175 @@
+"""Per-channel norms as `torch.compile` is to see them: the moments are an operator, all else is a formula.
+
+An operator is opaque. The compiler cannot fuse it with its neighbours, cannot compute its output again in
+place of saving it (an activation in front of squeeze-and-excite was saved beside the norm's input), and must
+hand it the layout of the eager program: compiled convolutions on a CPU are channels_last, so tensors were
+copied before and after each operator. So all that treats elements one by one is written out here, and so are
+the gradients' sums, which the compiler joins with what they are of. The moments stay an operator, which takes
+any layout: it reads the input once, where a formula as exact reads it three times.
+
+What is per channel is computed in float64 and cast once, into the rows of one small tensor: as a part of the
+formula it would be computed for every element. As in all kernels the mean is subtracted in two parts: the
+larger from x, which is exact where it matters, the rest behind the scaling.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leannorm._types import Moments
+from leannorm.ops import schema
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.backend import Backend
+from leannorm.ops.backends.compiled import Compiled, dense
+from leannorm.ops.plan import channel_plan
+from leannorm.ops.precision import compute_dtype, statistics_dtype
+
+
+class Shown(Backend):
+    """The verbs for statistics of the batch, or of each sample's groups of channels, in compiled code.
+
+    `channel_forward` and `channel_backward` are the reference's, which call these.
+    """
+
+    name = "shown"
+
+    def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
+        """It serves where the operators do, and is never named."""
+        return []
+
+    def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
+        plan = channel_plan(x.shape, groups)
+        mean, m2 = schema.OPS.channel_moments(dense(x), groups)
+        return Moments(mean, m2, plan.outer * plan.inner)
+
+    def channel_normalize(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        act: str = "identity",
+    ) -> Tensor:
+        z = _before_activation(x, mean, rstd, weight, bias, residual)
+        return ACTIVATIONS[act].forward(z).to(x.dtype)
+
+    def channel_grad_sums(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        act: str = "identity",
+    ) -> tuple[Tensor, Tensor]:
+        dz = _activation_grad(dy, x, mean, rstd, weight, bias, residual, out, act)
+        dims = [d for d in range(x.dim()) if d > 1 or (d == 0 and mean.dim() == 1)]
+        sums = (v.sum(dims) if dims else v for v in (dz, dz * _xhat(x, mean, rstd)))
+        sum_dz, sum_dz_xhat = (s.to(statistics_dtype(x)) for s in sums)
+        return sum_dz, sum_dz_xhat
+
+    def channel_input_grad(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        out: Tensor | None = None,
+        p: Tensor | None = None,
+        q: Tensor | None = None,
+        act: str = "identity",
+        want_dz: bool = False,
+        into: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`into` is not used."""
+        dz = _activation_grad(dy, x, mean, rstd, weight, bias, residual, out, act)
+        scale = rstd_of_channels = _of_channels(x, rstd)
+        if weight is not None:
+            scale = scale * weight
+        if p is None or q is None:
+            (factor,) = _rows(x, scale)
+            dx = dz * factor
+        else:
+            p, q = (_of_channels(x, v) * rstd_of_channels for v in (p, q))
+            factor, of_dz, of_xhat = _rows(x, scale, p, q)
+            dx = dz * factor - of_dz - _xhat(x, mean, rstd) * of_xhat
+        return dx.to(x.dtype), dz.to(x.dtype) if want_dz else None
+
+
+def _of_channels(x: Tensor, v: Tensor) -> Tensor:
+    """(C,) as it is; (N, G) as (N, C)."""
+    return v if v.dim() == 1 else v[..., None].expand(*v.shape, x.shape[1] // v.shape[1]).flatten(1)
+
+
+def _rows(x: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """(C,) or (N, C) values in the arithmetic's dtype, computed once, spread to broadcast against x."""
+    rows = torch.stack([v.to(compute_dtype(x)) for v in values])
+    return rows.view(*rows.shape, *(1,) * (x.dim() - 2)).unbind()
+
+
+def _centred(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None = None) -> Tensor:
+    """(x - mean) * scale + shift; all but x have a value a channel."""
+    mean = _of_channels(x, mean)
+    large = mean.to(compute_dtype(x))
+    rest = (large - mean) * scale
+    large, scale, rest = _rows(x, large, scale, rest if shift is None else rest + shift)
+    return (x.to(large.dtype) - large) * scale + rest
+
+
+def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    return _centred(x, mean, _of_channels(x, rstd))
+
+
+def _before_activation(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> Tensor:
+    scale = _of_channels(x, rstd)
+    z = _centred(x, mean, scale if weight is None else scale * weight, bias)
+    return z if residual is None else z + residual.to(z.dtype)
+
+
+def _activation_grad(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    act: str,
+) -> Tensor:
+    """dz, the gradient before the activation."""
+    dz, activation = dy.to(compute_dtype(x)), ACTIVATIONS[act]
+    if act == "identity":
+        return dz
+    if out is not None and activation.from_output is not None:
+        return dz * activation.from_output(out.to(dz.dtype))
+    return dz * activation.grad(_before_activation(x, mean, rstd, weight, bias, residual))
+
+
+SHOWN = Shown()
+
+
+def shown(backend: Backend, groups: int = 0) -> Backend:
+    """In compiled code `SHOWN` in the place of a backend whose verbs are operators.
+
+    Not for statistics of groups of samples (`groups` below 0).
+    """
+    if torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0:
+        return SHOWN
+    return backend
