@@ -32,7 +32,7 @@ LAYERS = {
     "layer, no bias": lambda: nn.LayerNorm(3, bias=False),
     "rms": lambda: nn.RMSNorm(3),
 }
-each_layer = pytest.mark.parametrize("name", LAYERS)
+each_kind = pytest.mark.parametrize("name", ["batch, act", "evaluation", "group", "layer", "rms"])
 LAYOUTS = {
     "contiguous": lambda x: x,
     "channels_last": lambda x: x.to(memory_format=torch.channels_last),
@@ -91,15 +91,18 @@ def assert_equal(ours, others):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_layer
+KINDS = [(name, torch.float32, "contiguous") for name in LAYERS]
+KINDS += [(name, torch.bfloat16, "channels_last") for name in ("batch", "evaluation", "group", "layer")]
+KINDS += [(name, torch.float64, "unaligned") for name in ("batch, act", "instance", "rms")]
+
+
+@pytest.mark.parametrize(("name", "dtype", "layout"), KINDS)
 def test_a_call_that_was_seen_is_direct_and_has_the_same_bits(name, dtype, layout, monkeypatch):
     calls = []
-    for _ in range(3):
+    for _ in range(2):
         x, dy = LAYOUTS[layout](torch.randn(SHAPE).to(dtype)), torch.randn(SHAPE).to(dtype)
         calls.append((x, dy, *outcome(trained(name, dtype), x, dy)))
-    assert [was_direct for *_, was_direct in calls] == [False, True, True]
+    assert [was_direct for *_, was_direct in calls] == [False, True]
     whole_way(monkeypatch)
     for x, dy, ours, _ in calls:
         others, was_direct = outcome(trained(name, dtype), x, dy)
@@ -107,7 +110,7 @@ def test_a_call_that_was_seen_is_direct_and_has_the_same_bits(name, dtype, layou
         assert_equal(ours, others)
 
 
-@each_layer
+@each_kind
 def test_the_same_second_derivatives(name, monkeypatch):
     x, dy = torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)
     outcome(trained(name, torch.float64), x, dy)
@@ -117,7 +120,7 @@ def test_the_same_second_derivatives(name, monkeypatch):
     assert_equal(ours, outcome(trained(name, torch.float64), x, dy, second=True)[0])
 
 
-@each_layer
+@pytest.mark.parametrize("name", ["batch, act", "evaluation", "evaluation, act by output", "layer", "rms"])
 def test_each_part_of_the_gradient(name, monkeypatch):
     def told():
         found = []
@@ -133,10 +136,10 @@ def test_each_part_of_the_gradient(name, monkeypatch):
             found += [y.detach(), *(t.grad for t in (x, *layer.parameters()) if t.grad is not None)]
         return found
 
-    for turn in range(3):
-        torch.manual_seed(turn)
+    for _ in range(2):
+        torch.manual_seed(2)
         ours = told()
-    torch.manual_seed(turn)
+    torch.manual_seed(2)
     whole_way(monkeypatch)
     assert_equal(ours, told())
 
@@ -218,7 +221,7 @@ def test_statistics_that_autograd_saved_are_seen_to_change():
         product.sum().backward()
 
 
-@each_layer
+@each_kind
 def test_gradients_under_lean_are_the_same(name):
     def gradients(within):
         layer = trained(name)
