@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -263,28 +262,3 @@ def test_a_number_that_is_no_python_number():
         assert torch.equal(functional.rms_norm(x, (6,), weight, numpy.float32(1e-3)), want)
     ones = [functional.rms_norm(x, (6,), weight, eps) for eps in (1, 1.0, 1, 1.0)]
     assert all(torch.equal(y, ones[0]) for y in ones)
-
-
-def test_threads_do_not_mix_their_calls():
-    layers = [trained("layer, no bias"), trained("rms")]
-    inputs = [torch.randn(2, 4, 2, 3, requires_grad=True) for _ in range(4)]
-
-    def gradient(i):
-        x = inputs[i]
-        (found,) = torch.autograd.grad(layers[i % 2](x).square().sum(), x)
-        return found
-
-    want = [gradient(i) for i in range(4)]
-    wrong = []
-
-    def work(i):
-        for _ in range(5):
-            if not torch.equal(gradient(i), want[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
