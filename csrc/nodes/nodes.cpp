@@ -184,45 +184,6 @@ template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const 
   return node;
 }
 
-// The arguments of every function here: x, weight, bias, eps and act, or what rows have in its place.
-struct Given {
-  Tensor x, weight, bias;
-  double eps = 0;
-  bool by_triton = false, records = false;
-
-  // The last argument of every function says whose kernels serve.
-  bool read_from(PyObject* const* given, Py_ssize_t count) {
-    by_triton = given[count - 1] == Py_True;
-    if (!(plain_call() && read(given[0], x, by_triton) && read(given[1], weight, by_triton))) return false;
-    if (!(read(given[2], bias, by_triton) && read(given[3], eps))) return false;
-    records = recorded(x, weight, bias);
-    return x.defined() && !(records && hooked());
-  }
-  bool both_or_none() const { return weight.defined() == bias.defined(); }
-};
-
-// Running statistics, which a training batch moves.
-struct Running {
-  Tensor mean, var, num_batches;
-  c10::IValue momentum;
-
-  bool read_from(PyObject* given, bool by_triton) {
-    if (given == Py_None) return true;
-    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 4) return false;
-    Tensor* const tensors[] = {&mean, &var, &num_batches};
-    for (int i = 0; i < 3; ++i)
-      if (!read(PyTuple_GET_ITEM(given, i), *tensors[i], by_triton)) return false;
-    for (const Tensor* v : {&mean, &var})
-      if (!v->defined() || v->requires_grad() || v->is_inference()) return false;
-    double weight;
-    PyObject* const last = PyTuple_GET_ITEM(given, 3);
-    if (last != Py_None && !read(last, weight)) return false;
-    if (last != Py_None) momentum = weight;
-    return !(num_batches.defined() && num_batches.is_inference());
-  }
-  bool given() const { return mean.defined(); }
-};
-
 Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, const Running& running) {
   static const Operator forward("channel_forward"), tracked("channel_forward_tracked_");
   const auto& [x, weight, bias, eps, by_triton, records] = of;
