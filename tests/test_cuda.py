@@ -326,3 +326,40 @@ def test_rows_of_720_million_values():
     with torch.no_grad():
         want = sum(x[i, -1000:].float() ** 2 * x[i].float().square().mean().rsqrt() for i in range(4))
     torch.testing.assert_close(weight.grad[-1000:].float(), want, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: leannorm.nn.BatchNorm2d(16),
+        lambda: leannorm.nn.BatchNorm2d(16).eval(),
+        lambda: leannorm.nn.GroupNorm(4, 16),
+        lambda: leannorm.nn.LayerNorm(8),
+        lambda: leannorm.nn.RMSNorm(8),
+    ],
+)
+def test_a_call_that_was_seen_goes_in_one_step(make):
+    """By the nodes in C++ where they are built, which know a CUDA tensor by its dispatch keys; same bits."""
+    from leannorm.autograd import direct
+    from leannorm.ops.backends.triton import tape
+
+    tape.forget()
+    x, dy, found = torch.randn(5, 16, 8, 8, device="cuda", requires_grad=True), None, []
+    for turn in range(3):
+        layer = make().cuda()
+        y = layer(x)
+        dy = torch.randn_like(y) if dy is None else dy
+        assert type(y.grad_fn).__name__.startswith("Direct") == (turn > 0)
+        in_python = isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+        assert in_python == (turn == 0 or direct.NODES is None)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            again = layer(x) if not layer.training else None
+        torch.cuda.current_stream().wait_stream(side)
+        assert again is None or torch.equal(again, y)
+        leaves = [x, *layer.parameters()]
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, dy), *layer.buffers()])
+    for others in found[1:]:
+        for a, b in zip(found[0], others, strict=True):
+            assert torch.equal(a, b)

@@ -1,6 +1,8 @@
 // What a call of these functions is made of: tensors from Python, is it a usual one, operators and their arguments.
 #pragma once
 
+#include "tapes.h"
+
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -15,7 +17,6 @@
 namespace leannorm {
 
 using at::Tensor;
-using torch::jit::Stack;
 
 // Is nothing active in this thread that looks at operators, or stands in for tensors: no transform, tracer, mode?
 // Autocast may be, which does not know our operators, and inference mode.
@@ -27,14 +28,24 @@ inline bool plain_thread() {
   return now.included_ == c10::default_included_set - no_grad && left_out == (usual | c10::autograd_dispatch_keyset);
 }
 
-// A dense CPU tensor and nothing more: no wrapper, no lazy conjugation, no tangent.
+// A dense tensor of a CPU, or of CUDA, and nothing more: no wrapper, no lazy conjugation, no tangent.
 inline bool plain(const Tensor& v) {
+  using c10::BackendComponent;
   static const auto keys = [](bool inference) {
     const c10::InferenceMode mode(inference);
     return at::empty({0}).key_set();
   };
-  static const c10::DispatchKeySet usual = keys(false), in_inference = keys(true);
-  return (v.key_set() == usual || v.key_set() == in_inference) && !v._fw_grad(0).defined();
+  static const auto on_cuda = [](c10::DispatchKeySet of_cpu) {
+    const auto own = [](BackendComponent device) {
+      return c10::DispatchKeySet(device) | c10::getAutocastRelatedKeySetFromBackend(device);
+    };
+    const auto autocast = c10::getAutocastRelatedKeySetFromBackend(BackendComponent::CPUBit);
+    return (of_cpu - autocast).remove_backend(BackendComponent::CPUBit) | own(BackendComponent::CUDABit);
+  };
+  static const c10::DispatchKeySet usual[] = {keys(false), keys(true), on_cuda(keys(false)), on_cuda(keys(true))};
+  for (const c10::DispatchKeySet of : usual)
+    if (v.key_set() == of) return !v._fw_grad(0).defined();
+  return false;
 }
 
 // A call that nothing but autograd records, and no recompute by a backward pass; as `plain` of ops/modes.py.
@@ -67,12 +78,12 @@ inline bool channels_last(const Tensor& x) {
 }
 inline bool dense(const Tensor& x) { return x.dim() > 1 && (x.is_contiguous() || channels_last(x)); }
 
-// An argument; false where it is none that a usual call has.
-inline bool read(PyObject* from, Tensor& to) {
+// An argument; false where it is none that a usual call has. Whether tensors are on one device, Triton's tapes tell.
+inline bool read(PyObject* from, Tensor& to, bool by_triton) {
   if (from == Py_None) return true;
   if (!THPVariable_CheckExact(from)) return false;
   to = THPVariable_Unpack(from);
-  return plain(to);
+  return plain(to) && (by_triton || to.is_cpu());
 }
 inline bool read(PyObject* from, double& to) {
   to = PyFloat_AsDouble(from);
@@ -93,6 +104,45 @@ inline bool read(PyObject* from, c10::IValue& to) {
   return true;
 }
 
+// The arguments of every function of nodes.cpp: x, weight, bias, eps and act, or what rows have in its place.
+struct Given {
+  Tensor x, weight, bias;
+  double eps = 0;
+  bool by_triton = false, records = false;
+
+  // The last argument of every function says whose kernels serve.
+  bool read_from(PyObject* const* given, Py_ssize_t count) {
+    by_triton = given[count - 1] == Py_True;
+    if (!(plain_call() && read(given[0], x, by_triton) && read(given[1], weight, by_triton))) return false;
+    if (!(read(given[2], bias, by_triton) && read(given[3], eps))) return false;
+    records = recorded(x, weight, bias);
+    return x.defined() && !(records && hooked());
+  }
+  bool both_or_none() const { return weight.defined() == bias.defined(); }
+};
+
+// Running statistics, which a training batch moves.
+struct Running {
+  Tensor mean, var, num_batches;
+  c10::IValue momentum;
+
+  bool read_from(PyObject* given, bool by_triton) {
+    if (given == Py_None) return true;
+    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 4) return false;
+    Tensor* const tensors[] = {&mean, &var, &num_batches};
+    for (int i = 0; i < 3; ++i)
+      if (!read(PyTuple_GET_ITEM(given, i), *tensors[i], by_triton)) return false;
+    for (const Tensor* v : {&mean, &var})
+      if (!v->defined() || v->requires_grad() || v->is_inference()) return false;
+    double weight;
+    PyObject* const last = PyTuple_GET_ITEM(given, 3);
+    if (last != Py_None && !read(last, weight)) return false;
+    if (last != Py_None) momentum = weight;
+    return !(num_batches.defined() && num_batches.is_inference());
+  }
+  bool given() const { return mean.defined(); }
+};
+
 // An operator's arguments; a tensor that is not defined is None.
 inline c10::IValue argument(const Tensor& v) { return v.defined() ? c10::IValue(v) : c10::IValue(); }
 template <class T> c10::IValue argument(const T& v) { return v; }
@@ -106,13 +156,21 @@ inline Tensor tensor(Stack& results, size_t i) { return std::move(results[i]).to
 
 // An operator of the kernels, by its name, below autograd; its results take the place of its arguments.
 struct Operator {
+  const std::string name;
   const c10::OperatorHandle handle;
 
-  explicit Operator(const char* name) : handle(c10::Dispatcher::singleton().findSchemaOrThrow(name, "")) {}
-  void operator()(Stack& stack) const { handle.callBoxed(&stack); }
-  // False if the kernel has refused its arguments: then it has written nothing.
-  bool taken(Stack& stack) const {
+  explicit Operator(const char* name)
+      : name(name), handle(c10::Dispatcher::singleton().findSchemaOrThrow((std::string("leannorm::") + name).c_str(), "")) {}
+  // False where Triton's kernel has seen no such call, which Python is to make then.
+  bool operator()(Stack& stack, bool by_triton) const {
+    if (by_triton) return tapes().repeat(name, stack);
+    handle.callBoxed(&stack);
+    return true;
+  }
+  // False also if the CPU's kernel has refused its arguments: then it has written nothing.
+  bool taken(Stack& stack, bool by_triton) const {
     const at::AutoDispatchBelowADInplaceOrView below;
+    if (by_triton) return tapes().repeat(name, stack);
     try {
       handle.callBoxed(&stack);
     } catch (const std::exception&) {

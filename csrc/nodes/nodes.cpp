@@ -1,5 +1,6 @@
 // Autograd nodes in C++ for the usual calls of autograd/direct.py, whose classes they stand in for: the same
-// operators, the same saved tensors, the same bits, without Python's share of a small call.
+// operators, the same saved tensors, the same bits, without Python's share of a small call. Of Triton's operators they
+// repeat calls that Python has made before (tapes.h).
 //
 // They need torch's own C++ headers and Python's, so this library serves the torch and the Python that it was built
 // for (autograd/nodes.py asks before it loads it); without it direct.py does the same in Python. Each function returns
@@ -28,8 +29,10 @@ using Tensors = std::array<Tensor, kSaved>;
 struct Direct : Node {
   std::array<SavedVariable, kSaved> saved;
   c10::IValue act;
+  bool by_triton;
 
-  virtual variable_list by_kernels(const Tensor& dy, Tensors& kept) = 0;
+  // Empty where Python is to do it.
+  virtual variable_list by_kernels(const Tensor& dy, const Tensors& kept) = 0;
   virtual py::tuple how() const = 0;  // what direct.py's class keeps beside the tensors
 
   void save(Saved place, const Tensor& value, bool is_output = false) {
@@ -44,13 +47,17 @@ struct Direct : Node {
 
   variable_list apply(variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Tensors kept = unpacked();
+    const Tensors kept = unpacked();
     Tensor dy = std::move(gradients[0]);
     if (!dy.defined()) dy = input_metadata(0).zeros_like();
     // create_graph=True, a transform, a mode: Python hands them to plain torch
     if (at::GradMode::is_enabled() || !plain_thread() || !plain(dy)) return of_python(dy, kept);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return by_kernels(dy, kept);
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      variable_list found = by_kernels(dy, kept);
+      if (!found.empty()) return found;
+    }
+    return of_python(dy, kept);
   }
   variable_list of_python(const Tensor& dy, const Tensors& kept) {
     const py::gil_scoped_acquire gil;
@@ -58,15 +65,12 @@ struct Direct : Node {
       py::list tensors;
       for (const Tensor& v : kept) tensors.append(v.defined() ? py::cast(v) : py::none());
       const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2), false);
-      const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy);
+      const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy, by_triton);
       variable_list gradients;
       for (int i = 0; i < 3; ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
       return gradients;
     } catch (py::error_already_set& error) {
-      python_error raised;
-      error.restore();
-      raised.persist();
-      throw raised;
+      throw_error(error);
     }
   }
   void release_variables() override {
@@ -78,6 +82,7 @@ struct Direct : Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(name());
     args.collect(act);
+    args.collect(by_triton);
     for (int i = 0; i < kSaved; ++i) args.collect(saved[i], i == kOut);
   }
   variable_list apply_with_saved(const variable_list& given, torch::dynamo::autograd::SwapSavedVariables& swap) override {
@@ -101,11 +106,11 @@ struct ChannelNorm final : Direct {
 
   std::string name() const override { return "DirectChannelNormBackward"; }
   py::tuple how() const override { return py::make_tuple(act.toStringRef(), eps, groups); }
-  variable_list by_kernels(const Tensor& dy, Tensors& kept) override {
-    static const Operator backward("leannorm::channel_backward");
+  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+    static const Operator backward("channel_backward");
     Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
                            Tensor(), act, groups, false, false);
-    backward(stack);
+    if (!backward(stack, by_triton)) return {};
     if (!kept[kWeight].defined()) return {tensor(stack, 0), Tensor(), Tensor()};
     return {tensor(stack, 0), tensor(stack, 1), tensor(stack, 2)};
   }
@@ -123,23 +128,21 @@ struct ChannelAffine final : Direct {
   py::tuple how() const override {
     return py::make_tuple(act.toStringRef(), py::reinterpret_borrow<py::object>(torch::utils::getTHPMemoryFormat(layout)));
   }
-  variable_list by_kernels(const Tensor& given, Tensors& kept) override {
-    static const Operator both("leannorm::channel_backward"), sums("leannorm::channel_grad_sums"),
-        input("leannorm::channel_input_grad");
-    Tensor dy = given;
-    if (kept[kX].defined()) dy = like(kept[kX], dy);
-    else kept[kX] = dy = dy.contiguous(layout);  // only its shape and layout are read
+  variable_list by_kernels(const Tensor& given, const Tensors& kept) override {
+    static const Operator both("channel_backward"), sums("channel_grad_sums"), input("channel_input_grad");
+    const bool has_x = kept[kX].defined();
+    const Tensor dy = has_x ? like(kept[kX], given) : given.contiguous(layout);
+    const Tensor x = has_x ? kept[kX] : dy;  // only its shape and layout are read
     const auto taken = [&](auto... more) {
-      return stack_of(dy, kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
+      return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
     };
     if (!(needs(1) || needs(2))) {
       Stack stack = taken(Tensor(), Tensor(), act, false);
-      input(stack);
+      if (!input(stack, by_triton)) return {};
       return {tensor(stack, 0), Tensor(), Tensor()};
     }
     Stack stack = needs(0) ? taken(act, int64_t(0), false, true) : taken(act);
-    if (needs(0)) both(stack);
-    else sums(stack);
+    if (!(needs(0) ? both : sums)(stack, by_triton)) return {};
     const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
     if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
     return {Tensor(), gradient(1, 1), gradient(2, 0)};
@@ -157,12 +160,12 @@ struct RowNorm final : Direct {
 
   std::string name() const override { return "DirectRowNormBackward"; }
   py::tuple how() const override { return py::make_tuple(start, stop, eps, rms); }
-  variable_list by_kernels(const Tensor& dy, Tensors& kept) override {
-    static const Operator backward("leannorm::row_backward");
-    if (rms) kept[kMean] = at::zeros_like(kept[kRstd]);
-    Stack stack = stack_of(dy, Tensor(), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], start, stop, rms,
+  variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
+    static const Operator backward("row_backward");
+    const Tensor mean = kept[kMean].defined() ? kept[kMean] : at::zeros_like(kept[kRstd]);
+    Stack stack = stack_of(dy, Tensor(), kept[kX], mean, kept[kRstd], kept[kWeight], start, stop, rms,
                            needs(1) || needs(2), 0.0, Tensor());
-    backward(stack);
+    if (!backward(stack, by_triton)) return {};
     return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -181,50 +184,13 @@ template <class Kind> auto node_of(const Tensor& x, const Tensor& weight, const 
   return node;
 }
 
-// The arguments of every function here: x, weight, bias, eps and act, or what rows have in its place.
-struct Given {
-  Tensor x, weight, bias;
-  double eps = 0;
-  bool records = false;
-
-  bool read_from(PyObject* const* given) {
-    if (!(plain_call() && read(given[0], x) && read(given[1], weight) && read(given[2], bias) && read(given[3], eps)))
-      return false;
-    records = recorded(x, weight, bias);
-    return x.defined() && !(records && hooked());
-  }
-  bool both_or_none() const { return weight.defined() == bias.defined(); }
-};
-
-// Running statistics, which a training batch moves.
-struct Running {
-  Tensor mean, var, num_batches;
-  c10::IValue momentum;
-
-  bool read_from(PyObject* given) {
-    if (given == Py_None) return true;
-    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) != 4) return false;
-    Tensor* const tensors[] = {&mean, &var, &num_batches};
-    for (int i = 0; i < 3; ++i)
-      if (!read(PyTuple_GET_ITEM(given, i), *tensors[i])) return false;
-    for (const Tensor* v : {&mean, &var})
-      if (!v->defined() || v->requires_grad() || v->is_inference()) return false;
-    double weight;
-    PyObject* const last = PyTuple_GET_ITEM(given, 3);
-    if (last != Py_None && !read(last, weight)) return false;
-    if (last != Py_None) momentum = weight;
-    return !(num_batches.defined() && num_batches.is_inference());
-  }
-  bool given() const { return mean.defined(); }
-};
-
 Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, const Running& running) {
-  static const Operator forward("leannorm::channel_forward"), tracked("leannorm::channel_forward_tracked_");
-  const auto& [x, weight, bias, eps, records] = of;
+  static const Operator forward("channel_forward"), tracked("channel_forward_tracked_");
+  const auto& [x, weight, bias, eps, by_triton, records] = of;
   Stack stack = running.given() ? stack_of(x, weight, bias, Tensor(), eps, act, running.mean, running.var,
                                            running.num_batches, running.momentum)
                                 : stack_of(x, weight, bias, Tensor(), eps, act, groups);
-  if (!(running.given() ? tracked : forward).taken(stack)) return {};
+  if (!(running.given() ? tracked : forward).taken(stack, by_triton)) return {};
   for (const Tensor* v : {&running.mean, &running.var, &running.num_batches})
     if (v->defined()) torch::autograd::impl::bump_version(*v);
   Tensor y = tensor(stack, 0);
@@ -235,20 +201,20 @@ Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, con
   node->save(kRstd, tensor(stack, 3));
   node->save(kWeight, weight);
   if (act.toStringRef() != "identity") node->save(kBias, bias);
-  node->act = act, node->eps = eps, node->groups = groups;
+  node->by_triton = by_triton, node->act = act, node->eps = eps, node->groups = groups;
   torch::autograd::set_history(y, node);
   return y;
 }
 
-// direct_channel_norm(x, weight, bias, eps, act, groups, running)
+// direct_channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
 PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
   Running running;
   c10::IValue act;
   int64_t groups;
-  if (count != 7 || !given.read_from(arguments) || !read(arguments[4], act) || !read(arguments[5], groups)) Py_RETURN_NONE;
-  if (!running.read_from(arguments[6]) || !dense(given.x) || !given.both_or_none()) Py_RETURN_NONE;
+  if (count != 8 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
+  if (!read(arguments[5], groups) || !running.read_from(arguments[6], given.by_triton) || !dense(given.x) || !given.both_or_none()) Py_RETURN_NONE;
   if (given.weight.defined() && given.weight.scalar_type() != given.bias.scalar_type()) Py_RETURN_NONE;
   return result([&] { return channel_norm(given, act, groups, running); });
   END_HANDLE_TH_ERRORS
@@ -270,13 +236,18 @@ at::MemoryFormat layout_of(const Tensor& y) {
 }
 
 Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running_mean, const Tensor& running_var) {
-  static const Operator constants("leannorm::constants_of"), normalize("leannorm::channel_normalize");
-  const auto& [x, weight, bias, eps, records] = of;
+  static const Operator constants("constants_of"), normalize("channel_normalize");
+  const auto& [x, weight, bias, eps, by_triton, records] = of;
+  if (by_triton && !records) {  // in one launch
+    Stack whole = stack_of(x, running_mean, running_var, eps, weight, bias, Tensor(), act);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return tapes().repeat("channel_evaluate", whole) ? tensor(whole, 0) : Tensor();
+  }
   Stack made = stack_of(running_mean, running_var, eps);
-  if (!constants.taken(made)) return {};
+  if (!constants.taken(made, by_triton)) return {};
   const Tensor mean = tensor(made, 0), rstd = tensor(made, 1);
   Stack stack = stack_of(x, mean, rstd, weight, bias, Tensor(), act);
-  if (!normalize.taken(stack)) return {};
+  if (!normalize.taken(stack, by_triton)) return {};
   Tensor y = tensor(stack, 0);
   if (!records) return y;
   const auto node = node_of<ChannelAffine>(x, weight, bias);
@@ -289,18 +260,19 @@ Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running
   node->save(kWeight, weight);
   if (!identity) node->save(kBias, bias);
   if (by_output) node->save(kOut, y, true);
-  node->act = act, node->layout = layout_of(y);
+  node->by_triton = by_triton, node->act = act, node->layout = layout_of(y);
   return y;
 }
 
-// direct_evaluation(x, weight, bias, eps, act, mean, var)
+// direct_evaluation(x, weight, bias, eps, act, mean, var, by_triton)
 PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
   Tensor mean, var;
   c10::IValue act;
-  if (count != 7 || !given.read_from(arguments) || !read(arguments[4], act)) Py_RETURN_NONE;
-  if (!read(arguments[5], mean) || !read(arguments[6], var) || !mean.defined() || !var.defined()) Py_RETURN_NONE;
+  if (count != 8 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
+  if (!read(arguments[5], mean, given.by_triton) || !read(arguments[6], var, given.by_triton)) Py_RETURN_NONE;
+  if (!mean.defined() || !var.defined()) Py_RETURN_NONE;
   if (!dense(given.x) || !given.both_or_none()) Py_RETURN_NONE;
   if (given.weight.defined() && given.weight.scalar_type() != given.bias.scalar_type()) Py_RETURN_NONE;
   return result([&] { return evaluation(given, act, mean, var); });
@@ -308,29 +280,29 @@ PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 }
 
 Tensor row_norm(const Given& of, int64_t start, bool rms) {
-  static const Operator forward("leannorm::row_forward");
-  const auto& [x, weight, bias, eps, records] = of;
+  static const Operator forward("row_forward");
+  const auto& [x, weight, bias, eps, by_triton, records] = of;
   Stack stack = stack_of(x, Tensor(), weight, bias, start, x.dim(), eps, rms, 0.0, false, Tensor());
-  if (!forward.taken(stack)) return {};
+  if (!forward.taken(stack, by_triton)) return {};
   Tensor y = tensor(stack, 0);
   if (!records) return y;
   const auto node = node_of<RowNorm>(x, weight, bias);
   node->save(kX, x);
-  if (!rms) node->save(kMean, tensor(stack, 2));
+  if (!rms || by_triton) node->save(kMean, tensor(stack, 2));  // else zeros would be one more launch
   node->save(kRstd, tensor(stack, 3));
   node->save(kWeight, weight);
-  node->start = start, node->stop = x.dim(), node->eps = eps, node->rms = rms;
+  node->by_triton = by_triton, node->start = start, node->stop = x.dim(), node->eps = eps, node->rms = rms;
   torch::autograd::set_history(y, node);
   return y;
 }
 
-// direct_row_norm(x, weight, bias, eps, shape, rms)
+// direct_row_norm(x, weight, bias, eps, shape, rms, by_triton)
 PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
   PyObject* const shape = arguments[4];
-  if (count != 6 || !given.read_from(arguments) || !PyTuple_Check(shape)) Py_RETURN_NONE;
-  const auto& [x, weight, bias, eps, records] = given;
+  if (count != 7 || !given.read_from(arguments, count) || !PyTuple_Check(shape)) Py_RETURN_NONE;
+  const auto& [x, weight, bias, eps, by_triton, records] = given;
   const int64_t axes = PyTuple_GET_SIZE(shape), start = x.dim() - axes;
   if (start < 0 || axes == 0 || !(eps >= 0) || (bias.defined() && !weight.defined())) Py_RETURN_NONE;
   for (int64_t i = 0, size; i < axes; ++i)
@@ -350,10 +322,34 @@ PyObject* set_backward(PyObject*, PyObject* function) {
   Py_RETURN_NONE;
 }
 
+// launch.py, which says what the current device is.
+PyObject* set_launches(PyObject*, PyObject* module) {
+  tapes().module = py::reinterpret_borrow<py::object>(module);
+  Py_RETURN_NONE;
+}
+
+// keep_tape(operator, arguments, made, launches, results)
+PyObject* keep_tape(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 5);
+  const auto list = [&](int i) { return py::handle(given[i]).cast<py::list>(); };
+  tapes().keep(py::handle(given[0]).cast<std::string>(), py::handle(given[1]).cast<py::tuple>(), list(2), list(3), list(4));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* forget_tapes(PyObject*, PyObject*) {
+  tapes().forget();
+  Py_RETURN_NONE;
+}
+
 PyMethodDef functions[] = {
     {"channel_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_channel_norm)), METH_FASTCALL, nullptr},
     {"evaluation", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_evaluation)), METH_FASTCALL, nullptr},
     {"row_norm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&call_row_norm)), METH_FASTCALL, nullptr},
+    {"set_launches", &set_launches, METH_O, nullptr},
+    {"keep_tape", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&keep_tape)), METH_FASTCALL, nullptr},
+    {"forget_tapes", &forget_tapes, METH_NOARGS, nullptr},
     {"set_backward", &set_backward, METH_O, nullptr},
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};

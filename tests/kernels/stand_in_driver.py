@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
@@ -17,6 +18,8 @@ import torch  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from benchmarks import host_time  # noqa: E402
+from leannorm import nn  # noqa: E402
+from leannorm.autograd import direct  # noqa: E402
 from leannorm.ops.backends import TRITON  # noqa: E402
 from leannorm.ops.backends.triton import (  # noqa: E402
     channel,
@@ -258,6 +261,69 @@ def hooks() -> None:
     del PUBLIC[:]
     rows.row_forward(*call)
     assert not PUBLIC
+
+
+def layers() -> None:
+    """A layer's call in one step launches what its first call did, whichever nodes repeat it."""
+    from triton import knobs
+
+    class Device:
+        def __init__(self, index):
+            entered.append(index)
+
+        def __enter__(self):
+            pass
+
+        __exit__ = lambda *_: None  # noqa: E731
+
+    images, tokens, entered, quick = (4, 8, 6, 6), (40, 64), [], launch._current_device
+    made = [
+        (lambda: nn.BatchNorm2d(8), images),
+        (lambda: nn.BatchNormAct2d(8, act="silu"), (64, 8, 64, 64)),
+        (lambda: nn.BatchNorm2d(8).eval(), images),
+        (lambda: nn.GroupNorm(2, 8), images),
+        (lambda: nn.InstanceNorm2d(8), images),
+        (lambda: nn.LayerNorm(64), tokens),
+        (lambda: nn.RMSNorm(64), tokens),
+    ]
+    for nodes in dict.fromkeys((direct.NODES, None)):
+        direct.NODES = nodes
+        for (make, shape), offset in itertools.product(made, (0, 1)):
+            tape.forget()
+            layer = make()
+            x, dy = (torch.randn(torch.Size(shape).numel() + offset)[offset:].view(shape) for _ in range(2))
+            given = [x.requires_grad_(), dy, *layer.parameters(), *layer.buffers()]
+
+            def call():
+                LAUNCHED.clear()
+                del PUBLIC[:]
+                y = layer(x)  # noqa: B023
+                node = type(y.grad_fn).__name__
+                y.backward(dy)  # noqa: B023
+                with torch.no_grad():
+                    layer(x)  # noqa: B023
+                return node.startswith("Direct"), [numbered(g, given) for g in LAUNCHED]  # noqa: B023
+
+            was_direct, first = call()
+            is_direct, again = call()
+            assert (was_direct, is_direct) == (False, True), shape
+            assert first == again, (shape, first, again)
+            assert len(again) > 2
+            assert not PUBLIC, (shape, offset, PUBLIC)
+            STREAM[0] = 8
+            call()
+            assert {launched[3] for launched in LAUNCHED} == {8}
+            STREAM[0] = 7
+            heard: list = []
+            knobs.runtime.launch_exit_hook.add(heard.append)
+            assert call()[1] == first
+            knobs.runtime.launch_exit_hook.remove(heard.append)
+            assert len(PUBLIC) == len(first)
+            launch._current_device, torch.cuda.device, device = lambda: 1, Device, torch.cuda.device
+            assert call()[1] == first
+            launch._current_device, torch.cuda.device = quick, device
+            assert entered == [0] * len(first)
+            entered.clear()
 
 
 def another_triton() -> None:

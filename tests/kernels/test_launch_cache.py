@@ -28,6 +28,7 @@ SCENES = (
     "negated",
     "devices_and_streams",
     "hooks",
+    "layers",
     "another_triton",
 )
 

@@ -1,9 +1,11 @@
 """The usual call in one step: a kernel's operator, without the plumbing around it.
 
 A small call takes as long as its Python does. So a call that is eager, under no transform and in no mode, on
-dense CPU tensors, is handed to the kernel as it is. The kernel refuses what it does not take before anything
-is written. Then, and for every other call, the answer is None, and the caller goes the whole way: it checks
-every rule, which raises the error if one is broken, and picks a backend.
+dense tensors, is handed to the kernel as it is. A kernel of the CPU refuses what it does not take before
+anything is written. One of Triton sees pointers and numbers: there a call goes this way if one of the same
+shapes, strides, dtypes, devices and settings went the whole way before, and repeats it (`tape.py`). For all
+other calls the answer is None, and the caller goes the whole way: it checks every rule, which raises the
+error if one is broken, and picks a backend.
 
 The operators and what they are given are those of the whole way, and so are the results, bit for bit. The
 functions save what `ChannelNorm` and `RowNorm` save, and hand second derivatives to them.
@@ -25,13 +27,15 @@ from torch import Tensor
 
 from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice_differentiable
 from leannorm.autograd.nodes import NODES
-from leannorm.autograd.rows import KeptByRowNorm
+from leannorm.autograd.rows import KeptByRowNorm, mean_to_keep
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends import CPU, REFERENCE, TRITON, Backend
 from leannorm.ops.backends.compiled import is_dense, like
+from leannorm.ops.backends.triton import repeated
+from leannorm.ops.backends.triton.tape import hand_over
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import plain
-from leannorm.ops.select import picks_cpu
+from leannorm.ops.select import picks_cpu, picks_triton
 
 
 def dispatched(name: str) -> Callable[..., Any]:
@@ -41,16 +45,32 @@ def dispatched(name: str) -> Callable[..., Any]:
     )
 
 
-_FORWARD, _TRACKED = dispatched("channel_forward"), dispatched("channel_forward_tracked_")
-_BACKWARD, _NORMALIZE = dispatched("channel_backward"), dispatched("channel_normalize")
-_GRAD_SUMS, _INPUT_GRAD = dispatched("channel_grad_sums"), dispatched("channel_input_grad")
-_CONSTANTS, _ROW_FORWARD = dispatched("constants_of"), dispatched("row_forward")
-_ROW_BACKWARD = dispatched("row_backward")
+_FORWARD = "channel_forward", "channel_forward_tracked_", "channel_normalize", "constants_of", "row_forward"
+_BACKWARD = "channel_backward", "channel_grad_sums", "channel_input_grad", "row_backward"
+_OF_CPU = SimpleNamespace(**{name: dispatched(name) for name in (*_FORWARD, *_BACKWARD)})
 _EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
 class _RefusedError(Exception):
-    """The kernel has refused its arguments, and nothing has been written."""
+    """The kernel has refused its arguments, or knows no such call, and nothing has been written."""
+
+
+def _made(backend: Backend, operator: str, *arguments: Any) -> Any:
+    """What an operator of a forward pass gives."""
+    if backend is TRITON:
+        made = repeated(operator, arguments)
+        if made is None:
+            raise _RefusedError
+        return made
+    try:
+        return getattr(_OF_CPU, operator)(*arguments)
+    except RuntimeError as error:
+        raise _RefusedError from error
+
+
+def _backward_of(backend: Backend) -> Any:
+    """The operators of a backward pass."""
+    return _OF_CPU if backend is CPU else TRITON.ops
 
 
 class KeptDirectly(NamedTuple):
@@ -64,14 +84,14 @@ class KeptDirectly(NamedTuple):
 
 
 class DirectChannelNorm(torch.autograd.Function):
-    """The output of `ChannelNorm` without a residual, by the CPU's kernels."""
+    """The output of `ChannelNorm` without a residual, by one operator."""
 
     Kept = KeptDirectly
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: Any) -> Tensor:
         y, mean, _, rstd = _channel_forward(x, weight, bias, how)
-        ctx.act, ctx.eps, ctx.groups, _ = how
+        ctx.act, ctx.eps, ctx.groups, _, ctx.backend = how
         ctx.save_for_backward(x, mean, rstd, weight, None if ctx.act == "identity" else bias)
         return y
 
@@ -87,7 +107,9 @@ class DirectChannelNorm(torch.autograd.Function):
         else:
             if not (dy.is_contiguous() and x.is_contiguous()):
                 dy = like(x, dy)
-            dx, dweight, dbias, _ = _BACKWARD(dy, x, mean, rstd, weight, bias, None, None, act, groups, False)
+            given = dy, x, mean, rstd, weight, bias, None, None
+            backward = _backward_of(ctx.backend).channel_backward
+            dx, dweight, dbias, _ = backward(*given, act, groups, False, False)
         if weight is None:
             return dx, None, None, None
         return dx, dweight, dbias, None  # autograd casts each to its input's dtype
@@ -101,7 +123,8 @@ class DirectChannelAffine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: Any) -> Tensor:
         y, mean, rstd = _evaluate(x, weight, bias, how)
-        ctx.act = act = how[-1]
+        *_, act, ctx.backend = how
+        ctx.act = act
         out = None
         if not ctx.needs_input_grad[1]:  # x, or the output in its place, is for the activation alone
             out = y if act != "identity" and ACTIVATIONS[act].from_output is not None else None
@@ -114,10 +137,7 @@ class DirectChannelAffine(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, bias, _, out = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        sums, both, input_grad = _GRAD_SUMS, _BACKWARD, _INPUT_GRAD
-        if twice_differentiable():
-            sums, both = REFERENCE.channel_grad_sums, REFERENCE.channel_backward
-            input_grad = REFERENCE.channel_input_grad
+        ops = REFERENCE if twice_differentiable() else _backward_of(ctx.backend)
         if x is None:  # only its shape and layout are read
             x = dy = dy.contiguous(memory_format=ctx.layout)
         elif not (dy.is_contiguous() and x.is_contiguous()):
@@ -125,24 +145,26 @@ class DirectChannelAffine(torch.autograd.Function):
         given = dy, x, mean, rstd, weight, bias, None, out
         dx = dweight = dbias = None
         if not (need_weight or need_bias):
-            dx, _ = input_grad(*given, None, None, ctx.act, False)
+            dx, _ = ops.channel_input_grad(*given, None, None, ctx.act, False)
         elif need_x:
-            dx, dweight, dbias, _ = both(*given, ctx.act, 0, False, True)
+            dx, dweight, dbias, _ = ops.channel_backward(*given, ctx.act, 0, False, True)
         else:
-            dbias, dweight = sums(*given, ctx.act)
+            dbias, dweight = ops.channel_grad_sums(*given, ctx.act)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
 
 class DirectRowNorm(torch.autograd.Function):
-    """The output of `RowNorm` without a residual, by the CPU's kernels."""
+    """The output of `RowNorm` without a residual, by one operator."""
 
     Kept = KeptByRowNorm
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Any) -> Tensor:
-        y, _, mean, rstd = _row_forward(x, weight, bias, rows)
-        ctx.save_for_backward(*KeptByRowNorm(x, None if rows[3] else mean, rstd, weight, None))
-        ctx.rows, ctx.has_bias = rows, bias is not None
+        *ctx.rows, ctx.backend = rows
+        y, _, mean, rstd = _row_forward(x, weight, bias, ctx.rows, ctx.backend)
+        centre = mean_to_keep(mean, ctx.rows[3], ctx.backend)
+        ctx.save_for_backward(*KeptByRowNorm(x, centre, rstd, weight, None))
+        ctx.has_bias = bias is not None
         return y
 
     @staticmethod
@@ -156,7 +178,8 @@ class DirectRowNorm(torch.autograd.Function):
             dx, dweight, dbias = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, *how)
         else:
             mean = torch.zeros_like(rstd) if mean is None else mean
-            dx, dweight, dbias = _ROW_BACKWARD(dy, None, x, mean, rstd, weight, *how)
+            backward = _backward_of(ctx.backend).row_backward
+            dx, dweight, dbias = backward(dy, None, x, mean, rstd, weight, *how, None)
         return dx, dweight if need_weight else None, dbias if need_bias else None, None
 
 
@@ -174,10 +197,11 @@ def _backward_of_node(
     needed: tuple[bool, ...],
     how: tuple[Any, ...],
     dy: Tensor,
+    by_triton: bool,
 ) -> tuple[Tensor | None, ...]:
     """The backward pass of a node in C++, by the class that it stands in for."""
     x, mean, rstd, weight, bias, out = saved
-    ctx = SimpleNamespace(needs_input_grad=needed)
+    ctx = SimpleNamespace(needs_input_grad=needed, backend=TRITON if by_triton else CPU)
     if name == "DirectRowNormBackward":
         ctx.saved_tensors, ctx.rows = (x, mean, rstd, weight, None), (*how, 0.0, False)
         return DirectRowNorm.backward(ctx, dy)
@@ -191,6 +215,7 @@ def _backward_of_node(
 
 if NODES is not None:
     NODES.set_backward(_backward_of_node)
+    hand_over(NODES, (*_FORWARD, *_BACKWARD, "channel_evaluate"))
     for _function in (DirectChannelNorm, DirectChannelAffine, DirectRowNorm):
         torch.autograd.graph.Node.register(getattr(NODES, f"{_function.__name__}Backward"))
 
@@ -198,44 +223,43 @@ if NODES is not None:
 def _channel_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    act, eps, groups, running = how
+    act, eps, groups, running, backend = how
+    given = x, weight, bias, None, eps, act
     made: tuple[Tensor, Tensor, Tensor, Tensor]
-    try:
-        if running is None:
-            made = _FORWARD(x, weight, bias, None, eps, act, groups)
-        else:
-            made = _TRACKED(x, weight, bias, None, eps, act, *running)
-    except RuntimeError as error:
-        raise _RefusedError from error
-    if running is not None:
+    if running is None:
+        made = _made(backend, "channel_forward", *given, groups)
+    else:
+        made = _made(backend, "channel_forward_tracked_", *given, *running)
         torch._C._increment_version(running[:2] if running[2] is None else running[:3])
     return made
 
 
 def _evaluate(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, how: tuple[Tensor, Tensor, float, str]
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    how: tuple[Tensor, Tensor, float, str, Backend],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    running_mean, running_var, eps, act = how
-    try:
-        mean, rstd = _CONSTANTS(running_mean, running_var, eps)
-        return _NORMALIZE(x, mean, rstd, weight, bias, None, act), mean, rstd
-    except RuntimeError as error:
-        raise _RefusedError from error
+    running_mean, running_var, eps, act, backend = how
+    mean, rstd = _made(backend, "constants_of", running_mean, running_var, eps)
+    return _made(backend, "channel_normalize", x, mean, rstd, weight, bias, None, act), mean, rstd
 
 
 def _row_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: tuple[Any, ...]
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Sequence[Any], backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    try:
-        made: tuple[Tensor, Tensor, Tensor, Tensor] = _ROW_FORWARD(x, None, weight, bias, *rows)
-    except RuntimeError as error:
-        raise _RefusedError from error
+    made: tuple[Tensor, Tensor, Tensor, Tensor]
+    made = _made(backend, "row_forward", x, None, weight, bias, *rows, None)
     return made
 
 
-def _cpu_serves(x: Tensor) -> bool:
-    """Is this an eager call on a tensor that the CPU's kernels serve? Asked first, of every call."""
-    return not torch.compiler.is_compiling() and x.is_cpu and picks_cpu()
+def _serving(x: Tensor) -> Backend | None:
+    """Whose kernels serve an eager call on this tensor; None: no compiled ones. Asked first of every call."""
+    if torch.compiler.is_compiling():
+        return None
+    if x.is_cpu and picks_cpu():
+        return CPU
+    return TRITON if picks_triton(x) else None
 
 
 def direct_channel_norm(
@@ -252,10 +276,11 @@ def direct_channel_norm(
     Moves the `running` statistics too: mean, variance, counter or None, momentum. The caller has checked what
     no kernel does: `eps`, the momentum, and that x has channels and more than one value of each.
     """
-    if not _cpu_serves(x):
+    backend = _serving(x)
+    if backend is None:
         return None
     if NODES is not None:
-        y: Tensor | None = NODES.channel_norm(x, weight, bias, eps, act, groups, running)
+        y: Tensor | None = NODES.channel_norm(x, weight, bias, eps, act, groups, running, backend is TRITON)
         if y is not None:
             return y
     if not (plain() and is_dense(x)):
@@ -265,13 +290,13 @@ def direct_channel_norm(
             return None
         recorded = x.requires_grad
     else:
-        if not (weight.is_cpu and bias.is_cpu and weight.dtype is bias.dtype):
+        if not (x.is_cpu is weight.is_cpu is bias.is_cpu and weight.dtype is bias.dtype):
             return None
         recorded = x.requires_grad or weight.requires_grad or bias.requires_grad
-    how = act, eps, groups, running
+    how = act, eps, groups, running, backend
     if running is not None:
         mean, var, num_batches, _ = running
-        if not (mean.is_cpu and var.is_cpu and (num_batches is None or num_batches.is_cpu)):
+        if not x.is_cpu is mean.is_cpu is var.is_cpu is (mean if num_batches is None else num_batches).is_cpu:
             return None
         if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
             return None
@@ -294,26 +319,30 @@ def direct_evaluation(
     act: str = "identity",
 ) -> Tensor | None:
     """The output of `channel_affine` by running statistics, if this call is a usual one."""
-    if not _cpu_serves(x):
+    backend = _serving(x)
+    if backend is None:
         return None
     if NODES is not None:
-        y: Tensor | None = NODES.evaluation(x, weight, bias, eps, act, mean, var)
+        y: Tensor | None = NODES.evaluation(x, weight, bias, eps, act, mean, var, backend is TRITON)
         if y is not None:
             return y
-    if not (plain() and is_dense(x) and mean.is_cpu and var.is_cpu):
+    if not (plain() and is_dense(x) and x.is_cpu is mean.is_cpu is var.is_cpu):
         return None
     if weight is None or bias is None:
         if weight is not bias:
             return None
         recorded = x.requires_grad
     else:
-        if not (weight.is_cpu and bias.is_cpu and weight.dtype is bias.dtype):
+        if not (x.is_cpu is weight.is_cpu is bias.is_cpu and weight.dtype is bias.dtype):
             return None
         recorded = x.requires_grad or weight.requires_grad or bias.requires_grad
-    how = mean, var, eps, act
+    how = mean, var, eps, act, backend
     try:
         if recorded and torch.is_grad_enabled():
             y = _affine(x, weight, bias, how)
+            return y
+        if backend is TRITON:  # in one launch
+            y = _made(backend, "channel_evaluate", x, mean, var, eps, weight, bias, None, act)
             return y
         return _evaluate(x, weight, bias, how)[0]
     except _RefusedError:
@@ -324,12 +353,13 @@ def direct_row_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
 ) -> Tensor | None:
     """The output of `row_norm` over the last axes, if this call is a usual one."""
-    if not _cpu_serves(x):
+    backend = _serving(x)
+    if backend is None:
         return None
     if eps is None:
         eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
     if NODES is not None:
-        y: Tensor | None = NODES.row_norm(x, weight, bias, eps, shape, rms)
+        y: Tensor | None = NODES.row_norm(x, weight, bias, eps, shape, rms, backend is TRITON)
         if y is not None:
             return y
     if not (plain() and eps >= 0):
@@ -340,19 +370,21 @@ def direct_row_norm(
         return None
     recorded = x.requires_grad
     if weight is not None:
-        if not (weight.is_cpu and weight.shape == shape and weight.is_floating_point()):
+        if not (weight.is_cpu is x.is_cpu and weight.shape == shape and weight.is_floating_point()):
             return None
         recorded = recorded or weight.requires_grad
     if bias is not None:
-        if weight is None or not (bias.is_cpu and bias.shape == shape and bias.dtype is weight.dtype):
+        if weight is None or not (
+            bias.is_cpu is x.is_cpu and bias.shape == shape and bias.dtype is weight.dtype
+        ):
             return None
         recorded = recorded or bias.requires_grad
     rows = start, stop, eps, rms, 0.0, False
     try:
         if recorded and torch.is_grad_enabled():
-            y = _row_norm(x, weight, bias, rows)
+            y = _row_norm(x, weight, bias, (*rows, backend))
         else:
-            y = _row_forward(x, weight, bias, rows)[0]
+            y = _row_forward(x, weight, bias, rows, backend)[0]
     except _RefusedError:
         return None
     return y

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leannorm._errors import BackendUnavailableError, InputError
-from leannorm.ops.backends import BACKENDS, CPU, Backend
+from leannorm.ops.backends import BACKENDS, CPU, TRITON, Backend
 from leannorm.ops.modes import transformed as transformed
 
 AUTO = "auto"
@@ -67,6 +67,15 @@ def picks_cpu() -> bool:
     if _cpu_serves is None:
         _cpu_serves = not CPU.why_not()
     return _cpu_serves and (_chosen == AUTO or _chosen == CPU.name)
+
+
+def picks_triton(x: Tensor) -> bool:
+    """Would `pick` choose Triton's kernels for tensors like this one?"""
+    if x.layout is not torch.strided:
+        return False
+    if _chosen != AUTO:
+        return _chosen == TRITON.name and not TRITON.why_not(x, named=True)
+    return first_of_all(x) is TRITON
 
 
 def first_of_all(*tensors: Tensor | None) -> Backend:

@@ -15,7 +15,7 @@ from leannorm.autograd.masked import MaskedAffine, MaskedNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.autograd.sync import SyncNorm
-from leannorm.ops.backends import CPU, Backend
+from leannorm.ops.backends import Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.products import MOST
@@ -99,7 +99,7 @@ def direct_channel_norm(node: Any, output: int, given: Given, like: Tensor | Non
     if not known:
         return None
     captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
-    return Step(_channel_normalize, (kept.x,), captured, (CPU, node.act))
+    return Step(_channel_normalize, (kept.x,), captured, (node.backend, node.act))
 
 
 def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
@@ -147,7 +147,7 @@ def direct_row_norm(node: Any, output: int, given: Given, like: Tensor | None) -
     known, bias = _bias(None, 1 + has_weight, given, node.has_bias)
     if not known:
         return None
-    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias, None), (CPU, *node.rows))
+    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias, None), (node.backend, *node.rows))
 
 
 def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:

@@ -97,6 +97,11 @@ def imported_by_call(operator: str) -> Callable[..., Any]:
     return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
 
+def repeated(operator: str, arguments: tuple[Any, ...]) -> Any:
+    """What an operator gives; None where it has seen no call of this kind yet, or where someone listens."""
+    return None if _listened_to() else getattr(_kernels, operator).again(arguments)
+
+
 def _listened_to() -> bool:
     """Does someone listen at torch's dispatcher, who must see operators?"""
     return bool(

@@ -15,12 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.ops.backends.triton import launch as launch_module
 from leannorm.ops.backends.triton.launch import Launch, Places, listening
 
 _MOST = 4096  # tapes of an operator: shapes may be new in every call
 _PLAIN = (Tensor, torch.nn.Parameter)
+_PASSED = (*_PLAIN, type(None), bool, int, float, str)  # to C++; no numpy.float32
 _new = torch.empty_like
 _all: list[dict[Hashable, _Tape | None]] = []
+_nodes: Any = None  # in C++, which repeat calls of these operators too
+_of_nodes: frozenset[str] = frozenset()
+
+
+def hand_over(nodes: Any, operators: Sequence[str]) -> None:
+    """Let the autograd nodes in C++ know what is noted of these operators, from now on."""
+    global _nodes, _of_nodes
+    nodes.set_launches(launch_module)
+    _nodes, _of_nodes = nodes, frozenset(operators)
 
 
 class _Recorder:
@@ -127,6 +138,21 @@ def forget() -> None:
     """Note everything anew: for who changes how operators cut tensors into programs."""
     for tapes in _all:
         tapes.clear()
+    if _nodes is not None:
+        _nodes.forget_tapes()
+
+
+def _kind(arguments: tuple[Any, ...]) -> Hashable | None:
+    """All that an operator decides by; None where a tensor is not just its memory."""
+    kind: list[Any] = []
+    for a in arguments:
+        if type(a) in _PLAIN and not a.is_neg():
+            kind += (a.shape, a.stride(), a.dtype, a.device)
+        elif isinstance(a, Tensor):
+            return None
+        else:
+            kind.append(a)
+    return tuple(kind)
 
 
 class taped:  # noqa: N801  (a decorator)
@@ -148,17 +174,16 @@ class taped:  # noqa: N801  (a decorator)
         """`otherwise` serves what a tape cannot say: subclasses, and views that the dispatcher negates."""
         if listening.recorder is not None:  # a part of another operator
             return self.operator(*arguments)
-        key: list[Any] = []
-        for a in arguments:
-            if type(a) in _PLAIN and not a.is_neg():
-                key += (a.shape, a.stride(), a.dtype, a.device)
-            elif isinstance(a, Tensor):
-                return otherwise(*arguments)
-            else:
-                key.append(a)
-        kind = tuple(key)
+        kind = _kind(arguments)
+        if kind is None:
+            return otherwise(*arguments)
         tape = self.tapes.get(kind)
         return self._note(kind, arguments) if tape is None else tape(arguments)
+
+    def again(self, arguments: tuple[Any, ...]) -> Any:
+        """As a call before with arguments of the same kinds; None where none was, or none can be repeated."""
+        tape = self.tapes.get(_kind(arguments))
+        return None if tape is None else tape(arguments)
 
     def _note(self, kind: Hashable, arguments: tuple[Any, ...]) -> Any:
         tensors = [a for a in arguments if isinstance(a, Tensor)]
@@ -171,6 +196,9 @@ class taped:  # noqa: N801  (a decorator)
         finally:
             listening.recorder = None
         if len(self.tapes) >= _MOST:
-            self.tapes.clear()
-        self.tapes[kind] = recorder.tape(result)
+            forget()
+        tape = self.tapes[kind] = recorder.tape(result)
+        name = self.operator.__name__
+        if name in _of_nodes and tape is not None and all(type(a) in _PASSED for a in arguments):
+            _nodes.keep_tape(name, arguments, tape.made, tape.launches, tape.results)
         return result
