@@ -49,6 +49,12 @@ NODE_FLAGS = ["-std=c++20", "-O1", "-finline-small-functions", "-g0", "-fPIC", "
 here = Path(__file__).parent
 
 
+def assigned_in(source: str) -> dict[str, ast.expr]:
+    """The right sides of a module's assignments: leannorm itself may not be importable yet."""
+    body = ast.parse((here / source).read_text()).body
+    return {ast.unparse(node.targets[0]): node.value for node in body if isinstance(node, ast.Assign)}
+
+
 class BuildError(Exception):
     """Why the kernels cannot be built here."""
 
@@ -167,20 +173,18 @@ class BuildKernels(build_ext):
         """As autograd/nodes.py says it."""
         import torch
 
-        here = torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
-        return f"torch {' '.join(here)} {self._schema_digest()}"
+        interface = ast.literal_eval(assigned_in("src/leannorm/autograd/nodes.py")["INTERFACE"])
+        releases = torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI")
+        return f"{interface} torch {' '.join(releases)} {self._schema_digest()}"
 
     @staticmethod
     def _schema_digest() -> str:
         """Of all operators' schemas, as ops/backends/library.py computes it."""
-        source = ast.parse((here / "src/leannorm/ops/schema.py").read_text())
-        assigned = {
-            ast.unparse(node.targets[0]): node for node in source.body if isinstance(node, ast.Assign)
-        }
+        assigned = assigned_in("src/leannorm/ops/schema.py")
         schemas = [
             schema
             for name in ("_SCHEMAS", "_MODULATED", "_MASKED", "_BETWEEN")
-            for schema in ast.literal_eval(assigned[name].value)
+            for schema in ast.literal_eval(assigned[name])
         ]
         return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]
 

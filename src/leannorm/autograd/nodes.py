@@ -18,12 +18,14 @@ from leannorm.ops.backends import CPU
 from leannorm.ops.backends.library import schema_digest, why_unfit
 
 PATH = Path(__file__).parents[1] / "_nodes.so"
+INTERFACE = 2  # raised when the functions of csrc/nodes take something else
 
 
 def built_for() -> str:
-    """What setup.py writes into the library: the releases and the schemas that it fits."""
+    """What setup.py writes into the library: the interface, the releases and the schemas that it fits."""
     python = sysconfig.get_config_var("SOABI")
-    return f"torch {torch.__version__} {torch.version.git_version} {python} {schema_digest().decode()}"
+    releases = f"torch {torch.__version__} {torch.version.git_version} {python}"
+    return f"{INTERFACE} {releases} {schema_digest().decode()}"
 
 
 def load(path: Path = PATH) -> tuple[Any, str | None]:
