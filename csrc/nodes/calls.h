@@ -58,6 +58,8 @@ inline bool recorded(const Tensor& x, const Tensor& weight, const Tensor& bias) 
   const auto needs = [](const Tensor& v) { return v.defined() && v.requires_grad(); };
   return at::GradMode::is_enabled() && (needs(x) || needs(weight) || needs(bias));
 }
+// Of inference mode, so that autograd cannot save it?
+inline bool in_inference(const Tensor& v) { return v.defined() && v.is_inference(); }
 // Is what a node saves shown to hooks? They are to see nodes that they know: those of Python.
 inline bool hooked() { return at::SavedTensorDefaultHooks::get_hooks().has_value(); }
 
@@ -116,7 +118,7 @@ struct Given {
     if (!(plain_call() && read(given[0], x, by_triton) && read(given[1], weight, by_triton))) return false;
     if (!(read(given[2], bias, by_triton) && read(given[3], eps))) return false;
     records = recorded(x, weight, bias);
-    return x.defined() && !(records && hooked());
+    return x.defined() && !(records && (hooked() || in_inference(x) || in_inference(weight) || in_inference(bias)));
   }
   bool both_or_none() const { return weight.defined() == bias.defined(); }
 };

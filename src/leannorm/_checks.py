@@ -66,6 +66,18 @@ def same_device(name: str, tensor: Tensor | None, input: Tensor) -> None:
         )
 
 
+def may_be_kept(**tensors: Tensor | None) -> None:
+    """Of a recorded call, before running statistics move: autograd refuses such a tensor when they have."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_inference():
+            raise InputError(
+                f"{name} must not be of inference mode where gradients are recorded, as autograd cannot keep "
+                f"it for the backward pass; clone it outside of torch.inference_mode()"
+            )
+
+
 def positive_eps(eps: float) -> None:
     if not eps > 0:
         raise InputError(f"eps must be positive, got {eps}; the default is 1e-5")

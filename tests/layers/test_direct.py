@@ -280,11 +280,21 @@ def test_buffers_of_inference_mode():
     assert layer.num_batches_tracked == 1
 
 
-def test_an_error_behind_the_kernel_is_raised_once():
+@pytest.mark.parametrize("act", ["identity", "silu"])
+@pytest.mark.parametrize("name", ["input", "weight"])
+def test_nothing_moves_where_a_tensor_of_inference_mode_would_be_kept(act, name):
+    layer, x = nn.BatchNormAct2d(8, act=act), torch.randn(IMAGE)
     with torch.inference_mode():
-        x = torch.randn(IMAGE)  # which cannot be saved for a backward pass
-    layer = nn.BatchNorm2d(8)
-    with pytest.raises(RuntimeError, match="saved for backward"):
+        inference = torch.randn(8)
+        if name == "input":
+            x = torch.randn(IMAGE)
+    if name == "weight":
+        layer.weight = torch.nn.Parameter(inference, requires_grad=False)
+    before = {name: v.clone() for name, v in layer.named_buffers()}
+    with pytest.raises(leannorm.InputError, match=f"{name} must not be of inference mode"):
+        layer(x)
+    torch.testing.assert_close(dict(layer.named_buffers()), before, rtol=0, atol=0)
+    with torch.no_grad():
         layer(x)
     assert layer.num_batches_tracked == 1
 

@@ -345,7 +345,14 @@ print(installation().facts["autograd nodes of small calls"])
 UNFIT = {
     "not there": (None, "not built: the package was installed without building them"),
     "empty": (lambda data: b"", "is not whole"),
-    "of another torch": (lambda data: data.replace(b"nodes torch ", b"nodes torch 1"), "build it again"),
+    "of another torch": (
+        lambda data: data.replace(STAMP, STAMP.replace(b" torch ", b" torch_")),
+        "build it again",
+    ),
+    "of another interface": (
+        lambda data: data.replace(STAMP, STAMP.replace(b"%d torch" % nodes.INTERFACE, b"1 torch")),
+        "build it again",
+    ),
     "of other operators": (
         lambda data: data.replace(STAMP, STAMP[:-4] + b"0000"),
         "was built for another torch, Python or source",

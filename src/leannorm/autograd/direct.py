@@ -300,6 +300,8 @@ def direct_channel_norm(
             return None
         if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
             return None
+        if recorded and any(v is not None and v.is_inference() for v in (x, weight, bias)):
+            return None  # autograd cannot keep it: statistics must not move
     try:
         if recorded and torch.is_grad_enabled():
             y = _norm(x, weight, bias, how)

@@ -134,7 +134,9 @@ def direct_sync_norm(
         return None
     if not (_of_channels(mean, channels) and _of_channels(var, channels)):
         return None
-    if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
+    if mean.requires_grad or var.requires_grad:
+        return None
+    if any(v is not None and v.is_inference() for v in (x, weight, bias, mean, var)):
         return None
     if num_batches is not None and not (
         num_batches.is_cpu and num_batches.dtype is torch.int64 and num_batches.numel() == 1

@@ -35,7 +35,7 @@ from leannorm.functional.valid import (
     valid_positions,
 )
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import leaving, recorded
 from leannorm.ops.plan import values_per_channel
 
 
@@ -293,6 +293,9 @@ def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, 
         _checks.floating("residual", residual)
         _checks.same_device("residual", residual, input)
         _checks.same_shape("residual", residual, input)
+    if training and recorded(input, weight, bias, residual):
+        of_act = {} if act == "identity" else {"bias": bias, "residual": residual}
+        _checks.may_be_kept(input=input, weight=weight, **of_act)
 
 
 def _by_batch(
