@@ -117,6 +117,7 @@ def test_backends_do_not_import_each_other():
         "compiled",
         "compiled_masked",
         "compiled_modulated",
+        "shown",
     ]
     of = {name: before[:i] for i, name in enumerate(before)} | {"library": []}
     of |= {"cpu": [*before, "library"], "triton": [*before, "triton"]}

@@ -124,13 +124,15 @@ def test_compiled_in_one_graph(name):
     one = LAYERS[name]()
     other, x = copy.deepcopy(one), jagged(dtype=torch.float32)
     compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+    # of a per-channel norm a compiler sees the formula, whose order of operations is another one
+    within = {"rtol": 0, "atol": 0} if name in ("LayerNorm", "RMSNorm") else {}
     for given in (x, jagged((7, 1, 4), dtype=torch.float32)):
         grads = []
         for layer in (compiled, other):
             leaf = given.detach().requires_grad_()
             layer(leaf).values().square().sum().backward()
             grads.append(leaf.grad.values())
-        assert torch.equal(*grads)
+        torch.testing.assert_close(*grads, **within)
     for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
 

@@ -135,9 +135,10 @@ def test_export_and_compile_run_it_as_it_is():
         for model, module in ((exported, other), (compiled, third)):
             z = model(x)
             z.square().sum().backward()
-            assert torch.equal(y, z)
-            assert torch.equal(eager.scale.grad, module.scale.grad)
-            assert torch.equal(eager.estimated_var, module.estimated_var)
+            exact = {"rtol": 0, "atol": 0} if model is exported else {}  # a compiler sees the formula
+            torch.testing.assert_close(z, y, **exact)
+            torch.testing.assert_close(module.scale.grad, eager.scale.grad, **exact)
+            torch.testing.assert_close(module.estimated_var, eager.estimated_var, **exact)
             assert torch.equal(eager.batch_id, module.batch_id)
 
 
