@@ -70,9 +70,9 @@ constexpr int64_t kKept = 1 << 16, kPair = 32;  // the lanes of two vectors, at 
 // Columns: narrower rows are folded; a matrix is cut into chunks of about so many rows at least, since merging
 // a chunk costs as much as some rows, by fours, so that few threads get equal shares.
 constexpr int64_t kNarrow = 64, kFewestRows = 128, kMostChunks = 64;
-// Of so few rows neighbouring columns of so many elements are a set, if that makes two at least: what one pass read, and
-// what is known of the channels, is still near for the next. Fewer columns would be too short pieces of rows.
-constexpr int64_t kFewRows = 256, kColumns = 1 << 15;
+// Of no more rows than that, neighbouring columns of so many elements are a set, if that makes two at least: what one
+// pass read, and what is known of the channels, is still near for the next. Fewer columns would be too short pieces.
+constexpr int64_t kColumns = 1 << 15;
 
 struct Cut {
   int64_t sets = 0, chunks = 0;  // chunks of each set
@@ -236,7 +236,7 @@ struct Cut {
     cut.rows = rows / cut.fold;
     cut.tail = rows % cut.fold * channels;
     cut.set_stride = rows * channels;
-    if (groups == 0 && rows <= kFewRows && cut.fold == 1 && rows * channels >= 2 * kColumns) {
+    if (groups == 0 && rows <= kFewestRows && cut.fold == 1 && rows * channels >= 2 * kColumns) {
       cut.statistics = cut.slots = cut.width = cut.set_stride = kColumns / rows / kLine * kLine;
       cut.sets = cut.block_sets = (channels + cut.width - 1) / cut.width;
       cut.last = channels - (cut.sets - 1) * cut.width;

@@ -13,7 +13,7 @@ pytestmark = needs_kernels
 
 # The last set has fewer columns, which end within a vector; blocks of samples; rows that are positions.
 FEW = [
-    ((64, 1100), 0, "contiguous"), ((256, 300), 0, "contiguous"), ((2, 33000), 0, "contiguous"),
+    ((64, 1100), 0, "contiguous"), ((128, 600), 0, "contiguous"), ((2, 33000), 0, "contiguous"),
     ((192, 1100), -64, "contiguous"), ((2, 700, 7, 7), 0, "channels_last"),
 ]  # fmt: skip
 
