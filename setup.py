@@ -40,7 +40,7 @@ FLAGS = [
     "-w",  # the compiler warns of its own intrinsics
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
-DRIVERS_LEVEL = ["-O1", "-ftree-vectorize"]  # they make calls, and have plain loops that become vectors
+DRIVERS_LEVEL = ["-O2", "-ftree-vectorize"]  # they make calls, and have plain loops that become vectors
 KERNELS_LEVEL = ["-O2", "-fpeel-loops"]  # vectors are written out there: as fast as -O3, in a sixth less time
 NODES = "csrc/nodes/nodes.cpp"
 NODE_FLAGS = ["-std=c++20", "-O1", "-finline-small-functions", "-g0", "-fPIC", "-fvisibility=hidden", "-w"]

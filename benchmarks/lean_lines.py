@@ -62,8 +62,10 @@ def chart(rows: list[dict[str, Any]], model: str) -> str:
         mine = [row for row in rows if row["model"] == model and row["dtype"] == dtype]
         parts += plot(mine, LEFT + i * (WIDTH + GAP), dtype)
     below = TOP + HEIGHT + 40
-    for i, (name, colour) in enumerate(COLOURS.items()):
-        parts.append(f'<rect x="{LEFT + 130 * i}" y="{below - 11}" width="12" height="12" fill="{colour}"/>')
+    for i, name in enumerate(series([row for row in rows if row["model"] == model])):
+        parts.append(
+            f'<rect x="{LEFT + 130 * i}" y="{below - 11}" width="12" height="12" fill="{COLOURS[name]}"/>'
+        )
         parts.append(text(LEFT + 130 * i + 18, below, name))
     width = LEFT + len(dtypes) * (WIDTH + GAP)
     body = "\n".join(parts)
