@@ -117,14 +117,22 @@ BY = ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.c
 @pytest.mark.parametrize("backend", BY)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_a_compiled_block(training, backend):
-    """Output, gradients and buffers are the eager block's, for an input that lies in no usual order."""
-    model = leannorm.convert(block(nn.Hardswish), fuse="trace").train(training)
-    twin, found = copy.deepcopy(model), []
+    """Output, gradients and buffers are the eager block's, for an input that lies in no usual order: but for
+    twice what the backend makes of stock's, which it may round by approximations of its own."""
+    stock = block(nn.Hardswish).train(training)
+    ours = leannorm.convert(copy.deepcopy(stock), fuse="trace")
     x = torch.randn(4, 12, 12, 3)
-    for call, owner in ((model, model), (compiled(twin, backend), twin)):
+
+    def results(model, call):
         leaf = x.permute(0, 3, 2, 1).detach().requires_grad_()
         y = call(leaf)
         y.square().sum().backward()
-        found.append([y, leaf.grad, *(p.grad for p in owner.parameters()), *owner.buffers()])
-    for eager, fast in zip(*found, strict=True):
-        torch.testing.assert_close(fast, eager, rtol=1e-4, atol=1e-4)
+        return [y, leaf.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+    found = []
+    for model in (stock, ours):
+        twin = copy.deepcopy(model)
+        found += [results(model, model), results(twin, compiled(twin, backend))]
+    for theirs, theirs_compiled, eager, fast in zip(*found, strict=True):
+        rounding = (theirs_compiled - theirs).abs().max().item()
+        torch.testing.assert_close(fast, eager, rtol=1e-4, atol=1e-4 + 2 * rounding)
