@@ -6,7 +6,8 @@ For every setting: are the gradients stock's to the bit; bytes held for the back
 step above its start, without weights and their gradients, both of stock's; time, the median of ratios to
 stock's steps beside it. The sides take turns; freed memory is kept on all of them. `--selective` adds
 checkpointing that saves matrix products, `--compile` adds torch.compile with half an activation budget (which
-computes other bits). Results go to `--json`, from which `python -m benchmarks.lean_lines` draws plots.
+computes other bits). `--large` takes language models of the width of a small published one. Results go to
+`--json`, from which `python -m benchmarks.lean_lines` draws plots.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class Sizes(NamedTuple):
 
 SMALL, LARGE = Sizes(384, 1056, 6, 4000, (2, 160)), Sizes(1024, 2816, 16, 32000, (2, 256))
 RESULTS = Path(__file__).parent / "results" / "lean_transformers_cpu.json"
+LARGE_RESULTS = RESULTS.with_name("lean_transformers_large_cpu.json")
 
 
 def _language(
@@ -274,7 +276,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="language models of width 1,024, 2×256 tokens")
     parser.add_argument("--selective", action="store_true")
     parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--json", type=Path, help="in place of a file of benchmarks/results")
     options = parser.parse_args()
     sizes = LARGE if options.large else SMALL
     leannorm.keep_freed_memory()
@@ -292,7 +294,8 @@ def main() -> None:
                 f"{'' if row['equal'] else '  GRADIENTS DIFFER'}",
                 flush=True,
             )
-    options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    results = options.json or (LARGE_RESULTS if options.large else RESULTS)
+    results.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
