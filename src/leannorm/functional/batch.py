@@ -35,7 +35,7 @@ from leannorm.functional.valid import (
     valid_positions,
 )
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving, recorded
+from leannorm.ops.modes import leaving, recorded, sharded
 from leannorm.ops.plan import values_per_channel
 
 
@@ -160,7 +160,9 @@ def _by_number(
         )
         if y is not None:
             return y
-    if leaving():
+    if leaving() or sharded(input, *running[:2], *epilogue[:3]):
+        if training:
+            _checks.not_sharded(input, running[:1])
         _checks.running_statistics(*running[:2], training)
         _checks.activation(epilogue.act)
         return leaving_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
@@ -242,9 +244,11 @@ def tracked_batch_norm(
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
         return hand_over(tracked_batch_norm, locals())
-    if leaving():
+    if leaving() and training:
+        return as_operator(tracked_batch_norm, locals())
+    if leaving() or sharded(*tensors):
         if training:
-            return as_operator(tracked_batch_norm, locals())
+            _checks.not_sharded(input, (running_mean, sharing, pool, group_size))
         _checks.dim(input, dims)
         if running_mean is None:
             refuse_to_leave_masked(mask, lengths)

@@ -13,7 +13,7 @@ from leannorm.autograd.modulated import gated_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import hand_over
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import leaving, sharded
 from leannorm.ops.precision import compute_dtype
 
 
@@ -57,7 +57,7 @@ def gated_rms_norm(
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.activation(act)
     _checks.cast(cast)
-    if leaving():
+    if leaving() or sharded(input, gate, weight):
         how = eps, act, norm_before_gate, cast == "before"
         return stock.gated_rms_norm(input, gate, normalized_shape, weight, *how)
     _checks.floating("input", input)

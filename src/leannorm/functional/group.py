@@ -29,7 +29,7 @@ from leannorm.functional.valid import (
     valid_positions,
 )
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import leaving, sharded
 from leannorm.ops.plan import channel_plan
 
 
@@ -138,7 +138,7 @@ def usual_group_norm(
 def _group_norm(
     input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking = UNMASKED
 ) -> Tensor:
-    if leaving():
+    if leaving() or sharded(input, epilogue.weight, epilogue.bias):
         if masking[0] is not None or masking[1] is not None:
             return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
         return stock.group_norm(input, num_groups, epilogue, eps)
@@ -203,9 +203,11 @@ def instance_norm(
         running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
-    if leaving():
-        if moves_its_statistics(locals()):
-            return as_operator(instance_norm, locals())
+    if leaving() and moves_its_statistics(locals()):
+        return as_operator(instance_norm, locals())
+    if leaving() or sharded(input, running_mean, running_var, weight, bias):
+        if use_input_stats:
+            _checks.not_sharded(input, (running_mean,))
         _checks.running_statistics(running_mean, running_var, use_input_stats)
         if use_input_stats:
             refuse_to_leave_masked(mask, lengths)

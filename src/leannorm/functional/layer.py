@@ -17,7 +17,7 @@ from leannorm.functional import stock
 from leannorm.functional.jagged import NestedTensor, rows
 from leannorm.functional.overridden import hand_over, stands_in_for, takes_jagged
 from leannorm.functional.valid import Lengths, valid_positions
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import leaving, sharded
 from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
 
@@ -33,7 +33,7 @@ def _row_norm(
     weight_offset: float = 0.0,
     cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
-    if leaving():
+    if leaving() or sharded(*tensors):
         rounded = cast == "before"
         axes = normalized_shape, eps, dim
         return stock.row_norm(tensors, *axes, rms, weight_offset, rounded, mask, lengths)

@@ -12,7 +12,7 @@ from leannorm import _checks
 from leannorm.autograd.modulated import ada_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import hand_over
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import leaving, sharded
 from leannorm.ops.precision import compute_dtype
 
 
@@ -25,7 +25,7 @@ def _ada_norm(
     input, branch, gate, scale, shift, weight, bias = tensors
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
-    if leaving():
+    if leaving() or sharded(*tensors):
         return stock.ada_norm(tensors, normalized_shape, eps, rms)
     _checks.floating("input", input)
     start, _ = _checks.normalized_axes(input, normalized_shape, None)

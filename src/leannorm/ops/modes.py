@@ -52,6 +52,11 @@ def leaving() -> bool:
     return _tracing()  # torch.jit.is_tracing, at a third of its time
 
 
+def sharded(*tensors: Tensor | None) -> bool:
+    """Is one a DTensor? It knows how to compute torch's norms in shards, and not how to compute ours."""
+    return any(hasattr(type(t), "placements") for t in tensors)  # its class may not be imported here
+
+
 def recorded(*tensors: Tensor | None) -> bool:
     """Does autograd record this call? Without it a Function only costs time."""
     if torch.is_grad_enabled():

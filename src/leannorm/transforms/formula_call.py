@@ -15,7 +15,7 @@ from leannorm.functional.gated import gated_rms_norm
 from leannorm.functional.group import group_norm
 from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.modes import autocasts
+from leannorm.ops.modes import autocasts, sharded
 from leannorm.ops.precision import compute_dtype
 from leannorm.transforms.formula import LOW, Form
 from leannorm.transforms.stand_ins import Missing, Run
@@ -101,7 +101,8 @@ def _is_plain(tensor: Any) -> bool:
     return (
         isinstance(tensor, Tensor)
         and cls.__torch_function__ is torch._C._disabled_torch_function_impl
-        and not is_traceable_wrapper_subclass(tensor)
+        and not is_traceable_wrapper_subclass(tensor)  # which is never true in compiled code
+        and not sharded(tensor)
     )
 
 

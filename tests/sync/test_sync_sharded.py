@@ -1,0 +1,142 @@
+"""DTensors: converted layers under tensor and sequence parallelism are torch's own norms, over two ranks."""
+
+import copy
+
+import pytest
+import torch
+from ranks import ranks
+from torch import nn as torch_nn
+
+from leannorm import convert, functional, nn
+from leannorm._errors import InputError
+
+
+def mesh():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2,))
+
+
+class Block(torch_nn.Module):
+    """A pre-norm block, as torch's guide to tensor parallelism shards it."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.up, self.down = norm, torch_nn.Linear(16, 32), torch_nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch_nn.functional.gelu(self.up(self.norm(x))))
+
+
+def sequence_parallel(rank, norm, order, compiling):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    own = Block(norm(16))
+    with torch.no_grad():
+        for p in own.norm.parameters():
+            p.uniform_(0.5, 1.5)
+    model = copy.deepcopy(own)
+    if order == "before":
+        convert(model)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=True),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    model = parallelize_module(model, mesh(), plan)
+    model = parallelize_module(
+        model, mesh(), PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+    )
+    model = parallelize_module(
+        model, mesh(), PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+    )
+    if order == "after":
+        convert(model)
+    assert type(model.norm).__module__.startswith("leannorm")
+    x = torch.randn(2, 6, 16)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    own(leaf).square().sum().backward()
+    run = torch.compile(model, backend="aot_eager") if compiling else model
+    run(other).square().sum().backward()
+    torch.testing.assert_close(other.grad, leaf.grad)
+    for ours, theirs in zip(model.parameters(), own.parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor)
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("norm", [torch_nn.LayerNorm, torch_nn.RMSNorm])
+def test_sequence_parallel(norm, order):
+    ranks(2, sequence_parallel, norm, order, False)
+
+
+def test_sequence_parallel_compiled():
+    ranks(2, sequence_parallel, torch_nn.RMSNorm, "before", True)
+
+
+def every_function(rank):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    there = mesh()
+    x, r, g = (torch.randn(4, 6, 16) for _ in range(3))
+    w, b = torch.rand(16) + 0.5, torch.randn(16)
+    images, c, d = torch.randn(4, 8, 3, 3), torch.rand(8) + 0.5, torch.randn(8)
+    mean, var = torch.randn(8), torch.rand(8) + 0.5
+    calls = [
+        (functional.layer_norm, (x, (16,), w, b), {}),
+        (functional.rms_norm, (x, (16,), w), {"weight_offset": 1.0, "cast": "before"}),
+        (functional.add_layer_norm, (x, r, (16,), w, b), {}),
+        (functional.add_rms_norm, (x, r, (16,), w), {}),
+        (functional.gated_rms_norm, (x, g, (16,), w), {}),
+        (functional.ada_layer_norm, (x, (16,), torch.rand(4, 1, 16), torch.rand(4, 1, 16)), {}),
+        (functional.group_norm, (images, 4, c, d), {}),
+        (functional.group_norm_act, (images, 4, c, d), {"act": "silu"}),
+        (functional.instance_norm, (images, None, None, c, d), {}),
+        (functional.batch_norm, (images, None, None, c, d, True), {}),
+        (functional.batch_norm, (images, mean, var, c, d), {}),
+        (functional.batch_norm_act, (images, mean, var, c, d), {"act": "relu"}),
+    ]
+
+    def spread(value, placement):
+        return distribute_tensor(value, there, [placement]) if isinstance(value, torch.Tensor) else value
+
+    for function, (input, *rest), named in calls:
+        whole = function(input, *rest, **named)
+        for placement in (Shard(0), Replicate()):
+            given = [
+                spread(v, placement if getattr(v, "shape", ()) == input.shape else Replicate()) for v in rest
+            ]
+            parts = function(spread(input, placement), *given, **named)
+            for y, z in zip(*(v if isinstance(v, tuple) else (v,) for v in (parts, whole)), strict=True):
+                torch.testing.assert_close(y.full_tensor(), z, msg=f"{function.__name__} {placement}")
+
+
+def test_every_function():
+    ranks(2, every_function)
+
+
+def batches_own(rank, layer):
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    model = distribute_module(layer, mesh())
+    before = [b.full_tensor().clone() for b in model.buffers()]
+    x = distribute_tensor(torch.randn(4, 8, 3, 3), mesh(), [Shard(0)])
+    with pytest.raises(InputError, match=r"not computed of a DTensor, got placements \(Shard\(dim=0\),\)"):
+        model(x)
+    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.buffers(), strict=True))
+    torch.testing.assert_close(model.eval()(x).full_tensor(), x.full_tensor(), rtol=1e-4, atol=1e-4)
+    stock = convert(torch_nn.Sequential(model), to="torch").train()
+    assert stock(x).shape == x.shape
+
+
+def test_statistics_that_move_are_refused():
+    for layer in (nn.BatchNorm2d(8), nn.InstanceNorm2d(8, track_running_stats=True)):
+        ranks(2, batches_own, layer)
