@@ -310,6 +310,7 @@ def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():
     assert_as_stock(program)
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. tensors of a subclass")
 def test_jagged_tensors_are_held():
     def program(context):
         rows = [torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (20, 30)]
@@ -317,7 +318,7 @@ def test_jagged_tensors_are_held():
         w = torch.randn(64, requires_grad=True)
         with context() as saved:
             loss = (F.silu(x) * w).values().square().sum()
-        assert saved is None or not saved.reasons
+        assert saved is None or saved.reasons == [reasons.SUBCLASSES]
         loss.backward()
         return w.grad, x.grad.values()
 

@@ -1,14 +1,17 @@
 """DTensors: converted layers under tensor and sequence parallelism are torch's own norms, over two ranks."""
 
 import copy
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from ranks import ranks
 from torch import nn as torch_nn
 
-from leannorm import convert, functional, nn
+from leannorm import convert, functional, lean, nn
 from leannorm._errors import InputError
+from leannorm.saving import reasons
 
 
 def mesh():
@@ -140,3 +143,28 @@ def batches_own(rank, layer):
 def test_statistics_that_move_are_refused():
     for layer in (nn.BatchNorm2d(8), nn.InstanceNorm2d(8, track_running_stats=True)):
         ranks(2, batches_own, layer)
+
+
+def under_lean(rank):
+    """What lean() holds of a subclass it names; gradients are stock's to the bit."""
+    from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
+
+    model = torch_nn.Sequential(torch_nn.Linear(64, 64), torch_nn.GELU(), torch_nn.LayerNorm(64))
+    model = convert(distribute_module(model, mesh()))
+    found = []
+    for context in (nullcontext(), lean(), lean(budget=0.5)):
+        x = distribute_tensor(torch.ones(64, 64), mesh(), [Replicate()]).requires_grad_()
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with context as saved:
+                loss = model(x).square().sum()
+        loss.backward()
+        found.append([x.grad.to_local(), *(p.grad.to_local().clone() for p in model.parameters())])
+        if saved is not None:
+            assert saved.reasons[0] == reasons.SUBCLASSES
+            assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
+
+
+def test_under_lean():
+    ranks(2, under_lean)

@@ -90,6 +90,8 @@ class Packing(CountingHook):
             return self._without_node(tensor, alone, frame, number)
         kind = kind_of(node)
         if type(tensor) not in _PLAIN:
+            if tensor.numel() >= SMALLEST:
+                self.reasons[reasons.SUBCLASSES] = 1
             value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value

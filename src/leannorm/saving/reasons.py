@@ -44,7 +44,20 @@ SMALL = (
     "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
-OF_THE_PASS = {BACKWARD_WITHIN, BENCHMARK, COMPILED, TRANSFORMED, HOOKS_AROUND, HOOKS_WITHIN, COMPILED_WITHIN}
+SUBCLASSES = (
+    "tensors of a subclass were saved (DTensor in tensor parallelism, jagged tensors): they are held, as"
+    " lean() rebuilds plain tensors alone; checkpoint the blocks that hold most of them"
+)
+OF_THE_PASS = {
+    BACKWARD_WITHIN,
+    BENCHMARK,
+    COMPILED,
+    TRANSFORMED,
+    HOOKS_AROUND,
+    HOOKS_WITHIN,
+    COMPILED_WITHIN,
+    SUBCLASSES,
+}
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
