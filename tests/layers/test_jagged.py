@@ -149,6 +149,7 @@ def test_gradients_by_differences(name):
     assert torch.autograd.gradcheck(run, given)
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. tensors of a subclass")
 @pytest.mark.parametrize("name", LAYERS)
 def test_lean_gives_the_same_gradients(name):
     norm, act = LAYERS[name](), torch.nn.SiLU()
