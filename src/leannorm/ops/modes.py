@@ -54,7 +54,10 @@ def leaving() -> bool:
 
 def sharded(*tensors: Tensor | None) -> bool:
     """Is one a DTensor? It knows how to compute torch's norms in shards, and not how to compute ours."""
-    return any(hasattr(type(t), "placements") for t in tensors)  # its class may not be imported here
+    for t in tensors:  # noqa: SIM110 (compilers of all releases trace a loop; the class may not be imported)
+        if t is not None and hasattr(t, "placements"):
+            return True
+    return False
 
 
 def recorded(*tensors: Tensor | None) -> bool:
