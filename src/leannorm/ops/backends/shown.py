@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leannorm._torch import RELEASE
 from leannorm._types import Moments
 from leannorm.ops import schema
 from leannorm.ops.activation import ACTIVATIONS
@@ -163,13 +164,15 @@ def _activation_grad(
 
 
 SHOWN = Shown()
+SERVES = RELEASE >= (2, 13)
 
 
 def shown(backend: Backend, groups: int = 0) -> Backend:
     """In compiled code `SHOWN` in the place of a backend whose verbs are operators.
 
-    Not for statistics of groups of samples (`groups` below 0).
+    Not for statistics of groups of samples (`groups` below 0), and not beside torch before 2.13: 2.11
+    compiles the formula to wrong gradients.
     """
-    if torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0:
+    if SERVES and torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0:
         return SHOWN
     return backend
