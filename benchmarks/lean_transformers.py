@@ -7,7 +7,8 @@ step above its start, without weights and their gradients, both of stock's; time
 stock's steps beside it. The sides take turns; freed memory is kept on all of them. `--selective` adds
 checkpointing that saves matrix products, `--compile` adds torch.compile with half an activation budget (which
 computes other bits). `--large` takes language models of the width of a small published one. Results go to
-`--json`, from which `python -m benchmarks.lean_lines` draws plots.
+a file of `benchmarks/results/`, from which `python -m benchmarks.lean_lines` draws plots, or to `--json`;
+those of models and dtypes that were not measured stay in it.
 """
 
 from __future__ import annotations
@@ -295,7 +296,10 @@ def main() -> None:
                 flush=True,
             )
     results = options.json or (LARGE_RESULTS if options.large else RESULTS)
-    results.write_text(json.dumps(rows, indent=1) + "\n")
+    measured = {(row["model"], row["dtype"]) for row in rows}
+    earlier = json.loads(results.read_text()) if results.exists() else []
+    others = [row for row in earlier if (row["model"], row["dtype"]) not in measured]
+    results.write_text(json.dumps([*rows, *others], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from torch import nn as stock
 from torch.utils.checkpoint import checkpoint
 
 from leannorm import convert, lean
-from leannorm._torch import RELEASE
 
 
 def pair(name="Llama", dtype=torch.float32):
@@ -128,9 +127,7 @@ def test_weights_that_are_sharded(tmp_path):
         y = sharded(distribute_tensor(x, mesh))
         torch.testing.assert_close(y.full_tensor(), own(x))
         torch._dynamo.reset()  # of what other tests have compiled
-        compiled = (
-            torch.compile(sharded, backend="aot_eager", fullgraph=True) if RELEASE >= (2, 13) else sharded
-        )
+        compiled = torch.compile(sharded, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(distribute_tensor(x, mesh)).full_tensor(), own(x))
     finally:
         dist.destroy_process_group()

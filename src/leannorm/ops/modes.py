@@ -12,7 +12,7 @@ _functorch = torch._C._functorch
 # looked up once: small calls ask them every time
 _interpreter, _tracing = _functorch.peek_interpreter_stack, torch._C._is_tracing
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
-_OLD_COMPILER = RELEASE < (2, 13)
+_BY_FLAG = RELEASE < (2, 13)
 
 
 def transformed(*tensors: Tensor | None) -> bool:
@@ -48,14 +48,12 @@ def leaving() -> bool:
     """
     if torch.compiler.is_compiling():
         # torch 2.10 compiles is_exporting() as if it were true, but reads the flag behind it
-        return torch.compiler._is_exporting_flag if _OLD_COMPILER else torch.compiler.is_exporting()
+        return torch.compiler._is_exporting_flag if _BY_FLAG else torch.compiler.is_exporting()
     return _tracing()  # torch.jit.is_tracing, at a third of its time
 
 
 def sharded(*tensors: Tensor | None) -> bool:
     """Is one a DTensor? It knows how to compute torch's norms in shards, and not how to compute ours."""
-    if torch.compiler.is_compiling() and _OLD_COMPILER:
-        return False  # older compilers lose gradients behind such a question; our operators refuse DTensors
     for t in tensors:  # noqa: SIM110 (compilers of all releases trace a loop; the class may not be imported)
         if t is not None and hasattr(t, "placements"):
             return True
