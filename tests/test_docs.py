@@ -79,6 +79,23 @@ def test_every_link_to_a_file_leads_to_one(page):
             assert (page.parent / address.partition("#")[0]).exists(), address
 
 
+OURS = {*PAGES, *ROOT.glob("[A-Z]*.md"), ROOT / "csrc/README.md"} - {ROOT / "docs/comparison.md"}  # of others
+
+
+@pytest.mark.parametrize("page", sorted(OURS), ids=name_of)
+def test_every_file_and_module_that_a_page_names_is_there(page):
+    """As the tree, the package or the page's folder has them: a file that moves takes its name along."""
+    text = page.read_text()
+    for name in re.findall(r"(?<![\w/.<-])((?:\w+/)+\w+\.(?:py|h|cpp|yml))\b", text):
+        assert any((folder / name).is_file() for folder in (ROOT, ROOT / "src/leannorm", page.parent)), name
+    for name in re.findall(r"python -m (benchmarks[\w.]*)", text):
+        path = ROOT.joinpath(*name.split("."))
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+    for line in re.findall(r"(?:^    |`)make ([a-z ]+)", text, re.M):
+        makefile = (ROOT / "Makefile").read_text()
+        assert all(re.search(rf"^{target}:", makefile, re.M) for target in line.split()), line
+
+
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == leannorm.__version__
