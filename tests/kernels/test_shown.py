@@ -13,7 +13,7 @@ from torch import nn
 import leannorm
 from leannorm.ops import schema
 from leannorm.ops.backends import CPU
-from leannorm.ops.backends.shown import SERVES, SHOWN
+from leannorm.ops.backends.shown import SHOWN
 
 pytestmark = needs_kernels
 LAYOUTS = ("contiguous", "channels_last")
@@ -103,7 +103,6 @@ def bytes_saved(model: nn.Module, x: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in saved.values())
 
 
-@pytest.mark.skipif(not SERVES, reason="older compilers are shown operators")
 @pytest.mark.parametrize("act", [nn.Hardswish, nn.SiLU, nn.ReLU])
 def test_a_compiled_block_saves_no_more_than_stocks(act):
     model, x = block(act), torch.randn(4, 3, 20, 20)

@@ -10,6 +10,8 @@ from torch import nn as stock
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 
+from leannorm import use_backend
+
 # a compiler takes its time: of the layers that differ in their number of axes alone, one with all options
 IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
 OPTIONS = [case for case in ALL if case.layer.name in ("BatchNorm2d", "InstanceNorm2d", "ConvBatchNorm2d")]
@@ -42,6 +44,14 @@ def test_evaluation_compiles_to_one_graph(case):
 @each("compile", [case for case in IMAGES if len(case.layer.shape) == 4])
 def test_channels_last_compiles_to_one_graph(case):
     assert_compiles(case, True, "channels_last")
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@each("compile", IMAGES)
+def test_compiles_without_kernels(case, training):
+    """To the reference's operations, which the compiler sees one by one."""
+    with use_backend("reference"):
+        assert_compiles(case, training, "contiguous")
 
 
 @each_mode("fx", ALL)

@@ -117,8 +117,14 @@ def test_derivatives_of_all_kinds():
     torch.testing.assert_close(torch.func.jacfwd(layer)(x), want)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("n", [8, 7])
-def test_compiled_checkpointed_and_lean(n):
+def test_compiled_checkpointed_and_lean(n, backend):
+    with leannorm.use_backend(backend):
+        assert_composes(n)
+
+
+def assert_composes(n):
     torch._dynamo.reset()
     layer = stock.Sequential(made("BatchNorm2d", 3, 4, dtype=F64), stock.ReLU())
     x = torch.randn(n, 3, 5, 5, dtype=F64, requires_grad=True)

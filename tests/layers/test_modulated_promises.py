@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from leannorm import functional, nn
+from leannorm import functional, nn, use_backend
 from leannorm._errors import DtypeError, InputError
 from leannorm.functional.exported import AsOperators
 
@@ -59,13 +59,15 @@ def made_for(name):
 
 
 @CALL
-def test_compiles_to_one_graph(name):
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_compiles_to_one_graph(name, backend):
     model, one = Module(name, made_for(name)), torch.ones(())
     torch._dynamo.reset()
     found = []
-    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        y = call(one)
-        found.append([y.detach(), *torch.autograd.grad(y.pow(2).sum(), list(model.parameters()))])
+    with use_backend(backend):
+        for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+            y = call(one)
+            found.append([y.detach(), *torch.autograd.grad(y.pow(2).sum(), list(model.parameters()))])
     torch.testing.assert_close(found[1], found[0])
 
 

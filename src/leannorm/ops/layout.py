@@ -24,7 +24,9 @@ def in_blocks(x: Tensor, size: int) -> Tensor:
 
 def out_of_blocks(y: Tensor, like: Tensor) -> Tensor:
     """`in_blocks` undone, in the layout of the tensor that it was done to."""
-    return y.movedim(2, 1).flatten(0, 1).contiguous(memory_format=memory_format(like))
+    y, layout = y.movedim(2, 1).flatten(0, 1), memory_format(like)
+    # as `precision.in_dtype`: what an autograd function returns is made once
+    return y if y.is_contiguous(memory_format=layout) else y.contiguous(memory_format=layout)
 
 
 def dense_rows(x: Tensor, start: int, stop: int) -> Plan | None:

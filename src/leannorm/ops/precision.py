@@ -11,6 +11,15 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype) for what an autograd function returns: no call where there is nothing to cast.
+
+    torch 2.11 compiles such a function to one that returns all that was made on the way. A tensor that is
+    there twice, before and after a cast that does nothing, gets the gradient of the second place: zero.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def statistics_dtype(x: Tensor) -> torch.dtype:
     """Per-channel statistics: float64 (they are few), float32 on devices that have no float64."""
     return torch.float32 if x.device.type == "mps" else torch.float64

@@ -23,7 +23,13 @@ from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.layout import in_blocks, memory_format, out_of_blocks
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
-from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype, sum_of_squares
+from leannorm.ops.precision import (
+    compute_dtype,
+    gradient_dtype,
+    in_dtype,
+    statistics_dtype,
+    sum_of_squares,
+)
 from leannorm.ops.running import RunningVerbs
 
 _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
@@ -156,7 +162,7 @@ class ChannelVerbs(RunningVerbs):
         def normalize(part: slice) -> Tensor:
             xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
             z = _before_activation(xhat, weight, bias, _rows(residual, part))
-            return ACTIVATIONS[act].forward(z).to(x.dtype)
+            return in_dtype(ACTIVATIONS[act].forward(z), x.dtype)
 
         parts = _slices(x, mean, weight, bias, residual)
         if len(parts) == 1:

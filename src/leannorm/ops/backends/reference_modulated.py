@@ -13,7 +13,7 @@ from torch import Tensor
 
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_rows import RowVerbs, rounded_then_weighted
-from leannorm.ops.precision import compute_dtype
+from leannorm.ops.precision import compute_dtype, in_dtype
 
 
 def spread(v: Tensor, x: Tensor, start: int) -> Tensor:
@@ -36,7 +36,7 @@ class ModulatedVerbs(RowVerbs):
         """x + gate * branch, rounded once."""
         dtype = compute_dtype(x)
         added = branch.to(dtype) if gate is None else spread(gate, x, start).to(dtype) * branch.to(dtype)
-        return (x.to(dtype) + added).to(x.dtype)
+        return in_dtype(x.to(dtype) + added, x.dtype)
 
     def add_gated_backward(
         self, dtotal: Tensor, branch: Tensor | None, gate: Tensor | None, start: int
@@ -66,10 +66,10 @@ class ModulatedVerbs(RowVerbs):
         stop, dtype = x.dim(), compute_dtype(x)
         total = x if branch is None else self.add_gated(x, branch, gate, start)
         mean, rstd = self.row_moments(total, start, stop, eps, rms)
-        y = self.row_normalize(total.to(dtype), mean, rstd, weight, bias, start, stop)
+        y = self.row_normalize(in_dtype(total, dtype), mean, rstd, weight, bias, start, stop)
         y = y * (1 + spread(scale, x, start).to(dtype))
         y = y if shift is None else y + spread(shift, x, start).to(dtype)
-        return y.to(x.dtype), total, mean, rstd
+        return in_dtype(y, x.dtype), total, mean, rstd
 
     def ada_backward(
         self,
@@ -118,12 +118,12 @@ class ModulatedVerbs(RowVerbs):
         value = value if norm_before_gate else value * opened
         mean, rstd = self.row_moments(value, start, stop, eps, True)
         if cast_before:
-            y = rounded_then_weighted((value * rstd).to(x.dtype), weight, 0.0, start, stop)
+            y = rounded_then_weighted(in_dtype(value * rstd, x.dtype), weight, 0.0, start, stop)
         else:
             y = self.row_normalize(value, mean, rstd, weight, None, start, stop)
         if norm_before_gate:
             y = y * opened
-        return (y if cast_before and not norm_before_gate else y.to(x.dtype)), rstd
+        return (y if cast_before and not norm_before_gate else in_dtype(y, x.dtype)), rstd
 
     def gated_backward(
         self,

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from leannorm.ops.plan import row_plan
-from leannorm.ops.precision import compute_dtype, row_gradient_dtype, statistics_dtype, sum_of_squares
+from leannorm.ops.precision import (
+    compute_dtype,
+    in_dtype,
+    row_gradient_dtype,
+    statistics_dtype,
+    sum_of_squares,
+)
 
 
 def _along_row(v: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
@@ -31,7 +37,7 @@ def rounded_then_weighted(xhat: Tensor, weight: Tensor | None, offset: float, *s
         return xhat
     dtype = torch.promote_types(xhat.dtype, weight.dtype)
     weight = weight if offset == 0 else shifted_weight(weight, offset, compute_dtype(weight))
-    return (xhat * _along_row(weight, xhat, *span)).to(dtype)
+    return in_dtype(xhat * _along_row(weight, xhat, *span), dtype)
 
 
 Given = TypeVar("Given", Tensor, Tensor | None)
@@ -66,7 +72,7 @@ class RowVerbs:
             return of_valid(valid, torch.rsqrt(torch.where(valid, square, 1))).to(dtype)
 
         dims, dtype, wide = tuple(range(start, stop)), compute_dtype(x), statistics_dtype(x)
-        x = of_valid(valid, x.to(dtype))
+        x = of_valid(valid, in_dtype(x, dtype))
         count = max(row_plan(x.shape, start, stop).kept, 1)
         if rms:
             square = sum_of_squares(x, dims, wide) / count
@@ -93,13 +99,13 @@ class RowVerbs:
 
         With `cast_before`, which takes no bias, as `rounded_then_weighted`.
         """
-        y = (x.to(mean.dtype) - mean) * rstd
+        y = (in_dtype(x, mean.dtype) - mean) * rstd
         if cast_before:
-            return rounded_then_weighted(y.to(x.dtype), weight, weight_offset, start, stop)
+            return rounded_then_weighted(in_dtype(y, x.dtype), weight, weight_offset, start, stop)
         if weight is not None:
             y = y * _along_row(shifted_weight(weight, weight_offset, y.dtype), x, start, stop)
         y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
-        return y.to(x.dtype)
+        return in_dtype(y, x.dtype)
 
     def row_forward(
         self,

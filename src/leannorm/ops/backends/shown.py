@@ -17,14 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._torch import RELEASE
 from leannorm._types import Moments
 from leannorm.ops import schema
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.compiled import Compiled, dense
 from leannorm.ops.plan import channel_plan
-from leannorm.ops.precision import compute_dtype, statistics_dtype
+from leannorm.ops.precision import compute_dtype, in_dtype, statistics_dtype
 
 
 class Shown(Backend):
@@ -55,7 +54,7 @@ class Shown(Backend):
         act: str = "identity",
     ) -> Tensor:
         z = _before_activation(x, mean, rstd, weight, bias, residual)
-        return ACTIVATIONS[act].forward(z).to(x.dtype)
+        return in_dtype(ACTIVATIONS[act].forward(z), x.dtype)
 
     def channel_grad_sums(
         self,
@@ -164,15 +163,13 @@ def _activation_grad(
 
 
 SHOWN = Shown()
-SERVES = RELEASE >= (2, 13)
 
 
 def shown(backend: Backend, groups: int = 0) -> Backend:
     """In compiled code `SHOWN` in the place of a backend whose verbs are operators.
 
-    Not for statistics of groups of samples (`groups` below 0), and not beside torch before 2.13: 2.11
-    compiles the formula to wrong gradients.
+    Not for statistics of groups of samples (`groups` below 0).
     """
-    if SERVES and torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0:
+    if torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0:
         return SHOWN
     return backend

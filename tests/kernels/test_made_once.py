@@ -1,0 +1,56 @@
+"""What an autograd function returns is the result of one call, and not of one more that had nothing to do.
+
+torch 2.11 compiles a function's forward pass to one that returns all tensors made on the way. One that is
+there twice, say before and after a cast to the dtype that it has, gets the gradient of the second place, 0.
+"""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends.shown import SHOWN
+
+
+class Results(TorchFunctionMode):
+    """Every tensor that a function of torch's returns, once for each time."""
+
+    def __init__(self):
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        returned = function(*args, **(kwargs or {}))
+        self.found += [returned] if isinstance(returned, torch.Tensor) else []
+        return returned
+
+
+X, R, V = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 5, 3), torch.rand(6) + 0.5
+W, S = torch.rand(3) + 0.5, torch.randn(4, 1, 1, 3)
+MEAN, RSTD = torch.randn(6).double(), torch.rand(6).double() + 0.5
+MASK = torch.rand(4, 1, 5, 3) > 0.3
+ROWS = 3, 4, 1e-5
+CALLS = {
+    "channel_forward": lambda b: b.channel_forward(X, V, V, None, 1e-5)[:1],
+    "channel_forward, residual": lambda b: b.channel_forward(X, V, V, R, 1e-5, "silu")[:1],
+    "channel_forward, groups": lambda b: b.channel_forward(X, V, V, None, 1e-5, "relu", 2)[:1],
+    "channel_normalize": lambda b: (b.channel_normalize(X, MEAN, RSTD, V),),
+    "channel_forward, blocks": lambda b: b.channel_forward(X, V, V, None, 1e-5, "identity", -2)[:1],
+    "masked_forward": lambda b: b.masked_forward(X, MASK, V, V, None, 1e-5)[:1],
+    "row_forward": lambda b: b.row_forward(X, None, W, W, *ROWS)[:1],
+    "row_forward, total": lambda b: b.row_forward(X, R, W, W, *ROWS)[:2],
+    "row_forward, rms": lambda b: b.row_forward(X, R, W, None, *ROWS, True, 1.0)[:2],
+    "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, *ROWS, True, 0.0, True)[:2],
+    "ada_forward": lambda b: b.ada_forward(X, R, S, S, S, W, W, 3, 1e-5, False)[:2],
+    "gated_forward": lambda b: b.gated_forward(X, R, W, 3, 1e-5, "silu", False, False)[:1],
+    "gated_forward, before": lambda b: b.gated_forward(X, R, W, 3, 1e-5, "silu", True, True)[:1],
+}
+OF_REFERENCE = [pytest.param(REFERENCE, call, id=f"reference: {name}") for name, call in CALLS.items()]
+OF_SHOWN = [pytest.param(SHOWN, call, id=f"shown: {name}") for name, call in [*CALLS.items()][:4]]
+
+
+@pytest.mark.parametrize(("backend", "call"), [*OF_REFERENCE, *OF_SHOWN])
+def test_an_output_is_the_result_of_one_call(backend, call):
+    with Results() as results:
+        outputs = call(backend)
+    for output in outputs:
+        assert sum(t is output for t in results.found) == 1
