@@ -6,6 +6,7 @@ there twice, say before and after a cast to the dtype that it has, gets the grad
 
 import pytest
 import torch
+from kernel_cases import needs_kernels
 from torch.overrides import TorchFunctionMode
 
 from leannorm.ops.backends import REFERENCE
@@ -45,7 +46,9 @@ CALLS = {
     "gated_forward, before": lambda b: b.gated_forward(X, R, W, 3, 1e-5, "silu", True, True)[:1],
 }
 OF_REFERENCE = [pytest.param(REFERENCE, call, id=f"reference: {name}") for name, call in CALLS.items()]
-OF_SHOWN = [pytest.param(SHOWN, call, id=f"shown: {name}") for name, call in [*CALLS.items()][:4]]
+OF_SHOWN = [
+    pytest.param(SHOWN, call, id=f"shown: {name}", marks=needs_kernels) for name, call in [*CALLS.items()][:4]
+]
 
 
 @pytest.mark.parametrize(("backend", "call"), [*OF_REFERENCE, *OF_SHOWN])

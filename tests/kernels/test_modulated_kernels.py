@@ -3,12 +3,14 @@
 import pytest
 import torch
 from cases import DTYPES
+from kernel_cases import needs_kernels
 
 from leannorm import functional
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
 from leannorm.ops.schema import OPS
 
+pytestmark = needs_kernels
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 # rows in a group, and groups: a piece and many, one group and many, a line of each row
 SHAPES = [(1, 1, 5), (3, 40, 64), (2, 700, 33), (700, 1, 48), (1, 900, 16), (5, 3, 4096), (2, 33, 2055)]

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from cases import DTYPES
+from kernel_cases import needs_kernels
 
 from leannorm import functional
 from leannorm.ops.backends import CPU, REFERENCE
 
+pytestmark = needs_kernels
 B, L, H, D = 3, 37, 4, 24
 VIEWS = {
     "a slice of the projection": lambda t: t(B, L, 3 * H * D)[..., H * D : 2 * H * D].view(B, L, H, D),

@@ -11,7 +11,7 @@ from cases import DTYPES, lay_out
 from contract import ALL, FIRST, assert_close, assert_equal, each, each_mode, randomized, step
 from layer_cases import LAYERS
 
-from leannorm import nn
+from leannorm import nn, use_backend
 
 COUNTS = ("num_batches_tracked", "bn.num_batches_tracked", "batch_id")
 
@@ -132,6 +132,17 @@ LAID_OUT = [
 @pytest.mark.parametrize(("case", "layout"), LAID_OUT, ids=str)
 def test_every_layout(case, layout, training):
     """The same numbers; out of contiguous comes contiguous, and out of channels_last channels_last."""
+    assert_laid_out(case, layout, training)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("case", [case for case, layout in LAID_OUT if layout == "channels_last"], ids=str)
+def test_channels_last_without_kernels(case, training):
+    with use_backend("reference"):
+        assert_laid_out(case, "channels_last", training)
+
+
+def assert_laid_out(case, layout, training):
     layer, inputs = randomized(case).train(training), [lay_out(t, layout) for t in case.inputs()]
     twin = copy.deepcopy(layer)
     found = step(layer, inputs)

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from leannorm.ops.layout import memory_format
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import (
     compute_dtype,
@@ -162,6 +163,8 @@ class RowVerbs:
         """
         dims = tuple(range(start, stop))
         count = max(row_plan(x.shape, start, stop).kept, 1)
+        if memory_format(x) != torch.contiguous_format:  # so that dx has x's layout
+            dy = dy.contiguous(memory_format=memory_format(x))
         g = dy.to(mean.dtype)
         if weight is not None:
             g = g * _along_row(shifted_weight(weight, weight_offset, g.dtype), x, start, stop)
