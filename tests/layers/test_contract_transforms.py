@@ -9,8 +9,9 @@ from contract import ALL, FIRST, assert_close, assert_equal, each, each_mode, ra
 from torch import nn as stock
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
+from torch.utils._pytree import tree_leaves
 
-from leannorm import use_backend
+from leannorm import no_stats_update, use_backend
 
 # a compiler takes its time: of the layers that differ in their number of axes alone, one with all options
 IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
@@ -128,6 +129,51 @@ def test_an_input_that_a_transform_does_not_see(case, training):
     assert grad(loss)(torch.tensor(3.0)).item() == pytest.approx(6 * total.item(), rel=1e-4)
     torch.testing.assert_close(vmap(loss)(torch.ones(3)), total.expand(3))
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
+
+
+@each_mode("func", IMAGES)
+def test_transforms_compile(case, training):
+    """torch's compiler drops the backward pass of an autograd function under `torch.func.grad`."""
+    torch._dynamo.reset()
+    layer = randomized(case).double().train(training)
+    before = {name: b.clone() for name, b in layer.named_buffers()}
+    x, *more = case.inputs(torch.float64)
+    with torch.no_grad():
+        tangent, c = torch.randn_like(x), torch.randn_like(copy.deepcopy(layer)(x, *more))
+
+    def results(layer):
+        def loss(p, x):
+            return (functional_call(layer, p, (x, *more)) * c).pow(3).sum()
+
+        p = {name: v.detach() for name, v in layer.named_parameters()}
+        return [
+            *tree_leaves(grad(loss, (0, 1))(p, x)),
+            *tree_leaves(vmap(grad(loss), (None, 0))(p, torch.stack((x, 2 * x)))),
+            *jvp(lambda x: loss(p, x), (x,), (tangent,)),
+        ]
+
+    compiled = torch.compile(results, fullgraph=True, backend="aot_eager")
+    if training and list(layer.buffers()):  # torch's rule for what is compiled
+        with pytest.raises(RuntimeError, match="would mutate a captured Tensor"):
+            compiled(layer)
+        with no_stats_update():
+            torch.testing.assert_close(compiled(layer), results(layer))
+        assert_equal(dict(layer.named_buffers()), before)
+    else:
+        torch.testing.assert_close(compiled(layer), results(layer))
+
+
+@each_mode("func", IMAGES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
+def test_transforms_of_compiled_layers(case, training):
+    torch._dynamo.reset()
+    layer = randomized(case).double().train(training)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
+    x, *more = case.inputs(torch.float64)
+    for _ in range(2):  # compiled for the transform, then for a call without one
+        found, want = (grad(lambda x, f=f: f(x, *more).pow(3).sum())(x) for f in (compiled, layer))
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(compiled(x, *more), layer(x, *more))
 
 
 @each_mode("double backward", ALL)

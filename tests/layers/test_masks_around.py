@@ -58,6 +58,20 @@ def test_compiled_as_eager(fill, training):
     assert_same(step(twin, compiled, x, dy, mask=mask, fill=fill), want)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_transforms_compile(training):
+    x, dy, mask = given()
+    layer = made().train(training)
+
+    def loss(x):
+        return (layer(x, mask=mask) * dy.nan_to_num(1.0)).sum()
+
+    torch._dynamo.reset()
+    with leannorm.no_stats_update():  # compiled transforms may not write to captured buffers
+        found = torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")(x)
+        torch.testing.assert_close(found, torch.func.grad(loss)(x))
+
+
 def test_compiled_with_lengths_and_residual():
     x, dy, _ = given()
     lengths, residual = torch.tensor([6, 2, 0, 4]), torch.randn(SHAPE)

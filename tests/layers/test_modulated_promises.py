@@ -72,6 +72,15 @@ def test_compiles_to_one_graph(name, backend):
 
 
 @CALL
+def test_transforms_compile(name):
+    model, one = Module(name, made_for(name)), torch.ones(())
+    torch._dynamo.reset()
+    slope = torch.func.grad(lambda factor: model(factor).pow(2).sum())
+    found = torch.compile(slope, fullgraph=True, backend="aot_eager")(one)
+    torch.testing.assert_close(found, slope(one))
+
+
+@CALL
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean")  # torch's own group_norm
 def test_a_graph_that_leaves_has_nothing_of_ours(name):

@@ -16,9 +16,12 @@ _BY_FLAG = RELEASE < (2, 13)
 
 
 def transformed(*tensors: Tensor | None) -> bool:
-    """Is a functorch transform or forward-mode AD active? Then only plain torch operations work."""
+    """Is a functorch transform or forward-mode AD active? Then only plain torch operations work.
+
+    In compiled code too: there torch drops the backward pass of an autograd function under `torch.func.grad`.
+    """
     if torch.compiler.is_compiling():
-        return False
+        return _within_transforms()
     if forward_ad._current_level >= 0:
         return True
     if _functorch.peek_interpreter_stack() is not None:  # even if it wraps none of these tensors
@@ -28,6 +31,14 @@ def transformed(*tensors: Tensor | None) -> bool:
         if t is not None and wrapped(t):
             return True
     return False
+
+
+def _within_transforms() -> bool:
+    """Asked while a compiler traces, which keeps the answer and compiles again for another stack of them."""
+    return bool(_functorch.get_dynamic_layer_stack_depth() > 0)
+
+
+_within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def plain() -> bool:
