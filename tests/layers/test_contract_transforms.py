@@ -7,7 +7,7 @@ import torch
 from cases import lay_out
 from contract import ALL, FIRST, assert_close, assert_equal, each, each_mode, randomized, step
 from torch import nn as stock
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 from torch.utils._pytree import tree_leaves
 
@@ -174,6 +174,36 @@ def test_transforms_of_compiled_layers(case, training):
         found, want = (grad(lambda x, f=f: f(x, *more).pow(3).sum())(x) for f in (compiled, layer))
         torch.testing.assert_close(found, want)
         torch.testing.assert_close(compiled(x, *more), layer(x, *more))
+
+
+@each_mode("func", IMAGES)
+def test_forward_mode_compiles(case, training):
+    """Dual numbers made in compiled code, and made around it; nothing else needs a gradient."""
+    torch._dynamo.reset()
+    layer = randomized(case).double().train(training).requires_grad_(False)
+    x, *more = case.inputs(torch.float64)
+    tangent = torch.randn_like(x)
+
+    def inside(layer):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, tangent), *more)).tangent
+
+    with no_stats_update():
+        want = inside(layer)
+        torch.testing.assert_close(torch.compile(inside, backend="aot_eager")(layer), want)
+        compiled = torch.compile(layer, backend="aot_eager")
+        torch.testing.assert_close(compiled(x, *more), layer(x, *more))
+        torch.testing.assert_close(inside(compiled), want)
+
+
+@each_mode("func", FIRST)
+def test_many_gradients_at_once(case, training):
+    layer, inputs = randomized(case).train(training), [t.requires_grad_() for t in case.inputs()]
+    y, leaves = layer(*inputs), [*inputs, *layer.parameters()]
+    many = torch.randn(3, *y.shape)
+    found = torch.autograd.grad(y, leaves, many, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(y, leaves, one, retain_graph=True) for one in many]
+    torch.testing.assert_close(list(found), [torch.stack(g) for g in zip(*each, strict=True)])
 
 
 @each_mode("double backward", ALL)

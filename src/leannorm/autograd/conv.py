@@ -17,7 +17,7 @@ from torch import Tensor
 from leannorm._types import Moments
 from leannorm.autograd.channel import twice_differentiable
 from leannorm.ops.backends import REFERENCE, Backend
-from leannorm.ops.modes import differentiable
+from leannorm.ops.modes import differentiable, many_at_once
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick, transformed
 
@@ -201,7 +201,8 @@ class ConvNorm(torch.autograd.Function):
         if ctx.constant and not needed[3]:
             z = dy  # has z's shape; only the gradient of the norm's weight reads z's values
         else:
-            z = into = ctx.convolution.apply(x, conv_weight, conv_bias)
+            z = ctx.convolution.apply(x, conv_weight, conv_bias)
+            into = None if many_at_once(dy) else z
         backend = ctx.backend
         if twice_differentiable():
             backend, into = REFERENCE, None

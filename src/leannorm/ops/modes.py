@@ -20,10 +20,13 @@ def transformed(*tensors: Tensor | None) -> bool:
 
     In compiled code too: there torch drops the backward pass of an autograd function under `torch.func.grad`.
     """
-    if torch.compiler.is_compiling():
-        return _within_transforms()
-    if forward_ad._current_level >= 0:
+    compiling = torch.compiler.is_compiling()
+    if compiling and _within_transforms():
         return True
+    if forward_ad._current_level >= 0:  # compiled code looks again before each call
+        return True
+    if compiling:
+        return False
     if _functorch.peek_interpreter_stack() is not None:  # even if it wraps none of these tensors
         return True
     wrapped = _functorch.is_functorch_wrapped_tensor
@@ -34,8 +37,11 @@ def transformed(*tensors: Tensor | None) -> bool:
 
 
 def _within_transforms() -> bool:
-    """Asked while a compiler traces, which keeps the answer and compiles again for another stack of them."""
-    return bool(_functorch.get_dynamic_layer_stack_depth() > 0)
+    """Asked while a compiler traces, of transforms around the code and of those that it has entered by then.
+
+    The answer is kept; torch itself compiles again for tensors of another transform.
+    """
+    return bool(_functorch.get_dynamic_layer_stack_depth() > 0 or forward_ad._current_level >= 0)
 
 
 _within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -83,6 +89,13 @@ def recorded(*tensors: Tensor | None) -> bool:
 def differentiable(*tensors: Tensor | None) -> bool:
     """May autograd, a transform or a compiler record this call? Then nothing may be written in place."""
     return torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed(*tensors)
+
+
+def many_at_once(dy: Tensor) -> bool:
+    """Is this a gradient of `is_grads_batched=True` or of `vmap`? Many have no place in one tensor's memory."""
+    if torch.compiler.is_compiling():
+        return False
+    return bool(_functorch.is_legacy_batchedtensor(dy)) or transformed(dy)
 
 
 def rebuilding() -> bool:
