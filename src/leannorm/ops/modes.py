@@ -92,7 +92,7 @@ def differentiable(*tensors: Tensor | None) -> bool:
 
 
 def many_at_once(dy: Tensor) -> bool:
-    """Is this a gradient of `is_grads_batched=True` or of `vmap`? Many have no place in one tensor's memory."""
+    """Does this stand for several gradients (`is_grads_batched=True`, `vmap`)? One tensor cannot hold them."""
     if torch.compiler.is_compiling():
         return False
     return bool(_functorch.is_legacy_batchedtensor(dy)) or transformed(dy)
