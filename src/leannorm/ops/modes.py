@@ -92,7 +92,7 @@ def differentiable(*tensors: Tensor | None) -> bool:
 
 
 def many_at_once(dy: Tensor) -> bool:
-    """Does this stand for several gradients (`is_grads_batched=True`, `vmap`)? One tensor cannot hold them."""
+    """Is this several gradients (`is_grads_batched=True`, `vmap`), which one tensor cannot hold?"""
     if torch.compiler.is_compiling():
         return False
     return bool(_functorch.is_legacy_batchedtensor(dy)) or transformed(dy)
