@@ -16,6 +16,12 @@ def memory_format(x: Tensor) -> torch.memory_format:
     return last
 
 
+def laid_out_for(x: Tensor, dy: Tensor) -> Tensor:
+    """dy in the layout of a channels_last x; as it is for any other x."""
+    layout = memory_format(x)
+    return dy if layout == torch.contiguous_format else dy.contiguous(memory_format=layout)
+
+
 def in_blocks(x: Tensor, size: int) -> Tensor:
     """(N, C, *) as (N / size, C, size, *): what every `size` samples have of a channel."""
     blocks: Tensor = x.unflatten(0, (x.shape[0] // size, size)).movedim(2, 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leannorm._types import Moments, Running
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.layout import in_blocks, memory_format, out_of_blocks
+from leannorm.ops.layout import in_blocks, laid_out_for, out_of_blocks
 from leannorm.ops.modes import differentiable
 from leannorm.ops.plan import channel_plan, statistics_shape
 from leannorm.ops.precision import (
@@ -265,8 +265,7 @@ class ChannelVerbs(RunningVerbs):
             return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
 
         parts = _slices(x, dy, mean, weight)
-        if memory_format(x) != torch.contiguous_format:  # so that results have x's layout
-            dy = dy.contiguous(memory_format=memory_format(x))
+        dy = laid_out_for(x, dy)  # so that results have x's layout
         if len(parts) == 1 and into is None:
             dx, dz = grad(parts[0])
             return dx, dz if want_dz else None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leannorm._types import Moments
 from leannorm.ops.backends.reference import ChannelVerbs, _at, _per_channel, _rows, _slices, at_least_one
-from leannorm.ops.layout import memory_format
+from leannorm.ops.layout import laid_out_for
 from leannorm.ops.plan import channel_plan, statistics_shape
 from leannorm.ops.precision import compute_dtype, gradient_dtype, statistics_dtype, sum_of_squares
 
@@ -171,8 +171,7 @@ class MaskedVerbs(ChannelVerbs):
             return torch.where(over_channels(valid, dx), dx, constant), dz
 
         parts = _parts(x, dy, mean, weight)
-        if memory_format(x) != torch.contiguous_format:  # so that results have x's layout
-            dy = dy.contiguous(memory_format=memory_format(x))
+        dy = laid_out_for(x, dy)  # so that results have x's layout
         if len(parts) == 1:
             return grad(parts[0])
         dx, all_dz = torch.empty_like(x), torch.empty_like(x) if want_dz else None

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from leannorm.ops.layout import memory_format
+from leannorm.ops.layout import laid_out_for
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import (
     compute_dtype,
@@ -163,8 +163,7 @@ class RowVerbs:
         """
         dims = tuple(range(start, stop))
         count = max(row_plan(x.shape, start, stop).kept, 1)
-        if memory_format(x) != torch.contiguous_format:  # so that dx has x's layout
-            dy = dy.contiguous(memory_format=memory_format(x))
+        dy = laid_out_for(x, dy)  # so that dx has x's layout
         g = dy.to(mean.dtype)
         if weight is not None:
             g = g * _along_row(shifted_weight(weight, weight_offset, g.dtype), x, start, stop)
