@@ -266,8 +266,9 @@ def test_verify_names_what_is_wrong():
             return F.relu(x)
 
     model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), Noisy(), nn.Conv2d(8, 8, 3))
-    with lean():
-        model(IMAGE).sum()  # a kind of step is tried at the first
+    for x in (IMAGE, IMAGE + 1):  # a kind of step is tried on two tensors
+        with lean():
+            model(x).sum()
     model[2].noise = 1.0
     with lean(verify=True):
         loss = model(IMAGE).sum()

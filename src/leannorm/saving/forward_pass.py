@@ -58,17 +58,17 @@ class ForwardPass:
             self._small = SmallPass(self._begin)
             self._stack.enter_context(saved_tensors_hooks(self._small.pack, unpack))
         else:
-            self._stack.enter_context(saved_tensors_hooks(self._begin(0), unpack))
+            self._stack.enter_context(saved_tensors_hooks(self._begin(), unpack))
 
-    def _begin(self, since: int) -> Callable[[Tensor], Any]:
-        """The pack hook that searches steps, which read outputs only of nodes from number `since` on."""
+    def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
+        """The pack hook that searches steps; `from_here`: they read outputs only of nodes that come after this."""
         layers = None
         if self._settings.verify:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
         self._packing = Packing(
-            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, since
+            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
         )
         return self._packing.pack
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from ctypes import string_at
+from functools import lru_cache
 from struct import unpack
 from typing import Any
 
@@ -66,6 +67,62 @@ def number(node: Any, name: str) -> Any:
         return None
     number = getattr(node, f"_saved_{name}")  # read by address: a dispatch mode would be given no tensor here
     return unpack(_OF_NUMBERS[value.dtype], string_at(number.data_ptr(), number.itemsize))[0]
+
+
+@lru_cache(maxsize=1024)
+def saved_names(kind: type) -> tuple[str, ...]:
+    """The attributes by which nodes of this class show the tensors that they saved, as they are packed."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_values(node: Any) -> Iterator[Value]:
+    """All that the node saved and that is packed as a value."""
+    for name in saved_names(type(node)):
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # freed
+            return
+        for one in raw if isinstance(raw, (list, tuple)) else (raw,):
+            packed = getattr(one, "data", None)
+            if type(packed) is Value:
+                yield packed
+
+
+@lru_cache(maxsize=1024)
+def _constant_names(kind: type) -> tuple[str, ...]:
+    names = dir(kind)
+    return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+
+
+def identity(node: Any) -> Hashable:
+    """All that a node tells of what it computes, but for tensors: what it is and keeps, and the shape, dtype
+    and device of each output and input. Nodes of one identity may differ in nothing but the values that they read
+    and the layout of these. None where it keeps what cannot be compared."""
+    kind = type(node)
+    if isinstance(node, BackwardCFunction):
+        kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
+    else:
+        kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
+    outputs = tuple([_metadata(m) for m in node._input_metadata])
+    inputs = tuple([None if p is None else _metadata(p._input_metadata[i]) for p, i in node.next_functions])
+    told = kind, kept, outputs, inputs
+    try:
+        hash(told)
+    except TypeError:
+        return None
+    return told
+
+
+def exact(value: Any) -> Any:
+    """The value as a key of a dict: 0.0 is not -0.0, and neither 1 nor True is 1.0."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return tuple([exact(v) for v in value])
+    return (kind, repr(value)) if kind in (float, complex, bool) else value
+
+
+def _metadata(of: Any) -> Hashable:
+    return tuple(of.shape), of.dtype, of.device
 
 
 def is_saving(node: Any, name: str) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
+
+from leannorm.saving.graph import saved_names
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -85,17 +86,12 @@ _MODULES = ("leannorm.saving.packing", "torch.utils.checkpoint")
 def of_hooks_within(node: Any) -> list[str]:
     """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
     kind: Any = type(node)
-    for name in _saved_names(kind):
+    for name in saved_names(kind):
         raw = getattr(node, name)
         hook = getattr(raw, "unpack_hook", None)
         if hook is not None and hook.__module__ not in _MODULES:
             return [HOOKS_WITHIN]
     return []
-
-
-@lru_cache(maxsize=1024)
-def _saved_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 _WARNED: set[str] = set()

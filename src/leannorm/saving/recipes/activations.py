@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.attention import ATTENTIONS
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step, Value
 
@@ -47,7 +46,6 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]
     "LogSoftmaxBackward0": (torch.log_softmax, None, ("dim",)),
 }
 ACTIVATIONS = {*_FROM_SAVED_INPUT, *_FROM_PRODUCER}
-SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER) | ATTENTIONS
 
 
 @recipe(*_FROM_SAVED_INPUT)
