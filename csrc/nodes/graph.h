@@ -37,11 +37,12 @@ inline PyObject* this_thread(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(at::RecordFunction::currentThreadId());
 }
 
-// in_view(node): the node of the operation that wrote into a view, where `node` is the base's CopySlices.
+// in_view(node): the node of the operation that wrote into a view of all of a base, where `node` is the base's
+// CopySlices.
 inline PyObject* in_view(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   const auto* const slices = dynamic_cast<torch::autograd::CopySlices*>(node_of(object));
-  if (slices == nullptr || !slices->fn) Py_RETURN_NONE;
+  if (slices == nullptr || !slices->fn || slices->view.numel() != slices->base.numel()) Py_RETURN_NONE;
   return torch::autograd::functionToPyObject(slices->fn);
   END_HANDLE_TH_ERRORS
 }

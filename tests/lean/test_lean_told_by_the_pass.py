@@ -4,18 +4,12 @@ setting. Each failed before; `stock` is the same program without `lean()`."""
 from __future__ import annotations
 
 import contextlib
-import copy
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import leannorm
-import leannorm.functional as LF
 from leannorm import lean
 from leannorm.saving import trial
 

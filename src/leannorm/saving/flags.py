@@ -78,7 +78,7 @@ def _set_only_warns(value: bool) -> None:
     torch._C._set_deterministic_algorithms(_deterministic(), warn_only=value)
 
 
-# Half of the smallest normal number: 0 where this thread's processor flushes denormals, which torch does not tell
+# Half of the smallest normal number: 0 where this thread flushes denormals, which torch does not tell
 _denormal = partial((2.2250738585072014e-308).__mul__, 0.5)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
-_KEY, _WAITING = "leannorm", "leannorm waiting"
+_KEY, _WAITING, _IN_VIEW = "leannorm", "leannorm waiting", "leannorm in view"
 _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
 
@@ -70,7 +71,7 @@ def number(node: Any, name: str) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def saved_names(kind: type) -> tuple[str, ...]:
+def saved_names(kind: Any) -> tuple[str, ...]:
     """The attributes by which nodes of this class show the tensors that they saved, as they are packed."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
@@ -89,15 +90,15 @@ def saved_values(node: Any) -> Iterator[Value]:
 
 
 @lru_cache(maxsize=1024)
-def _constant_names(kind: type) -> tuple[str, ...]:
+def _constant_names(kind: Any) -> tuple[str, ...]:
     names = dir(kind)
     return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
 
 
 def identity(node: Any) -> Hashable:
-    """All that a node tells of what it computes, but for tensors: what it is and keeps, and the shape, dtype
-    and device of each output and input. Nodes of one identity may differ in nothing but the values that they read
-    and the layout of these. None where it keeps what cannot be compared."""
+    """All that a node tells of what it computes, but for tensors: its class, what it keeps, and the shape,
+    dtype and device of each output and input. Nodes of one identity differ only in the values that they read
+    and the layout of these. None where a node keeps what cannot be compared."""
     kind = type(node)
     if isinstance(node, BackwardCFunction):
         kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
@@ -123,6 +124,19 @@ def exact(value: Any) -> Any:
 
 def _metadata(of: Any) -> Hashable:
     return tuple(of.shape), of.dtype, of.device
+
+
+def in_view(node: Any) -> tuple[Any, tuple[str, tuple[Any, ...]] | None]:
+    """What an operation in place has done to a view of all of a base, whose node this CopySlices is: its own
+    node (None without the C++ nodes), or its kind and constants (None if those were not noted)."""
+    inner = None if NODES is None else NODES.in_view(node)
+    return inner, None if inner is not None else node.metadata.get(_IN_VIEW)
+
+
+def note_in_view(tensor: torch.Tensor, node: Any, written: tuple[str, tuple[Any, ...]] | None) -> None:
+    """`tensor`, whose node is an AsStrided, was just written in place by what is told."""
+    if written is not None and tensor._base is not None and tensor._base.numel() == tensor.numel():
+        node.next_functions[0][0].metadata[_IN_VIEW] = written
 
 
 def is_saving(node: Any, name: str) -> bool:

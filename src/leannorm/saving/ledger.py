@@ -18,6 +18,7 @@ class Record(NamedTuple):
 
     `bytes`: of its storage, or 0 if an earlier record has counted that storage; so records add up to
     `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind.
+    `why`: of an operation's output that is held, the reason.
     """
 
     node: str
@@ -26,9 +27,10 @@ class Record(NamedTuple):
     bytes: int
     rebuilt: bool
     seconds: float | None
+    why: str = ""
 
 
-_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None]  # the fields of a Record
+_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the fields of a Record
 
 
 class Ledger:
@@ -80,11 +82,11 @@ class Ledger:
 
     def kept(self) -> int:
         """Bytes held for the backward pass."""
-        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._all_rows() if not rebuilt)
+        return sum(row[3] for row in self._all_rows() if not row[4])
 
     def rebuilt(self) -> int:
         """Bytes that the backward pass rebuilds."""
-        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._all_rows() if rebuilt)
+        return sum(row[3] for row in self._all_rows() if row[4])
 
     def _all_rows(self) -> list[_Row]:
         return [*self._plain, *self._rows()] if self._closed is None else self._closed
@@ -113,13 +115,13 @@ class Ledger:
                     storage = tensor.untyped_storage()
                     nbytes = 0 if storage._cdata in seen else storage.nbytes()
                     seen.add(storage._cdata)
-                yield value.name, tensor.shape, tensor.dtype, nbytes, False, None
+                yield value.name, tensor.shape, tensor.dtype, nbytes, False, None, value.why
             elif value not in seen:  # a value that was held first is listed twice
                 root = _root(value)
                 nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
                 seen.update((value, (root, "memory")))
                 seconds = None if value.is_held else value.seconds
-                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds
+                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds, value.why
 
 
 def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
@@ -128,7 +130,7 @@ def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
         nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
         seen.add(None if storage is None else storage._cdata)
-        yield "", tensor.shape, tensor.dtype, nbytes, False, None
+        yield "", tensor.shape, tensor.dtype, nbytes, False, None, ""
 
 
 def _root(value: Value) -> Value:

@@ -14,10 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of
+from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.flags import current
-from leannorm.saving.graph import Packed, find, kind_of, pop_waiting, register, registered, saved, wait
+from leannorm.saving.graph import (
+    Packed,
+    find,
+    kind_of,
+    note_in_view,
+    pop_waiting,
+    register,
+    registered,
+    saved,
+    wait,
+)
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
@@ -34,6 +44,7 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.provenance import sequence_number
+from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
@@ -100,6 +111,8 @@ class Packing(CountingHook):
             value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value
+        if kind == "AsStridedBackward0":
+            note_in_view(tensor, node, written_by(frame, tensor))
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
         lookup = registered(node, output)
         known = lookup() if lookup else None
@@ -113,9 +126,9 @@ class Packing(CountingHook):
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
         unedited = as_made(node, output, version)
-        if known is None and type(lookup) is Packed:  # the nodes that saved it are gone
-            if lookup.sample is not None and not lookup.sample.matches(tensor):
-                unedited = False
+        before = lookup.sample if known is None and type(lookup) is Packed else None
+        if before is not None and not before.matches(tensor):  # the nodes that saved it are gone
+            unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(size, self._largest) and unedited is not False
@@ -152,6 +165,8 @@ class Packing(CountingHook):
         else:
             value = self._hold(tensor, kind or node.name())
             value.sample = Sample.of(tensor)  # it may be edited through .data before a step reads it
+            if worth or unedited is False:
+                value.why = reasons.EDITED if unedited is False else self._why(node, found)
         unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
@@ -201,6 +216,19 @@ class Packing(CountingHook):
                 self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
 
+    def _why(self, node: Node, found: Step | Missing) -> str:
+        """Why an output of the node is held."""
+        if isinstance(found, Step):
+            if is_view_of_held(found):
+                return reasons.VIEW
+            return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
+        at_fault: Any = found.outputs[0][0] if found.outputs else node
+        if self.search.considers(kind_of(at_fault)):
+            return reasons.NOT_AT_HAND
+        has_recipe = kind_of(at_fault) in RECIPES
+        why = reasons.NOT_REPEATED if has_recipe else reasons.NO_RECIPE
+        return why if at_fault is node else f"{why}: {at_fault.name()}"
+
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
         if is_view_of_held(step) or not self.policy.allows(step):
@@ -238,8 +266,8 @@ class Packing(CountingHook):
         # if the caller holds the tensor too, a narrow copy would add memory
         step = narrowed(tensor) if alone and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST else None
         if step is not None:
-            value = Value(None, 0, step)
-            value.shape, value.dtype = tensor.shape, tensor.dtype
+            value = Value(None, tensor._version, step)
+            value.shape, value.dtype, value.watch = tensor.shape, tensor.dtype, version_of(tensor)
             self._narrow(value, step, tensor)
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:

@@ -1,4 +1,4 @@
-"""Was a node made in this pass, when, and under which flags? Told by the node, or by what it saved in the pass.
+"""Was a node made in this pass, when, under which flags? Told by the node, or by what it saved in the pass.
 
 Autograd numbers the nodes of every thread by themselves, so a node's number alone may be that of another
 thread's node. Where the C++ nodes are built, a node also tells its thread. Elsewhere a node was made in this
@@ -69,13 +69,15 @@ class FlagLog:
     def __init__(self, provenance: Provenance) -> None:
         self._provenance = provenance
         self._from, self._flags = [-1], [current()]
+        self._while_next: dict[int, Flags] = {}  # flags at saves, by the number of the next node
         self._last = -1
 
     def record(self, number: int) -> None:
         """Record the flags while a tensor is saved; `number` is the next node's sequence number."""
         if number == self._last:  # the same node saves another tensor
             return
-        self._last, now = number, current()
+        self._last = number
+        now = self._while_next[number] = current()
         if now is not self._flags[-1]:
             self._from.append(number)
             self._flags.append(now)
@@ -92,6 +94,8 @@ class FlagLog:
         if not self._provenance.orders_nodes:
             return self._flags[-1], False
         made = node._sequence_nr()
+        if made + 1 in self._while_next:
+            return self._while_next[made + 1], True
         i = bisect_right(self._from, made + 1) - 1
         sure = i + 1 == len(self._from) or self._from[i + 1] > made + 3
         return self._flags[i if sure else -1], sure

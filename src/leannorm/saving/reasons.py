@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from leannorm.saving.graph import saved_names
+from leannorm.saving.ledger import Record
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -16,6 +19,10 @@ COMPILED = (
 TRANSFORMED = (
     "lean() was entered under a torch.func transform, which admits no saved-tensor hooks: nothing was done;"
     " use torch.autograd, or leave lean() out"
+)
+TRANSFORMED_WITHIN = (
+    "torch admitted no saved-tensor hooks in a part of this pass (a torch.func transform within it): what was"
+    " saved there is held as without lean(), and not counted"
 )
 HOOKS_AROUND = (
     "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
@@ -49,16 +56,45 @@ SUBCLASSES = (
     "tensors of a subclass were saved (DTensor in tensor parallelism, jagged tensors): they are held, as"
     " lean() rebuilds plain tensors alone; checkpoint the blocks that hold most of them"
 )
+# Why an operation's output is held, as records say it
+NO_RECIPE = "lean() has no recipe for it"
+NOT_REPEATED = "this setting does not repeat it"
+NOT_AT_HAND = "what it was made of is not at hand"
+OTHER_BITS = "a rebuild had other bits"
+EDITED = "it was edited where its operation does not tell"
+VIEW = "it is a view of what is held"
+_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED  # of the others, where they are nearly all
+
 OF_THE_PASS = {
     BACKWARD_WITHIN,
     BENCHMARK,
     COMPILED,
     TRANSFORMED,
+    TRANSFORMED_WITHIN,
     HOOKS_AROUND,
     HOOKS_WITHIN,
     COMPILED_WITHIN,
     SUBCLASSES,
 }
+
+
+_LEAST = 0.05  # of all bytes
+
+
+def by_bytes(records: Iterable[Record]) -> Iterator[str]:
+    """A sentence for each kind of node and reason, of which a twentieth of all bytes is held."""
+    groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
+    for record in records:
+        stock += record.bytes
+        rebuilt += record.bytes * record.rebuilt
+        if record.why:
+            groups[record.node, record.why] += record.bytes
+    for (node, why), nbytes in groups.most_common():
+        share = nbytes / stock
+        if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):
+            reason, _, at_fault = why.partition(": ")
+            made_of = f", made of outputs of {at_fault}" if at_fault else ""
+            yield f"{share:.2f} of the bytes are outputs of {node}{made_of}, and held: {reason}"
 
 
 def failed(tensor: Tensor, error: Exception) -> str:

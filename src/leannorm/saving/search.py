@@ -63,7 +63,7 @@ _WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits depend on 
 
 
 class Missing(NamedTuple):
-    """No step was found; these outputs of nodes had no value."""
+    """No step was found; these outputs of nodes had no value, the one that the others are made of first."""
 
     outputs: tuple[tuple[Node, int], ...] = ()
 
@@ -74,8 +74,7 @@ class Search:
     def __init__(
         self, policy: Policy, at_pool: Callable[[Node], None], found: Counter[str], from_here: bool = False
     ) -> None:
-        """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons of this
-        pass."""
+        """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons."""
         self._policy, self._at_pool, self._reasons = policy, at_pool, found
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
         self.provenance, self._from_here = Provenance(), from_here
@@ -199,8 +198,8 @@ class Search:
 def as_made(node: Any, output: int, version: int, depth: int = 0) -> bool | None:
     """Does a tensor of this version hold the node's output, without edits made while autograd was off?
 
-    Version 0 does. A later version does if nodes that work in place account for every step of the counter. None
-    where a node may have worked in place and does not tell.
+    Version 0 does. A later version does if nodes that work in place account for every step of the counter.
+    None where a node may have worked in place and does not tell.
     """
     if version == 0:
         return True
@@ -236,8 +235,8 @@ def _works_in_place(node: Any, kind: str) -> bool | None:
 
 
 def is_copied_to_edit(node: Any, number: int) -> bool:
-    """Is this copy made by a node that keeps it and then edits its source? Then it is this thread's newest node,
-    and `number` that of the next."""
+    """Is this copy made by a node that keeps it and then edits its source? Then its node is the newest of the
+    thread, and `number` is that of the next."""
     return bool(node._sequence_nr() + 1 == number)
 
 

@@ -1,9 +1,9 @@
 """Does a step rebuild its tensor bit for bit? Tried on two tensors of every kind of step, layout and dtype.
 
-Rounding depends on kernels, compilers and processors. So the first steps of each kind are run, and the results
-are compared with the saved tensors; if they differ, tensors of that kind are held. A tensor of one value, or
-of zeros, tells nothing of others: its trial counts for itself alone. A step that is not proved to read what
-its node read is compared every time.
+Rounding depends on kernels, compilers and processors. So the first steps of each kind are run, and the
+results are compared with the saved tensors; if they differ, tensors of that kind are held. A tensor of one
+value, or of zeros, tells nothing of others: its trial counts for itself alone. A step that is not proved to
+read what its node read is compared every time.
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ class Value:
     call: Hashable = None  # the arguments of the norm call that saved this
     from_narrow = False  # is it rebuilt from a copy of its own in a narrower dtype?
     alone = False  # does only autograd hold the tensor?
+    why = ""  # it is held, in words
     where = ""  # the layer that was running when it was packed; under `verify` only
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
     sample: Sample | None = None  # of the packed tensor's bytes
