@@ -100,9 +100,7 @@ def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:
 
 
 def share_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+    return a is not None and b is not None and bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def _frozen(parameter: Tensor | None) -> bool:

@@ -114,7 +114,7 @@ class ForwardPass:
         """Which operations' outputs are held, and why; not where a plan holds as much as was asked for."""
         if self._settings.goal is not None and self.missed_budget(plan) is None:
             return []
-        return list(reasons.by_bytes(self._ledger.records()))
+        return list(reasons.by_bytes(self._ledger.rows()))
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""

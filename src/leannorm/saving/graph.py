@@ -78,7 +78,8 @@ def saved_names(kind: Any) -> tuple[str, ...]:
 
 def saved_values(node: Any) -> Iterator[Value]:
     """All that the node saved and that is packed as a value."""
-    for name in saved_names(type(node)):
+    kind: Any = type(node)
+    for name in saved_names(kind):
         try:
             raw = getattr(node, name)
         except RuntimeError:  # freed
@@ -99,7 +100,7 @@ def identity(node: Any) -> Hashable:
     """All that a node tells of what it computes, but for tensors: its class, what it keeps, and the shape,
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
-    kind = type(node)
+    kind: Any = type(node)
     if isinstance(node, BackwardCFunction):
         kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
     else:

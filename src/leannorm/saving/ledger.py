@@ -30,7 +30,7 @@ class Record(NamedTuple):
     why: str = ""
 
 
-_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the fields of a Record
+Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the fields of a Record
 
 
 class Ledger:
@@ -39,8 +39,8 @@ class Ledger:
     def __init__(self) -> None:
         self._values: list[weakref.ref[Value]] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
-        self._closed: list[_Row] | None = None
-        self._plain: list[_Row] = []
+        self._closed: list[Row] | None = None
+        self._plain: list[Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
@@ -78,17 +78,17 @@ class Ledger:
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
-        return [Record._make(row) for row in self._all_rows()]
+        return [Record._make(row) for row in self.rows()]
 
     def kept(self) -> int:
         """Bytes held for the backward pass."""
-        return sum(row[3] for row in self._all_rows() if not row[4])
+        return sum(row[3] for row in self.rows() if not row[4])
 
     def rebuilt(self) -> int:
         """Bytes that the backward pass rebuilds."""
-        return sum(row[3] for row in self._all_rows() if row[4])
+        return sum(row[3] for row in self.rows() if row[4])
 
-    def _all_rows(self) -> list[_Row]:
+    def rows(self) -> list[Row]:
         return [*self._plain, *self._rows()] if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
@@ -104,7 +104,7 @@ class Ledger:
             if value is not None:
                 yield value
 
-    def _rows(self) -> Iterator[_Row]:
+    def _rows(self) -> Iterator[Row]:
         """Every value that is alive; the first of each storage has that storage's bytes, the others 0."""
         seen: set[object] = set()
         for value in self.values():
@@ -124,7 +124,7 @@ class Ledger:
                 yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds, value.why
 
 
-def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
+def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
     seen = set()
     for tensor, _ in kept:
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None

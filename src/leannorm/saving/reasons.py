@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from leannorm.saving.graph import saved_names
-from leannorm.saving.ledger import Record
+from leannorm.saving.ledger import Row
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -81,14 +81,14 @@ OF_THE_PASS = {
 _LEAST = 0.05  # of all bytes
 
 
-def by_bytes(records: Iterable[Record]) -> Iterator[str]:
+def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
     """A sentence for each kind of node and reason, of which a twentieth of all bytes is held."""
     groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
-    for record in records:
-        stock += record.bytes
-        rebuilt += record.bytes * record.rebuilt
-        if record.why:
-            groups[record.node, record.why] += record.bytes
+    for node, _, _, nbytes, is_rebuilt, _, why in rows:
+        stock += nbytes
+        rebuilt += nbytes * is_rebuilt
+        if why:
+            groups[node, why] += nbytes
     for (node, why), nbytes in groups.most_common():
         share = nbytes / stock
         if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):
