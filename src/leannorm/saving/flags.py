@@ -11,11 +11,16 @@ import torch
 
 
 class _Flag(NamedTuple):
-    """`get()` is what kernels see; `state()` is what `set` takes to bring back all of the flag as it is."""
+    """`get()` is what kernels see, `set` makes them see it; `restore(state())` leaves the flag as it is."""
 
     get: Callable[[], Any]
     set: Callable[[Any], None]
     state: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+    @staticmethod
+    def plain(get: Callable[[], Any], set_: Callable[[Any], None]) -> _Flag:
+        return _Flag(get, set_, get, set_)
 
 
 def _plain(*names: str) -> list[_Flag]:
@@ -24,7 +29,7 @@ def _plain(*names: str) -> list[_Flag]:
     for name in names:
         get, set_ = (getattr(torch._C, f"_{verb}_{name}", None) for verb in ("get", "set"))
         if get is not None and set_ is not None:
-            found.append(_Flag(get, partial(_give, set_), get))
+            found.append(_Flag.plain(get, partial(_give, set_)))
     return found
 
 
@@ -42,8 +47,23 @@ def _precision(*places: tuple[str, str]) -> list[_Flag]:
     if _get_precision is None or _set_precision is None:
         return []
     return [
-        _Flag(partial(_get_precision, *at), partial(_set_precision, *at), partial(_own, *at)) for at in places
+        _Flag(
+            partial(_get_precision, *at),
+            partial(_prescribe, *at),
+            partial(_own, *at),
+            partial(_set_precision, *at),
+        )
+        for at in places
     ]
+
+
+def _prescribe(backend: str, operation: str, precision: str) -> None:
+    """Full precision that nobody has asked for is "none"; where another would be inherited, it is "ieee"."""
+    assert _get_precision is not None
+    assert _set_precision is not None
+    _set_precision(backend, operation, precision)
+    if _get_precision(backend, operation) != precision:
+        _set_precision(backend, operation, "ieee")
 
 
 def _own(backend: str, operation: str) -> str:
@@ -88,10 +108,10 @@ def _set_denormal(value: float) -> None:
 
 _FLAGS: list[_Flag] = [
     *_plain("cudnn_benchmark"),
-    _Flag(torch.get_num_threads, torch.set_num_threads, torch.get_num_threads),
-    _Flag(_deterministic, _set_deterministic, _deterministic),
-    _Flag(_only_warns, _set_only_warns, _only_warns),
-    _Flag(_denormal, _set_denormal, _denormal),
+    _Flag.plain(torch.get_num_threads, torch.set_num_threads),
+    _Flag.plain(_deterministic, _set_deterministic),
+    _Flag.plain(_only_warns, _set_only_warns),
+    _Flag.plain(_denormal, _set_denormal),
     *_plain("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled"),
     *_plain("cpu_allow_fp16_reduced_precision_reduction"),
     *_precision(("mkldnn", "matmul"), ("mkldnn", "conv")),
@@ -128,7 +148,7 @@ class Flags(tuple[Any, ...]):
             yield
         finally:
             for flag, _, state in reversed(changes):
-                flag.set(state)
+                flag.restore(state)
 
 
 _KNOWN: dict[tuple[Any, ...], Flags] = {}

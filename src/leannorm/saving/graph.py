@@ -101,16 +101,16 @@ def identity(node: Any) -> Hashable:
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
-    if isinstance(node, BackwardCFunction):
-        kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
-    else:
-        kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
     outputs = tuple([_metadata(m) for m in node._input_metadata])
     inputs = tuple([None if p is None else _metadata(p._input_metadata[i]) for p, i in node.next_functions])
-    told = kind, kept, outputs, inputs
     try:
+        if isinstance(node, BackwardCFunction):
+            kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
+        else:
+            kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
+        told = kind, kept, outputs, inputs
         hash(told)
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch has no Python form of it
         return None
     return told
 
@@ -120,6 +120,8 @@ def exact(value: Any) -> Any:
     kind = type(value)
     if kind is list or kind is tuple:
         return tuple([exact(v) for v in value])
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a tensor is no key")
     return (kind, repr(value)) if kind in (float, complex, bool) else value
 
 

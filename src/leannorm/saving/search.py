@@ -207,7 +207,8 @@ def as_made(node: Any, output: int, version: int, depth: int = 0) -> bool | None
     if not kind or kind == ACCUMULATES or not node.next_functions or depth > _MAX_DEPTH:
         return False
     known = find(node, output)
-    if known is not None and (known.as_made or depth == 0):
+    was_packed = known is not None and (known.step is None or known.layout is not None)
+    if known is not None and was_packed and (known.as_made or depth == 0):
         return known.version == version and known.as_made
     producer, number = node.next_functions[0]
     if kind in ALIASES or kind == "AsStridedBackward0":
