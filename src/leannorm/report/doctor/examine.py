@@ -83,7 +83,7 @@ def examine(
         if subject.norms:
             subject.seen, subject.difference = observe(model, subject.norms, given, forward)
     findings = [
-        Finding(check.name, one.layer, one.value, one.consequence, one.remedy, check.severity, _size(one))
+        Finding(check.name, *one[:4], one.severity or check.severity, _size(one))
         for check in checks
         for one in check.find(subject)
     ]

@@ -27,7 +27,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     if norm.kind not in ("batch", "frozen") or len(running) < 2 or seen.mean is None or seen.std is None:
         return None
     mean, var = running
-    if mean is None or var is None or mean.shape != seen.mean.shape:
+    if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
         return None
     eps = norm.eps or 0.0
     std = (var.double().cpu() + eps).sqrt().clamp_min(1e-30)
@@ -56,15 +56,16 @@ def few_values(subject: Subject) -> Iterator[Found]:
                 seen.values,
                 f"a variance of {seen.values} values is off by {error:.0%} or so, and so is every output"
                 if seen.values > 1
-                else "one value is its own mean: the output does not depend on the input",
+                else "one value is its own mean: the layer raises, or its output is beta whatever the input",
                 _REMEDY.get(norm.kind, "normalize over more features"),
                 -float(seen.values),
+                "error" if seen.values == 1 else None,
             )
 
 
 _REMEDY = {
-    "batch": 'larger batches, leannorm.convert(model, to="sync") over ranks, or leannorm.nn.GroupNorm, which '
-    "needs no batch",
+    "batch": "larger batches (drop_last=True, where the last is small), "
+    'leannorm.convert(model, to="sync") over ranks, or leannorm.nn.GroupNorm, which needs no batch',
     "instance": "leannorm.nn.GroupNorm, whose groups have more values",
     "group": "fewer groups",
 }

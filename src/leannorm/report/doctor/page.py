@@ -14,12 +14,12 @@ _SHOWN = 5
 
 
 def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
-    """The findings of each check, under its title, in their order."""
-    groups: dict[str, list[Finding]] = defaultdict(list)
+    """The findings of each check and severity, under its title, in their order."""
+    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in report.findings:
-        groups[finding.check].append(finding)
+        groups[finding.check, finding.severity].append(finding)
     titles = {check.name: check.title for check in CHECKS}
-    return [(titles[name], findings) for name, findings in groups.items()]
+    return [(titles[name], findings) for (name, _), findings in groups.items()]
 
 
 def _value(finding: Finding) -> str:

@@ -20,7 +20,8 @@ Call = tuple[Module, Module | None]  # a module that another calls, and the one 
 class Found(NamedTuple):
     """A layer in which a check found its fault; `check`, severity and unit stand in the table of checks.
 
-    `size` ranks it among the others of its check: the value, where it has none of its own.
+    `size` ranks it among the others of its check: the value, where it has none of its own. `severity` is that
+    of its check, where it has none of its own.
     """
 
     layer: str
@@ -28,6 +29,7 @@ class Found(NamedTuple):
     consequence: str
     remedy: str
     size: float | None = None
+    severity: str | None = None
 
 
 @dataclass
