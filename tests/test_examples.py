@@ -42,6 +42,7 @@ SCRIPTS = [
         "deploy",
         ["sklearn", "onnxruntime", "onnxscript"],
         [
+            "folded 4 batch norms of 4",
             ".pt2, converted, in a process without leannorm: the same to 1e-5",
             "ONNX, converted, by onnxruntime: the same to 1e-5",
             ".pt2, folded, in a process without leannorm: the same to 1e-5",

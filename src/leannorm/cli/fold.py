@@ -23,6 +23,8 @@ def fold(
     json: JsonFile = None,
 ) -> None:
     """Fold the batch norms of a model or of a program's inference branch; says which were skipped and why."""
+    import warnings
+
     import torch
     from rich.console import Console
 
@@ -39,7 +41,8 @@ def fold(
     if not is_file and (model.endswith(".pt2") or ":" not in model):
         raise InputError(f"there is no file {model!r}; a model is named timm:NAME or package.module:callable")
     try:
-        with console.status(f"folding {model}"):
+        with console.status(f"folding {model}"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fold folded nothing")  # the report says so
             if is_file:
                 report = folding(Program.load(model), verify=verify)
             else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fold_match import Fold, NormCall, Skip, find
 from leannorm.transforms.fold_math import Affine, affine, into_layer_after, into_layer_before
 
@@ -52,6 +53,8 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
             node.args = (x, *nodes, *rest)
         done, norm = new[match.norm.result], new[match.norm.node]
         source: Any = norm.args[0]
+        with graph.inserting_before(norm):
+            source = _behind(graph, source, match.norm, new)
         done.replace_all_uses_with(source)
         for node in dict.fromkeys((done, norm)):
             graph.erase_node(node)
@@ -59,6 +62,16 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
     return fx.GraphModule(result, graph), matches, skips
+
+
+def _behind(graph: fx.Graph, y: fx.Node, norm: NormCall, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """What the norm's operator computes of its normalized output: a sum, an activation."""
+    if norm.residual is not None:
+        y = graph.call_function(torch.ops.aten.add.Tensor, (y, new[norm.residual]))
+    if norm.act != "identity":
+        activation = ACTIVATIONS[norm.act]
+        y = graph.call_function(activation.functions[0], (y,), dict(activation.parameters))  # type: ignore[arg-type]
+    return y
 
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:

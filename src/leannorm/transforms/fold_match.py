@@ -38,7 +38,10 @@ class LinearCall(NamedTuple):
 
 
 class NormCall(NamedTuple):
-    """A call of a batch norm whose statistics are constants; `result` is its normalized output."""
+    """A call of a batch norm whose statistics are constants; `result` is its output.
+
+    One that also adds or activates returns act(norm(input) + residual).
+    """
 
     node: fx.Node
     result: fx.Node
@@ -48,6 +51,12 @@ class NormCall(NamedTuple):
     weight: fx.Node | None
     bias: fx.Node | None
     eps: float
+    act: str = "identity"
+    residual: fx.Node | None = None
+
+    @property
+    def only_normalizes(self) -> bool:
+        return self.act == "identity" and self.residual is None
 
 
 class Fold(NamedTuple):
@@ -83,7 +92,7 @@ def find(graph: fx.Graph, only_scales: Callable[[NormCall], bool]) -> tuple[list
         if isinstance(before, LinearCall):
             matches.append(Fold(norm, (before,), True))
             continue
-        after = _layers_after(norm, only_scales)
+        after = _layers_after(norm, only_scales) if norm.only_normalizes else "it also adds or activates"
         if isinstance(after, tuple):
             matches.append(Fold(norm, after, False))
         else:
@@ -99,10 +108,8 @@ def norm_of(node: fx.Node) -> NormCall | str | None:
     if isinstance(operator.folds, str):
         return operator.folds or None
     a = arguments(node)
-    if operator.by_batch(a):
+    if operator.by_batch(a) or a[operator.folds.mean] is None:
         return "it uses the batch's own statistics"
-    if a.get("act", "identity") != "identity" or a.get("residual") is not None:
-        return "it also adds or activates in the same operator"
     x, mean, var, weight, bias, eps = (a[name] for name in operator.folds)
     for what, value in (("statistics", mean), ("statistics", var), ("weight", weight), ("bias", bias)):
         if value is not None and value.op != "get_attr":
@@ -113,7 +120,8 @@ def norm_of(node: fx.Node) -> NormCall | str | None:
         if len(results) != 1 or len(node.users) != 1:
             return "its statistics are used as well"
         result = results[0]
-    return NormCall(node, result, x, mean, var, weight, bias, eps)
+    behind = a.get("act", "identity"), a.get("residual")
+    return NormCall(node, result, x, mean, var, weight, bias, eps, *behind)
 
 
 def _layer_before(norm: NormCall) -> LinearCall | str:

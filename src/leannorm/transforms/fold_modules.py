@@ -9,9 +9,12 @@ import torch
 from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
+from leannorm.nn.act import BatchNormActBase
+from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fold_graph import affine_of, all_variables, owner
 from leannorm.transforms.fold_match import Fold, LinearCall, Skip
 from leannorm.transforms.fold_math import into_layer_after, into_layer_before
+from leannorm.transforms.norm_act import BatchNorm2dThenAct
 from leannorm.transforms.steps import name_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,8 +63,11 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
     others = [
         n for n in graph.nodes if n.op == "call_function" and n not in inside and path in _scopes(n) and path
     ]
-    if (others and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
+    more = bool(others) or not all(match.norm.only_normalizes for match in own)
+    if (more and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
         return f"{type(norm).__name__} does more than normalize"
+    if any(match.norm.residual is not None for match in own):
+        return "it also adds in the same call"
     modules = {path: norm}
     own_calls = {layer.node for match in own for layer in match.layers}
     for match in own:
@@ -89,12 +95,14 @@ def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]
     return None
 
 
-def _remainder(norm: torch.nn.Module) -> torch.nn.Module | None:
+def _remainder(norm: Any) -> torch.nn.Module | None:
     """The rest of a norm module without its normalization; None if that is not known."""
     name = name_of(type(norm))
-    if name == "timm.layers.norm_act.BatchNormAct2d":
-        kept: Any = norm
-        return torch.nn.Sequential(kept.drop, kept.act)
+    if name == "timm.layers.norm_act.BatchNormAct2d" or isinstance(norm, BatchNorm2dThenAct):
+        return torch.nn.Sequential(norm.drop, norm.act)
+    if isinstance(norm, BatchNormActBase):
+        activation = ACTIVATIONS[norm.activation]
+        return activation.module(**activation.parameters)
     plain = ("torch.nn.modules.batchnorm.", "leannorm.nn.batch.", "leannorm.nn.sync.")
     return torch.nn.Identity() if name.startswith(plain) else None
 

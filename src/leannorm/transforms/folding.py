@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from leannorm.transforms.fold_decided import Decided, decided
 from leannorm.transforms.fold_graph import all_variables, find_all, fold_graph, in_float64, owner
 from leannorm.transforms.fold_match import Fold, Skip
 from leannorm.transforms.fold_modules import fold_modules
+from leannorm.transforms.fuse import unfused
 
 ROUNDINGS = 1e4  # a hundred layers, ten roundings each, amplified ten times
 TIMES_ONE_ROUNDING = 10.0  # folding rounds a weight several times, the comparison once
@@ -89,6 +91,9 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     program gives its folded inference branch as a `torch.export.ExportedProgram`; there each call has weights
     of its own. The original is not changed. Sums are done in float64 and rounded once, to the weight's dtype.
 
+    A converted model is folded as the model that it was converted from, fused blocks too. Where nothing is
+    folded, a `UserWarning` says why.
+
     The graph is the one that the example took. Tests in the model's Python code that read the input's shape
     or dtype, a global, or an attribute that the forward pass assigns are named in `report.decided`.
 
@@ -118,12 +123,13 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
             "a module is folded along its graph, which needs example_inputs; pass a tuple of inputs"
         )
     original = copy.deepcopy(model).eval()
-    tests = decided(original, inputs)
+    tests = decided(_unfused(original), inputs)
     result = _with_pairs(original)
-    graph = _evaluation_graph(result, inputs, tests)
+    graph = _evaluation_graph(_unfused(result), inputs, tests)
     found = find_all(graph, all_variables(result))
     matches, skips = fold_modules(result, graph, *found)
     report = replace(_report(result, matches, skips), decided=tests)
+    _warn_of_nothing(report, type(model).__name__)
     if not verify:
         return report
 
@@ -147,6 +153,7 @@ def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool
 
     exported = program.to_exported("infer", rewrite)
     report = replace(reports[0], model=exported)
+    _warn_of_nothing(report, "the program")
     if not verify:
         return report
     if inputs is None:
@@ -160,6 +167,19 @@ def _fold_program(program: Program, inputs: tuple[Any, ...] | None, verify: bool
         lambda m: fold_graph(cast(fx.GraphModule, m))[0],
         inputs,
     )
+
+
+def _unfused(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy on the same tensors, in which the calls that `convert` has joined are calls by themselves."""
+    tensors = chain(model.parameters(), model.buffers())
+    return unfused(copy.deepcopy(model, {id(t): t for t in tensors}))
+
+
+def _warn_of_nothing(report: FoldReport, model: str) -> None:
+    if not report.folded:
+        reasons = dict.fromkeys(skipped.reason for skipped in report.skipped)
+        why = "; ".join(list(reasons)[:3]) or "it has no batch norm that can be"
+        warnings.warn(f"fold folded nothing in {model}: {why}", stacklevel=3)
 
 
 def _random(value: Any) -> Any:

@@ -140,6 +140,15 @@ def fused_class(cls: type[Module], roles: Roles | None) -> type[Module]:
     return _FUSED_CLASSES[cls, roles]
 
 
+def unfused(model: Module) -> Module:
+    """The model, with every fused block of the class that it had before."""
+    for block in model.modules():
+        before = getattr(type(block), "unfused", None)
+        if before is not None:
+            object.__setattr__(block, "__class__", before)
+    return model
+
+
 def _reduce(block: Any, protocol: int) -> tuple[Any, ...]:
     parts: Any = object.__reduce_ex__(block, max(protocol, 2))
     roles = None if block.roles is None else tuple(tuple(sorted(names)) for names in block.roles)
