@@ -109,6 +109,23 @@ def test_info_names_versions_and_backends(capsys, tmp_path):
     assert data["facts"]["torch"].startswith("2.")
 
 
+def test_info_says_what_mends_a_torchvision_that_does_not_fit(capsys, tmp_path, monkeypatch):
+    """A package whose operators are not there, as where its library is built for another torch."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert main(["info", "--json", str(tmp_path / "info.json")]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "does not exist" in line]
+    assert len(told) == 1
+    assert "pip uninstall -y torchvision && pip install torch==" in told[0]
+    data = json.loads((tmp_path / "info.json").read_text())
+    assert data["to_mend"] == told
+    assert "does not fit" in data["facts"]["torchvision"]
+
+
 def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
     done = in_a_process(
         *[

@@ -21,5 +21,7 @@ def info(
     console.print(Table(["", "here"], list(here.facts.items()), numbers_from=2).rich())
     rows = [[name, "; ".join(reasons) or "available"] for name, reasons in here.backends.items()]
     console.print(Table(["backend, best first", "here"], rows, numbers_from=2).rich())
+    for line in here.to_mend:
+        console.print(line, style="bold yellow", highlight=False, markup=False, soft_wrap=True)
     if json:
         write_json(json, here._asdict())

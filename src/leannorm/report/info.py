@@ -11,15 +11,20 @@ import torch
 from leannorm._torch import TESTED, is_tested
 from leannorm.autograd.nodes import WHY_NOT
 from leannorm.ops.select import backends
+from leannorm.report.fitting import why_torchvision_fails
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
 
 
 class Installation(NamedTuple):
-    """Facts by name; every backend, best first, with the reasons why it cannot serve (none: it can)."""
+    """Facts by name; every backend, best first, with the reasons why it cannot serve (none: it can).
+
+    `to_mend`: what is wrong with what is installed beside leannorm, each with the line that mends it.
+    """
 
     facts: dict[str, str]
     backends: dict[str, list[str]]
+    to_mend: list[str]
 
 
 def installation() -> Installation:
@@ -41,7 +46,11 @@ def installation() -> Installation:
         "CUDA devices": ", ".join(_cuda_devices()) or "none",
         "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
-    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, backends())
+    wrong = why_torchvision_fails()
+    facts |= {name: _version(name) for name in _OPTIONAL}
+    if wrong is not None:
+        facts["torchvision"] += ", does not fit this torch"
+    return Installation(facts, backends(), [] if wrong is None else [wrong])
 
 
 def _cuda_devices() -> list[str]:
