@@ -40,5 +40,5 @@ def test_a_folded_network_is_the_network(architecture, way):
     if way is not None:
         model = leannorm.convert(model, to="sync") if way == "sync" else leannorm.convert(model, fuse=way)
     report = leannorm.fold(model, (torch.randn(2, *architecture.image),))
-    assert len(report.folded) == norms, report.describe()
+    assert len(report.folded) == norms, report
     assert report.checked <= 1e4 * torch.finfo(torch.float64).eps * report.scale

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import InputShape, JsonFile
+from leannorm.cli.options import InputShape, JsonFile, tell
 
 
 def fold(
@@ -29,7 +29,7 @@ def fold(
     from rich.console import Console
 
     from leannorm._errors import FoldError, InputError
-    from leannorm._files import check_writable, write_json
+    from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.program import Program
@@ -51,23 +51,10 @@ def fold(
     except FoldError as error:
         console.print(str(error), style="bold red", highlight=False)
         raise typer.Exit(CHECK_FELL_SHORT) from error
-    console.print(report.describe(), highlight=False, markup=False)
+    tell(report, json)
     if output:
         whole = report.model
         if isinstance(whole, torch.nn.Module):
             whole = torch.export.export(whole, (torch.randn(shape),))
         torch.export.save(whole, output)
         console.print(f"folded model: {output}", highlight=False)
-    if json:
-        write_json(
-            json,
-            {
-                "folded": [f._asdict() for f in report.folded],
-                "skipped": [s._asdict() for s in report.skipped],
-                "decided": [d._asdict() for d in report.decided],
-                "difference": report.difference,
-                "difference_in_float64": report.checked,
-                "largest_output": report.scale,
-            },
-        )
-        console.print(f"numbers: {json}", highlight=False)

@@ -10,7 +10,8 @@ from torch import nn
 
 from leannorm.demo.networks import VisionTransformer, resnet50
 from leannorm.report.fit import FitReport, fit
-from leannorm.report.profile import Measured, MemoryReport, profile
+from leannorm.report.memory_report import Measured, MemoryReport
+from leannorm.report.profile import profile
 
 MEMORY = "16GB"  # in which the largest batch is looked for, in images of 224×224
 

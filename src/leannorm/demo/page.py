@@ -6,19 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from leannorm._report import Table, bytes_in_words, milliseconds
 from leannorm.demo.headline import Saved
 from leannorm.demo.train import Comparison, Side
-from leannorm.report.profile_page import setting_table, timeline_section
-from leannorm.report.render import (
-    Fact,
-    Section,
-    Table,
-    bar_figure,
-    bytes_in_words,
-    line_figure,
-    milliseconds,
-    page,
-)
+from leannorm.report.memory_report import setting_table, timeline_section
+from leannorm.report.render import Fact, Section, bar_figure, line_figure, page
 
 
 def cost_table(result: Comparison) -> Table:

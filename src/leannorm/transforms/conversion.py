@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
 from leannorm._errors import InputError
+from leannorm._report import Line, Part, Report
 from leannorm.nn._leaving import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
@@ -121,15 +123,19 @@ def convert(
     return model
 
 
-class Preview(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class Preview(Report):
     """What `convert` would do: `swapped` has class names before and after, `left` the reasons; by layer."""
 
     swapped: dict[str, tuple[str, str]]
     left: dict[str, str]
 
-    def __str__(self) -> str:
-        lines = [f"{name}: {before} -> {after}" for name, (before, after) in self.swapped.items()]
-        return "\n".join([*lines, *(f"{name}: left, {reason}" for name, reason in self.left.items())])
+    def summary(self) -> str:
+        return f"{len(self.swapped)} swapped, {len(self.left)} left"
+
+    def parts(self) -> Iterator[Part]:
+        yield from (Line(f"{name}: {was} -> {becomes}") for name, (was, becomes) in self.swapped.items())
+        yield from (Line(f"{name}: left, {reason}") for name, reason in self.left.items())
 
 
 class _DryRunError(Exception):

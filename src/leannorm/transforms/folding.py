@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import FoldError, InputError
+from leannorm._report import Line, Part, Report, Table, as_data
 from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.program.program import Program
@@ -42,8 +43,8 @@ class Skipped(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class FoldReport:
+@dataclass(frozen=True, repr=False)
+class FoldReport(Report):
     """What `fold` did: the result, which norms were folded and which were not, and how exact the result is.
 
     `model` is the result. `difference` is the largest one between the outputs, in the outputs' own units and
@@ -58,7 +59,7 @@ class FoldReport:
     (1, (), True)
     """
 
-    model: Any = field(repr=False)
+    model: Any
     folded: tuple[Folded, ...]
     skipped: tuple[Skipped, ...]
     difference: float | None = None
@@ -66,15 +67,26 @@ class FoldReport:
     scale: float | None = None
     decided: tuple[Decided, ...] = ()
 
-    def describe(self) -> str:
-        """One line for each norm and for each test that the example decided, then the measured difference."""
-        lines = [f"folded   {f.norm} into {', '.join(f.into)}" for f in self.folded]
-        lines += [f"skipped  {s.norm}: {s.reason}" for s in self.skipped]
-        lines += [f"decided  {d.place}: `{d.test}` ({d.value})" for d in self.decided]
-        lines.append(f"{len(self.folded)} folded, {len(self.skipped)} skipped")
-        if self.difference is not None:
-            lines[-1] += f"; largest output difference {self.difference:.2g} of {self.scale:.2g}"
-        return "\n".join(lines)
+    def summary(self) -> str:
+        told = f"{len(self.folded)} folded, {len(self.skipped)} skipped"
+        if self.difference is None:
+            return told
+        return f"{told}; largest output difference {self.difference:.2g} of {self.scale:.2g}"
+
+    def parts(self) -> Iterator[Part]:
+        rows = [["folded", f.norm, f"into {', '.join(f.into)}"] for f in self.folded]
+        rows += [["skipped", s.norm, s.reason] for s in self.skipped]
+        rows += [["decided", d.place, f"`{d.test}` ({d.value})"] for d in self.decided]
+        if rows:
+            yield Table(["", "norm", "how"], rows, numbers_from=3)
+        yield Line(self.summary())
+
+    def data(self) -> dict[str, Any]:
+        return {
+            **{name: as_data(getattr(self, name)) for name in ("folded", "skipped", "decided", "difference")},
+            "difference_in_float64": self.checked,
+            "largest_output": self.scale,
+        }
 
 
 def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: bool = True) -> FoldReport:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from leannorm._errors import InputError, SyncError
+from leannorm._report import Line, Part, Report, Table, counted
 from leannorm._types import Moments, Pool, Running
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
@@ -118,8 +119,8 @@ class Recalibrated:
     var_moved: float
 
 
-@dataclass(frozen=True)
-class RecalibrationReport:
+@dataclass(frozen=True, repr=False)
+class RecalibrationReport(Report):
     """What `recalibrate` moved, layer by layer, and which layers it left alone, by name with the reason.
 
     >>> import torch, leannorm
@@ -131,14 +132,23 @@ class RecalibrationReport:
     layers: tuple[Recalibrated, ...]
     left: dict[str, str]
 
-    def describe(self) -> str:
-        """One line for each layer."""
-        lines = [
-            f"{one.layer}: {one.batches} batches, {one.values} values a channel; the mean moved by "
-            f"{one.mean_moved:.3g} standard deviations, the variance by a factor of {one.var_moved:.3g}"
+    def summary(self) -> str:
+        return f"{counted(len(self.layers), 'layer')} recalibrated, {len(self.left)} left"
+
+    def parts(self) -> Iterator[Part]:
+        rows = [
+            [
+                one.layer,
+                str(one.batches),
+                f"{one.values:,}",
+                f"{one.mean_moved:.3g} standard deviations",
+                f"a factor of {one.var_moved:.3g}",
+            ]
             for one in self.layers
         ]
-        return "\n".join([*lines, *(f"{name}: left, {reason}" for name, reason in self.left.items())])
+        columns = ["layer", "batches", "values a channel", "mean moved by", "variance moved by"]
+        yield Table(columns, rows)
+        yield from (Line(f"{name}: left, {reason}") for name, reason in self.left.items())
 
 
 def recalibrate(

@@ -1,28 +1,71 @@
-"""A `MemoryReport` as tables and as one HTML page."""
+"""What `profile` measured, as tables and as one HTML page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
-from leannorm.report.layers import LayerBytes
-from leannorm.report.profile import Measured, MemoryReport
-from leannorm.report.render import (
-    Fact,
-    Section,
-    Table,
-    bar_figure,
-    bytes_in_words,
-    line_figure,
-    milliseconds,
-    page,
-)
+from leannorm._report import Part, Table, bytes_in_words, milliseconds
+from leannorm.report.layers import LayerBytes, Operation
+from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_figure, page
 
 _MAX_POINTS = 3000
 _SETTINGS = (
     "Ratios are to stock, in the same run. Times are medians; a ratio of times is the median of the turns' "
     "own ratios, which other work on the machine moves less than the times themselves."
 )
+
+
+@dataclass
+class Measured:
+    """One setting: a step's bytes above those at its start, its seconds, and the ratio to stock's seconds.
+
+    `gradient_difference`: the largest difference from stock's gradients, relative to the largest gradient of
+    the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot be counted.
+    """
+
+    name: str
+    kept: int = 0
+    peak: int = 0
+    seconds: float = 0.0
+    time_ratio: float = 1.0
+    gradient_difference: float = 0.0
+    timeline: list[tuple[float, int]] = field(default_factory=list)
+    forward_end: float = 0.0
+    layers: list[LayerBytes] = field(default_factory=list)
+    rebuilt: list[Operation] = field(default_factory=list)
+
+
+@dataclass(repr=False)
+class MemoryReport(PagedReport):
+    """What `profile` measured; `settings[0]` is stock.
+
+    >>> import torch, leannorm
+    >>> report = leannorm.profile(torch.nn.Linear(8, 8), torch.randn(4, 8), recompute=[], steps=1)
+    >>> report.model, report.settings[0].name
+    ('Linear', 'stock')
+    """
+
+    model: str
+    inputs: list[str]
+    device: str
+    threads: int
+    torch: str
+    freed_memory: str
+    parameter_bytes: int
+    settings: list[Measured]
+
+    def summary(self) -> str:
+        return f"{self.model}: {', '.join(one.name for one in self.settings)}"
+
+    def parts(self) -> Iterator[Part]:
+        yield setting_table(self)
+        yield kind_table(self)
+
+    def html(self) -> str:
+        """Memory over the step, bars and numbers for each layer; checkboxes show and hide a setting."""
+        return _page(self)
 
 
 def setting_table(report: MemoryReport) -> Table:
@@ -115,8 +158,7 @@ def _in_words(node: str) -> str:
     return _WORDS.get(words, words or "no gradient: indices, masks")
 
 
-def html(report: MemoryReport) -> str:
-    """One self-contained page; checkboxes at the top show and hide a setting in every picture."""
+def _page(report: MemoryReport) -> str:
     stock = report.settings[0]
     best = min(report.settings, key=lambda s: s.peak)
     quickest = min(report.settings[1:] or [stock], key=lambda s: s.time_ratio)
