@@ -23,11 +23,11 @@ ORDER = [
     {"autograd"},
     {"functional"},
     {"nn"},
+    {"_catalog"},
     {"saving", "program"},
     {"transforms"},
     {"report"},
     {"interop"},
-    {"demo"},
     {"cli"},
     {"__main__"},
 ]

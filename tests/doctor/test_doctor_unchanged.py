@@ -10,7 +10,7 @@ from torch import nn
 
 import leannorm
 from leannorm import InputError, doctor
-from leannorm.report.doctor.norms import norms_of
+from leannorm._catalog import norms_of
 
 
 class Busy(nn.Module):

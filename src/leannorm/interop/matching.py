@@ -7,23 +7,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from leannorm._catalog import torchs_kind
 from leannorm._errors import InputError
 from leannorm.interop.conventions import TORCH_AXES, Convention, permuted
 
-KINDS: tuple[tuple[tuple[type[torch.nn.Module], ...], str], ...] = (
-    ((_NormBase,), "batch_norm"),
-    ((torch.nn.LayerNorm, torch.nn.GroupNorm), "norm"),
-    ((torch.nn.RMSNorm,), "rms_norm"),
-    ((torch.nn.Linear,), "linear"),
-    ((_ConvTransposeNd,), "conv_transpose"),
-    ((_ConvNd,), "conv"),
-    ((torch.nn.Embedding,), "embedding"),
+# what the frameworks' tables of names call a norm, by its kind; and the other layers, by their class
+OF_NORMS = {
+    "batch": "batch_norm",
+    "instance": "batch_norm",
+    "group": "norm",
+    "layer": "norm",
+    "rms": "rms_norm",
+}
+OTHERS: tuple[tuple[type[torch.nn.Module], str], ...] = (
+    (torch.nn.Linear, "linear"),
+    (_ConvTransposeNd, "conv_transpose"),
+    (_ConvNd, "conv"),
+    (torch.nn.Embedding, "embedding"),
 )
-
 
 # classes of torch that are no layers: their parameters are the model's own
 HOLDERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -56,7 +60,8 @@ def joined(prefix: str, name: str) -> str:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    return next((kind for types, kind in KINDS if isinstance(module, types)), None)
+    norm = torchs_kind(module)
+    return OF_NORMS[norm] if norm else next((kind for cls, kind in OTHERS if isinstance(module, cls)), None)
 
 
 def foreign_names(name: str, names: Mapping[str, str | Sequence[str]]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
+from leannorm._catalog import TORCHS, name_of, norms_of, torchs_kind
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report
 from leannorm.nn._leaving import takes_back
@@ -28,15 +29,9 @@ from leannorm.nn.sync import SHARING
 from leannorm.transforms.formula import UnknownFormError
 from leannorm.transforms.formula_norm import FormulaNorm, formula_class
 from leannorm.transforms.fuse import find_fusions
-from leannorm.transforms.norm_classes import KNOWN, TO_TORCH, Entry, has_torchs_form, is_norm, why_not
+from leannorm.transforms.norm_classes import KNOWN, Entry, has_torchs_form, why_not
 from leannorm.transforms.recognition import formula_of, looks_like_norm, may_be_norm, why_not_by_formula
-from leannorm.transforms.steps import name_of
-from leannorm.transforms.sync import (
-    inside_convolutions,
-    synchronized_class,
-    unsync,
-    why_not_sync,
-)
+from leannorm.transforms.sync import synchronized_class, unsync, why_not_sync
 
 _SWAPPED = "_swapped"
 
@@ -184,12 +179,14 @@ def _swap(model: Module, to: str, process_group: Any, fuse: str | None, left: di
 
 def _to_sync(model: Module, process_group: Any, left: dict[str, list[str]]) -> None:
     """Swap batch norms only. Each gets its path as a name, for the error messages of other ranks."""
-    inside = inside_convolutions(model)
+    joined = {norm.module: norm.convolution for norm in norms_of(model)}
     for name, module in model.named_modules():
         if not isinstance(module, _BatchNorm):
             continue
-        entry = KNOWN.get(name_of(type(module)))
-        reason = inside.get(module) or why_not(module)
+        entry, layer = KNOWN.get(name_of(type(module))), joined[module]
+        reason = why_not(module)
+        if layer is not None:
+            reason = f"{type(layer).__name__} computes it with its convolution; take it apart with to_pair()"
         if reason is None and entry is None:
             reason = why_not_sync(module)
         if reason is not None:
@@ -234,7 +231,7 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
 
 def _by_formula(module: Module) -> tuple[Entry | None, str | None]:
     """What a layer of an unknown class becomes, or why it stays although it looks like a norm."""
-    named = is_norm(module) or looks_like_norm(module)
+    named = torchs_kind(module) is not None or looks_like_norm(module)
     if not named and not may_be_norm(module):
         return None, None
     if isinstance(module, LazyModuleMixin):
@@ -251,7 +248,7 @@ def _by_formula(module: Module) -> tuple[Entry | None, str | None]:
 
 def _become(module: Module, entry: Entry) -> None:
     earlier = vars(module).get(_SWAPPED, Swapped(type(module), ()))
-    if earlier.cls is not TO_TORCH.get(entry.target):
+    if earlier.cls is not TORCHS.get(entry.target):
         vars(module)[_SWAPPED] = earlier
         _note(module, tuple(entry.attributes))
     module.__class__ = entry.target
@@ -270,7 +267,7 @@ def _stop_sharing(module: Module) -> None:
     gone = unsync(module)
     earlier: Swapped = vars(module).pop(_SWAPPED)
     kept = tuple(name for name in earlier.attributes if name not in gone)
-    if earlier.cls not in (type(module), TO_TORCH.get(type(module))):
+    if earlier.cls not in (type(module), TORCHS.get(type(module))):
         vars(module)[_SWAPPED] = Swapped(earlier.cls, kept)
 
 
@@ -278,7 +275,7 @@ def _to_torch(model: Module, left: dict[str, list[str]]) -> None:
     for name, module in model.named_modules():
         while _undo_swap(module):
             pass
-        if _is_ours(module) and is_norm(module):
+        if _is_ours(module) and torchs_kind(module) is not None:
             left[f"{type(module).__name__}, torch has no such layer"].append(name or "the model itself")
 
 
@@ -294,7 +291,7 @@ def _undo_swap(module: Module) -> bool:
         for attribute in swapped.attributes:
             del vars(module)[attribute]
     elif has_torchs_form(module):
-        before = before or TO_TORCH.get(type(module))
+        before = before or TORCHS.get(type(module))
     if before is None:
         return False
     if not issubclass(before, HasStatistics):

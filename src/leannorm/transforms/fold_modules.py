@@ -9,13 +9,13 @@ import torch
 from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
+from leannorm._catalog import name_of
 from leannorm.nn.act import BatchNormActBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fold_graph import affine_of, all_variables, owner
 from leannorm.transforms.fold_match import Fold, LinearCall, Skip
 from leannorm.transforms.fold_math import into_layer_after, into_layer_before
 from leannorm.transforms.norm_act import BatchNorm2dThenAct
-from leannorm.transforms.steps import name_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

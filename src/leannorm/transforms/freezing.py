@@ -7,13 +7,12 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module, Parameter
-from torch.nn.modules.batchnorm import _NormBase
 
-from leannorm import nn
+from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 
 
@@ -68,15 +67,6 @@ def _affine(layer: Module) -> list[tuple[str, Parameter]]:
     return own if made is None else own + list(made.named_parameters(prefix="parametrizations"))
 
 
-def _tracking(model: Module) -> Iterator[tuple[str, Module]]:
-    """The norm layers that have running statistics, by name."""
-    for name, module in model.named_modules():
-        buffers = module._buffers
-        known = isinstance(module, (_NormBase, nn.BatchNormOp)) or "running_var" in buffers
-        if known and any(buffers.get(of) is not None for of in ("running_mean", "estimated_mean")):
-            yield name, module
-
-
 def freeze(
     model: Module,
     *,
@@ -117,7 +107,7 @@ def freeze(
         raise InputError(
             "freeze needs something to freeze, got statistics=False and affine=False; set one of them"
         )
-    layers = list(_tracking(model))
+    layers = [(norm.path, norm.module) for norm in norms_of(model) if norm.mean is not None]
     chosen = [layer for name, layer in layers if match is None or match(name, layer)]
     if match is not None and not chosen:
         names = ", ".join(repr(name) for name, _ in layers[:3]) or "none at all"

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch.nn
 from torch.nn import Module
 
+from leannorm._catalog import name_of
 from leannorm.transforms.expressions import Roles
 from leannorm.transforms.norm_classes import CERTAIN_BLOCKS
 from leannorm.transforms.rewrite import inside, rewritten
@@ -22,7 +23,6 @@ from leannorm.transforms.row_steps import is_row_norm
 from leannorm.transforms.steps import (
     FUSABLE,
     activation_of,
-    name_of,
     runs_in_order,
     sequential_forward,
 )

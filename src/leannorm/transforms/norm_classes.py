@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch.nn
 from torch.nn import Module
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leannorm import nn
+from leannorm._catalog import OURS, name_of
 from leannorm.transforms.frozen_classes import FrozenBatchNorm2d
 from leannorm.transforms.norm_act import (
     BatchNorm2dThenAct,
@@ -21,7 +21,6 @@ from leannorm.transforms.norm_act import (
     LayerNormThenAct,
     RMSNormThenAct,
 )
-from leannorm.transforms.steps import name_of
 
 REPLACED = "its forward is replaced on the layer itself; convert before that is done"
 
@@ -33,23 +32,9 @@ class Entry(NamedTuple):
     attributes: Mapping[str, Any] = {}
 
 
-# classes of the same name in torch.nn and leannorm.nn
-SAME = (
-    "BatchNorm1d",
-    "BatchNorm2d",
-    "BatchNorm3d",
-    "InstanceNorm1d",
-    "InstanceNorm2d",
-    "InstanceNorm3d",
-    "GroupNorm",
-    "LayerNorm",
-    "RMSNorm",
-    "SyncBatchNorm",
-)
-TO_TORCH: dict[type[Module], type[Module]] = {getattr(nn, n): getattr(torch.nn, n) for n in SAME}
 CHANNELS = {"dim": 1}  # over dim 1 of NCHW; the original permutes to NHWC and back
 
-KNOWN: dict[str, Entry] = {name_of(stock): Entry(ours) for ours, stock in TO_TORCH.items()} | {
+KNOWN: dict[str, Entry] = {name_of(torchs): Entry(ours) for torchs, ours in OURS.items()} | {
     "timm.layers.norm.GroupNorm": Entry(nn.GroupNorm),
     "timm.layers.norm.GroupNorm1": Entry(nn.GroupNorm),
     "timm.layers.norm.LayerNorm": Entry(nn.LayerNorm),
@@ -112,8 +97,3 @@ def has_torchs_form(module: Module) -> bool:
     found = (getattr(module, name, None) for name in ("dim", "group_size", "weight_offset", "cast"))
     dim, group_size, offset, cast = found
     return dim is None and group_size is None and not offset and cast in (None, "after")
-
-
-def is_norm(module: Module) -> bool:
-    """Is it one of torch's norms, or of a subclass?"""
-    return isinstance(module, (_NormBase, torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.RMSNorm))

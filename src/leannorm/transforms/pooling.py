@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from leannorm._catalog import batch_norms_with_statistics, norms_of
 from leannorm._errors import InputError, SyncError
 from leannorm._report import Line, Part, Report, Table, counted
 from leannorm._types import Moments, Pool, Running
@@ -30,14 +31,11 @@ from leannorm.functional.valid import valid_positions
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
-from leannorm.transforms.sync import inside_convolutions
 
 
-def _tracking(model: Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """The batch norms with running statistics, by name."""
-    for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None:
-            yield name or "the model itself", module
+def _inside_convolutions(model: Module) -> set[Module]:
+    """Batch norms that a convolution's layer computes: their own forward is not called."""
+    return {norm.module for norm in norms_of(model) if norm.convolution is not None}
 
 
 def _new_pool(layer: _BatchNorm) -> Pool:
@@ -81,8 +79,8 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     >>> layer.num_batches_tracked.item(), torch.allclose(layer.running_var, x.var(0))
     (1, True)
     """
-    ours, inside = {}, inside_convolutions(model)
-    for name, layer in _tracking(model):
+    ours, inside = {}, _inside_convolutions(model)
+    for name, layer in batch_norms_with_statistics(model):
         if isinstance(layer, Leaving) or layer in inside:
             if getattr(layer, "_pool", None) is not None:
                 raise InputError(f"accumulate_stats is entered already for layer {name!r}; leave it first")
@@ -190,13 +188,14 @@ def recalibrate(
     if isinstance(model, DistributedDataParallel):
         model = model.module
     group = sharing_group(process_group)
-    named = {name: layer for name, layer in _tracking(model) if layer.training}
+    layers = dict(batch_norms_with_statistics(model))
+    named = {name: layer for name, layer in layers.items() if layer.training}
     if not named:
         raise InputError(
             "recalibrate is for batch norms in training mode that have running statistics, there is none; "
             "call model.train() first (frozen layers and those in evaluation mode are left alone)"
         )
-    left = {name: "in evaluation mode" for name, layer in _tracking(model) if layer not in named.values()}
+    left = {name: "in evaluation mode" for name in layers if name not in named}
     pools = {layer: _new_pool(layer) for layer in named.values()}
     with _buffers_restored(model):
         failure = _run(model, batches, forward, pools)
@@ -235,7 +234,7 @@ def _merge_ranks(pool: Pool, group: str, layer: str) -> None:
 
 def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_BatchNorm, Pool]) -> Any:
     """Run the model on all batches, adding to the pools; the exception that ended it, if one did."""
-    inside = inside_convolutions(model)
+    inside = _inside_convolutions(model)
 
     def add(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.jit import ScriptModule
 from torch.nn import Module
 
+from leannorm._catalog import name_of
 from leannorm.transforms.formula import LOW, UnknownFormError, short
 from leannorm.transforms.formula_call import Formula, compute
 from leannorm.transforms.norm_classes import REPLACED
 from leannorm.transforms.stand_ins import Run, Twin, run, shapes
-from leannorm.transforms.steps import name_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RANKS = (3, 2, 4, 5)

@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.nn.modules.conv import _ConvNd
 
 from leannorm import nn
+from leannorm._catalog import name_of
 from leannorm.nn._base import BatchNormBase
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import leaving
@@ -226,10 +227,6 @@ def activation_called(function: Any, options: Mapping[str, Any]) -> str | None:
 def is_activation_function(call: Any) -> bool:
     """Is it a function that the kernels may replace?"""
     return type(call) in (types.FunctionType, types.BuiltinFunctionType) and call in _CALLS
-
-
-def name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def activation_of(module: Module) -> str | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import nn
+from leannorm._catalog import OURS
 from leannorm.nn.sync import SHARING, Synchronized
 
 _SYNCHRONIZED: dict[type[Module], type[Module]] = {}
-_OURS = {getattr(torch.nn, name): getattr(nn, name) for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")}
 
 
 def synchronized_class(cls: type[Module]) -> type[Module]:
@@ -20,7 +19,7 @@ def synchronized_class(cls: type[Module]) -> type[Module]:
     if issubclass(cls, Synchronized):
         return cls
     if cls not in _SYNCHRONIZED:
-        ours = [_OURS[base] for base in cls.__mro__ if base in _OURS][:1]
+        ours = [OURS[base] for base in cls.__mro__ if base in OURS][:1]
         bases = (cls, nn.SyncBatchNorm, *(o for o in ours if not issubclass(cls, o)))
         body: dict[str, Any] = {
             "__module__": cls.__module__,
@@ -30,7 +29,7 @@ def synchronized_class(cls: type[Module]) -> type[Module]:
         }
         if issubclass(cls, LazyModuleMixin):
             then: Any = cls.cls_to_become
-            body["cls_to_become"] = synchronized_class(_OURS.get(then, then))
+            body["cls_to_become"] = synchronized_class(OURS.get(then, then))
         _SYNCHRONIZED[cls] = type(f"Sync{cls.__name__}", bases, body)
     return _SYNCHRONIZED[cls]
 
@@ -53,15 +52,6 @@ def why_not_sync(module: Module) -> str | None:
         if "forward" in vars(cls) and (code is None or "super" not in code.co_names):
             return f"{type(module).__name__} computes its norm by itself, not by super().forward"
     return None
-
-
-def inside_convolutions(model: Module) -> dict[Module, str]:
-    """Batch norms inside ConvBatchNorm, whose own forward is not called, with the reason to leave them."""
-    return {
-        layer.bn: f"{type(layer).__name__} computes it with its convolution; take it apart with to_pair()"
-        for layer in model.modules()
-        if isinstance(layer, (nn.ConvBatchNorm1d, nn.ConvBatchNorm2d, nn.ConvBatchNorm3d))
-    }
 
 
 def unsync(module: Module) -> tuple[str, ...]:

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS, SEVERITIES, Check
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.measured import gap_of
-from leannorm.report.doctor.norms import norms_of
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
 from leannorm.report.doctor.subject import Subject
 
@@ -66,11 +66,12 @@ def examine(
     checks: Sequence[Check] = CHECKS,
 ) -> DoctorReport:
     """`doctor` by some of the checks."""
-    subject = Subject(model, norms_of(model), optimizers)
+    norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
+    subject = Subject(model, norms, optimizers)
     given: list[Any] = []
     if batches is not None:
         for name, module in model.named_modules():
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            if _is_lazy(module):
                 raise InputError(
                     f"{name!r} has no parameters yet: run the model once before doctor, or give no batches"
                 )
@@ -92,6 +93,10 @@ def examine(
     report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=len(given))
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
     return report
+
+
+def _is_lazy(module: Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:

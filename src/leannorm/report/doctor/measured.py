@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
-from leannorm.report.doctor.norms import Norm, values_of
+from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
 from leannorm.report.doctor.settings import SHARE
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm.report.doctor.subject import Found, Subject, layer, values_of
 
 HANDFUL = 8
 LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 20.0

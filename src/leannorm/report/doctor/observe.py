@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
 
+from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
-from leannorm.report.doctor.norms import Norm
 from leannorm.report.doctor.untouched import random_state, untouched
 from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
 from leannorm.transforms.pooling import call

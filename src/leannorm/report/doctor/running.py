@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from leannorm.report.doctor.norms import child_of, values_of
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm.report.doctor.subject import Found, Subject, child_of, layer, values_of
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_MOMENTUM = 0.5

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from leannorm.report.doctor.norms import Norm, values_of
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm._catalog import Norm
+from leannorm.report.doctor.subject import Found, Subject, layer, values_of
 
 # an eps is another's neighbour within this factor: 1e-5 and 1e-6 stand side by side in published models
 NEIGHBOURS = 10.5

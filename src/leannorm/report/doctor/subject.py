@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from leannorm.report.doctor.norms import Norm, initial, learned
+from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
 
 Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
@@ -84,6 +84,37 @@ def layer(name: str) -> str:
     return "model" if name in ("", "(model)") else f'model.get_submodule("{name}")'
 
 
-def number(value: Tensor) -> float:
-    """The one number of a tensor, as Python's."""
-    return float(value)
+def values_of(tensor: Tensor) -> Tensor | None:
+    """A tensor's values on this rank, detached; None where there are none to read (meta, fake)."""
+    local = tensor.detach()
+    if hasattr(local, "to_local"):
+        local = local.to_local()
+    if local.is_meta or isinstance(local, torch._subclasses.FakeTensor) or local.numel() == 0:
+        return None
+    return local
+
+
+def initial(norm: Norm) -> bool:
+    """Are its running statistics those that it was made with: mean 0, variance 1, no batch counted?"""
+    mean, var = (None if t is None else values_of(t) for t in (norm.mean, norm.var))
+    if mean is None or var is None:
+        return False
+    counted = None if norm.batches is None else values_of(norm.batches)
+    if counted is not None and bool(counted != 0):
+        return False
+    return bool((mean == 0).all()) and bool((var == 1).all())
+
+
+def learned(norm: Norm) -> bool:
+    """Has it been trained: has its beta, or gamma where there is none, two different values?
+
+    Not gamma beside beta: some models begin with gamma at random.
+    """
+    part = norm.weight if norm.bias is None else norm.bias
+    values = None if part is None else values_of(part)
+    return values is not None and bool((values != values.flatten()[0]).any())
+
+
+def child_of(norm: Norm) -> str:
+    """The child of the model that it stands in; nothing for a norm of the model itself."""
+    return norm.name.split(".")[0] if "." in norm.name else ""

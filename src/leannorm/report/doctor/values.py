@@ -13,15 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from leannorm._catalog import Norm
 from leannorm.functional.valid import valid_positions
 from leannorm.nn.conv import _ConvBatchNorm
-from leannorm.report.doctor.norms import Norm
 
 
 def watched(norm: Norm) -> list[Module]:
     """The modules whose calls are the norm's: itself, or layers that compute it with their convolution."""
-    joined = [parent for parent, _, _ in norm.parents if isinstance(parent, _ConvBatchNorm)]
-    return list(joined) or [norm.module]
+    return [parent for parent, _, _ in norm.parents if isinstance(parent, _ConvBatchNorm)] or [norm.module]
 
 
 def input_of(module: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

@@ -16,8 +16,8 @@ from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
+from leannorm._catalog import Norm
 from leannorm.nn import SyncBatchNorm
-from leannorm.report.doctor.norms import Norm
 from leannorm.report.doctor.subject import Call, Found, Subject, layer
 from leannorm.report.doctor.untouched import untouched
 

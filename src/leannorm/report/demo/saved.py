@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from leannorm.demo.networks import VisionTransformer, resnet50
+from leannorm._report import Table
+from leannorm.report.demo.networks import VisionTransformer, resnet50
 from leannorm.report.fit import FitReport, fit
-from leannorm.report.memory_report import Measured, MemoryReport
+from leannorm.report.memory_report import Measured, MemoryReport, setting_table
 from leannorm.report.profile import profile
 
 MEMORY = "16GB"  # in which the largest batch is looked for, in images of 224×224
@@ -49,13 +50,24 @@ class Saved(NamedTuple):
         sizes = {one.name: one.batch for one in self.batches.fits}
         return sizes[self.leanest.name] / sizes["stock"]
 
+    @property
+    def memory(self) -> str:
+        return f"{self.batches.memory / 1e9:g} GB"
+
+    def table(self) -> Table:
+        """The settings: bytes, time, gradients, and the largest batch."""
+        table = setting_table(self.steps)
+        batches = {fit.name: str(fit.batch) for fit in self.batches.fits}
+        rows = [[*row, batches.get(row[0], "–")] for row in table.rows]
+        return Table([*table.columns, f"batch in {self.memory}"], rows, table.title)
+
     def in_words(self) -> str:
         """One line: bytes, time, batch, and the setting.
 
-        >>> from leannorm.demo.headline import Network, measured
+        >>> from leannorm.report.demo.saved import Network, measured
         >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
         >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))
-        >>> next(measured("cpu", 1, [small], "1MB")).in_words().split(":")[0]
+        >>> next(measured("cpu", [small], "1MB")).in_words().split(":")[0]
         'small'
         """
         stock, lean = self.steps.settings[0], self.leanest
@@ -63,7 +75,7 @@ class Saved(NamedTuple):
         return (
             f'{self.network}: lean("{lean.name}") holds {lean.kept / stock.kept:.2f} of stock\'s bytes, '
             f"peaks at {lean.peak / stock.peak:.2f} and takes {lean.time_ratio:.2f} of the time; "
-            f"{self.batches.memory / 1e9:g} GB hold a batch {self.larger_batch:.1f} times as large; "
+            f"{self.memory} hold a batch {self.larger_batch:.1f} times as large; "
             f"gradients are {off if lean.gradient_difference else equal}"
         )
 
@@ -82,7 +94,6 @@ class Saved(NamedTuple):
 
 def measured(
     device: str,
-    steps: int = 3,
     networks: Sequence[Network] = NETWORKS,
     memory: str = MEMORY,
     progress: Callable[[str], None] = lambda doing: None,
@@ -91,7 +102,7 @@ def measured(
     for name, make, images, sample in networks:
         torch.manual_seed(0)
         progress(f"{name}: stock and under lean()")
-        report = profile(make().to(device), torch.randn(images, device=device), steps=steps)
+        report = profile(make().to(device), torch.randn(images, device=device), steps=3)
         report.model = name
         progress(f"{name}: the largest batch in {memory}")
         yield Saved(name, report, fit(make, sample, memory))

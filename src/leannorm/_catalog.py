@@ -1,8 +1,9 @@
-"""Which modules of a model are norms, and what each of them has, whoever wrote its class."""
+"""What is a norm, of which kind, and where are its statistics? One table for all who look at a model."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,12 @@ from torch import Tensor
 from torch.nn import GroupNorm, LayerNorm, Module, RMSNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import nn
+from leannorm.nn.conv import _ConvBatchNorm
 
 KINDS: tuple[tuple[type[Module], str], ...] = (
     (_BatchNorm, "batch"),
-    (nn.BatchNormOp, "batch"),
     (_InstanceNorm, "instance"),
     (GroupNorm, "group"),
     (LayerNorm, "layer"),
@@ -29,6 +29,12 @@ NAMED = (
     (re.compile(r"Layer_?Norm(1d|2d|3d|Act|Act2d)?$"), "layer"),
     (re.compile(r"R[Mm][Ss]_?[Nn]orm(1d|2d|3d|Act|Act2d)?$"), "rms"),
 )
+# the classes that leannorm.nn has under torch.nn's names, which compute the same
+_SAME = "BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d"
+_SAME += " GroupNorm LayerNorm RMSNorm"
+OURS: dict[type[Module], type[Module]] = {getattr(torch.nn, n): getattr(nn, n) for n in _SAME.split()}
+MODEL = "(model)"  # the name of a norm that is the model itself
+TORCHS = {ours: torchs for torchs, ours in OURS.items()}
 
 
 @dataclass(eq=False)
@@ -44,6 +50,16 @@ class Norm:
     module: Module
     foreign: bool
     parents: list[tuple[Module, str, str]]
+
+    @property
+    def path(self) -> str:
+        """Its name; "" where it is the model itself."""
+        return "" if self.name == MODEL else self.name
+
+    @property
+    def convolution(self) -> _ConvBatchNorm | None:
+        """The layer that computes it with its convolution, and does not call it."""
+        return next((parent for parent, _, _ in self.parents if isinstance(parent, _ConvBatchNorm)), None)
 
     @property
     def mean(self) -> Tensor | None:
@@ -123,17 +139,20 @@ def _channels(module: Module) -> Any:
     return getattr(module, "num_features", getattr(module, "num_channels", None))
 
 
-def kind_of(module: Module) -> tuple[str, bool] | None:
-    """The kind of a norm, and whether its class is none of torch's; None for every other module.
+def torchs_kind(module: Module) -> str | None:
+    """The kind of a norm whose class is one of torch's, or derives from one; None for every other module.
 
-    >>> kind_of(torch.nn.SyncBatchNorm(4)), kind_of(torch.nn.Linear(4, 4))
-    (('batch', False), None)
+    >>> torchs_kind(torch.nn.SyncBatchNorm(4)), torchs_kind(torch.nn.Linear(4, 4))
+    ('batch', None)
     """
-    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-        return None
-    for cls, kind in KINDS:
-        if isinstance(module, cls):
-            return kind, False
+    return next((kind for cls, kind in KINDS if isinstance(module, cls)), None)
+
+
+def _kind_of(module: Module) -> tuple[str, bool] | None:
+    """The kind of a norm, and whether its class is foreign; None for every other module."""
+    kind = "batch" if isinstance(module, nn.BatchNormOp) else torchs_kind(module)
+    if kind is not None:
+        return kind, False
     for pattern, kind in NAMED:
         if pattern.search(type(module).__name__) and isinstance(getattr(module, "weight", None), Tensor):
             return kind, True
@@ -150,9 +169,9 @@ def norms_of(model: Module) -> list[Norm]:
     """
     norms: dict[Module, Norm] = {}
     for name, module in model.named_modules():
-        kind = kind_of(module)
+        kind = _kind_of(module)
         if kind is not None:
-            norms[module] = Norm(name or "(model)", kind[0], module, kind[1], [])
+            norms[module] = Norm(name or MODEL, kind[0], module, kind[1], [])
     for path, parent in model.named_modules():
         for child_name, child in parent._modules.items():
             if child in norms:
@@ -160,37 +179,13 @@ def norms_of(model: Module) -> list[Norm]:
     return list(norms.values())
 
 
-def values_of(tensor: Tensor) -> Tensor | None:
-    """A tensor's values on this rank, detached; None where there are none to read (meta, fake)."""
-    local = tensor.detach()
-    if hasattr(local, "to_local"):
-        local = local.to_local()
-    if local.is_meta or isinstance(local, torch._subclasses.FakeTensor) or local.numel() == 0:
-        return None
-    return local
+def batch_norms_with_statistics(model: Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Torch's batch norms, leannorm's and subclasses that keep running statistics, by name."""
+    for norm in norms_of(model):
+        if isinstance(norm.module, _BatchNorm) and norm.tracks:
+            yield norm.path or "the model itself", norm.module
 
 
-def initial(norm: Norm) -> bool:
-    """Are its running statistics those that it was made with: mean 0, variance 1, no batch counted?"""
-    mean, var = (None if t is None else values_of(t) for t in (norm.mean, norm.var))
-    if mean is None or var is None:
-        return False
-    counted = None if norm.batches is None else values_of(norm.batches)
-    if counted is not None and bool(counted != 0):
-        return False
-    return bool((mean == 0).all()) and bool((var == 1).all())
-
-
-def learned(norm: Norm) -> bool:
-    """Has it been trained: has its beta, or gamma where there is none, two different values?
-
-    Not gamma beside beta: some models begin with gamma at random.
-    """
-    part = norm.weight if norm.bias is None else norm.bias
-    values = None if part is None else values_of(part)
-    return values is not None and bool((values != values.flatten()[0]).any())
-
-
-def child_of(norm: Norm) -> str:
-    """The child of the model that it stands in; nothing for a norm of the model itself."""
-    return norm.name.split(".")[0] if "." in norm.name else ""
+def name_of(cls: type) -> str:
+    """The full name of a class, by which it is known without importing its package."""
+    return f"{cls.__module__}.{cls.__qualname__}"
