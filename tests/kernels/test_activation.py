@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from leannorm import functional, nn
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.transforms.steps import activation_called, activation_of
+from leannorm.transforms.fusing.steps import activation_called, activation_of
 
 ROOT = Path(__file__).parents[2]
 TOLD = [name for name, activation in ACTIVATIONS.items() if activation.from_output]

@@ -13,9 +13,9 @@ from torch import nn
 
 from benchmarks.architectures import import_torchvision
 from leannorm import convert
-from leannorm.transforms.norm_classes import KNOWN, is_norm
-from leannorm.transforms.recognition import looks_like_norm
-from leannorm.transforms.steps import name_of
+from leannorm.transforms.converting.classes import KNOWN, is_norm
+from leannorm.transforms.fusing.steps import name_of
+from leannorm.transforms.recognizing.recognition import looks_like_norm
 
 import_torchvision()  # transformers imports it
 

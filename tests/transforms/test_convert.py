@@ -9,7 +9,7 @@ from torch import nn as stock
 from torch.nn.utils import parametrize
 
 from leannorm import InputError, convert, nn
-from leannorm.transforms import norm_classes
+from leannorm.transforms.converting import classes as norm_classes
 
 LAYERS = {
     "BatchNorm1d": (lambda: stock.BatchNorm1d(6), (4, 6, 5)),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from leannorm import convert
-from leannorm.transforms import group_steps, row_steps
+from leannorm.transforms.fusing import group_steps, row_steps
 
 DEPTHS = ("num_layers", "num_single_layers", "num_refiner_layers", "depth", "n_layers", "num_blocks")
 NEEDED = {  # by classes that have no default configuration

@@ -147,7 +147,7 @@ def test_a_norm_that_only_scales_passes_padding():
 
 
 def test_a_wrong_fold_is_an_error(monkeypatch):
-    from leannorm.transforms import fold_modules
+    from leannorm.transforms.folding import modules as fold_modules
 
     right = fold_modules.into_layer_before
     monkeypatch.setattr(
@@ -182,7 +182,7 @@ def test_a_model_that_amplifies_roundings_is_judged_by_its_own(factor, as_progra
 
 
 def test_a_wrong_fold_of_such_a_model_is_an_error(monkeypatch):
-    from leannorm.transforms import fold_modules
+    from leannorm.transforms.folding import modules as fold_modules
 
     right = fold_modules.into_layer_before
     monkeypatch.setattr(

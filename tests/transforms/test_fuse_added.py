@@ -9,7 +9,7 @@ from formula_cases import GateBehind, GemmaNorm, LlamaNorm
 from torch import nn as stock
 
 from leannorm import convert, nn
-from leannorm.transforms import row_steps
+from leannorm.transforms.fusing import row_steps
 
 
 class Block(stock.Module):

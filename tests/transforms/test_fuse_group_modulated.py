@@ -15,7 +15,7 @@ from torch import nn as stock
 
 import leannorm
 from leannorm import convert
-from leannorm.transforms import group_steps, steps
+from leannorm.transforms.fusing import group_steps, steps
 
 C = 8
 

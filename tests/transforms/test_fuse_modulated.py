@@ -12,7 +12,7 @@ from formula_cases import LlamaNorm
 from torch import nn as stock
 
 from leannorm import convert
-from leannorm.transforms import row_steps
+from leannorm.transforms.fusing import row_steps
 
 C = 16
 

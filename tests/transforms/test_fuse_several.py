@@ -9,7 +9,7 @@ from test_fuse_modulated import saved
 from torch import nn as stock
 
 from leannorm import convert
-from leannorm.transforms import row_steps
+from leannorm.transforms.fusing import row_steps
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,7 @@ def convert_checkpoint(
     from leannorm import interop
     from leannorm._files import check_writable, write_json
     from leannorm.cli.models import model_named
-    from leannorm.interop.conventions import convention
+    from leannorm.interop.checkpoints.conventions import convention
 
     check_writable(output, json)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)

@@ -41,7 +41,7 @@ def doctor(
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
     from leannorm.report.render import require_page
-    from leannorm.transforms.pooling import call
+    from leannorm.transforms.statistics.pooling import call
 
     if input and data:
         raise InputError("give --input or --data, not both: a random batch or batches of the model's data")

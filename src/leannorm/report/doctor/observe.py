@@ -19,7 +19,7 @@ from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
 from leannorm.report.doctor.untouched import random_state, untouched
 from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
-from leannorm.transforms.pooling import call
+from leannorm.transforms.statistics.pooling import call
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8
