@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import leannorm
 from leannorm import doctor
-from leannorm.report.doctor.checks import CHECKS, SEVERITIES
+from leannorm.report.doctor.checks import CHECKS
+from leannorm.report.doctor.subject import SEVERITIES
 
 # ------------------------------------------------ the report
 

@@ -132,7 +132,7 @@ def fit(
         return there + 4 * batch * prod(sample) + peak
 
     results = []
-    for setting in settings_for(model, recompute, (), ()):
+    for setting in settings_for(model, recompute):
         try:
             batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), available)  # type: ignore[misc]
         except (RuntimeError, NotImplementedError) as error:

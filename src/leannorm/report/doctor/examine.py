@@ -14,11 +14,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm._catalog import norms_of
 from leannorm._errors import InputError
-from leannorm.report.doctor.checks import CHECKS, SEVERITIES, Check
+from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.measured import gap_of
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
-from leannorm.report.doctor.subject import Subject
+from leannorm.report.doctor.subject import SEVERITIES, Check, Subject
 
 
 def doctor(
@@ -84,7 +84,7 @@ def examine(
         if subject.norms:
             subject.seen, subject.difference = observe(model, subject.norms, given, forward)
     findings = [
-        Finding(check.name, *one[:4], one.severity or check.severity, _size(one))
+        Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
         for check in checks
         for one in check.find(subject)
     ]

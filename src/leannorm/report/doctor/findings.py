@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from leannorm._report import Line, Part, Table, counted
-from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
@@ -19,6 +18,7 @@ class Finding:
     """One fault of one layer: `value` is the number by which it is known, `remedy` the line that mends it.
 
     `severity` is "error" (outputs are wrong), "warning" (they may be) or "note" (it costs something). `size`
+    ranks it among those of its check, `title` heads them, `unit` says what `value` counts.
 
     >>> Finding("momentum", "bn1", 0.99, "statistics forget", "bn1.momentum = 0.01").severity
     'warning'
@@ -31,6 +31,8 @@ class Finding:
     remedy: str
     severity: str = "warning"
     size: float = 0.0
+    title: str = ""
+    unit: str = ""
 
 
 @dataclass
@@ -108,15 +110,13 @@ def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
     """The findings of each check and severity, under its title, in their order."""
     groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
     for finding in report.findings:
-        groups[finding.check, finding.severity].append(finding)
-    titles = {check.name: check.title for check in CHECKS}
-    return [(titles[name], findings) for (name, _), findings in groups.items()]
+        groups[finding.title or finding.check, finding.severity].append(finding)
+    return [(title, findings) for (title, _), findings in groups.items()]
 
 
 def _value(finding: Finding) -> str:
-    unit = next(check.unit for check in CHECKS if check.name == finding.check)
     value = f"{finding.value:.3g}" if isinstance(finding.value, float) else str(finding.value)
-    return f"{value} {unit}".rstrip()
+    return f"{value} {finding.unit}".rstrip()
 
 
 def _page(report: DoctorReport) -> str:
@@ -138,7 +138,7 @@ def _page(report: DoctorReport) -> str:
         )
     if report.layers:
         sections.append(Section("Layer by layer", "", table=_layer_table(report)))
-    foot = {"batches": str(report.batches), "checks": ", ".join(check.name for check in CHECKS)}
+    foot = {"batches": str(report.batches)}
     return page(f"{report.model}: its norms", f"{report.summary()}.", facts, sections, foot)
 
 

@@ -8,7 +8,7 @@ from math import isfinite
 from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
 from leannorm.report.doctor.settings import SHARE
-from leannorm.report.doctor.subject import Found, Subject, layer, values_of
+from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
 HANDFUL = 8
 LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 20.0
@@ -40,6 +40,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     )
 
 
+@check("warning", "Few values behind each statistic", "values")
 def few_values(subject: Subject) -> Iterator[Found]:
     """Statistics of fewer than a handful of values."""
     for norm in subject.norms:
@@ -71,6 +72,7 @@ _REMEDY = {
 }
 
 
+@check("warning", "Batches are far from the running statistics", "standard deviations", of_data=True)
 def train_eval_gap(subject: Subject) -> Iterator[Found]:
     """Batches whose statistics are far from the running ones: further than so many samples explain."""
     for norm in subject.norms:
@@ -90,6 +92,7 @@ def train_eval_gap(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Dead channels", "channels", of_data=True)
 def dead_channels(subject: Subject) -> Iterator[Found]:
     """Channels whose input is one number everywhere."""
     for norm in subject.norms:
@@ -108,6 +111,7 @@ def dead_channels(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Padding in the statistics", "of the positions", of_data=True)
 def padding_in_statistics(subject: Subject) -> Iterator[Found]:
     """Positions that repeat one another to the end, in runs whose lengths differ from sample to sample."""
     for norm in subject.norms:
@@ -122,6 +126,7 @@ def padding_in_statistics(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "The two modes give different outputs", "of the output's size", of_data=True)
 def modes_differ(subject: Subject) -> Iterator[Found]:
     """Outputs of the two modes that differ by more than half of their size, on one batch, without dropout.
 
@@ -130,7 +135,7 @@ def modes_differ(subject: Subject) -> Iterator[Found]:
     known = subject.difference
     if known is None or not isfinite(known) or subject.untouched:
         return
-    gap = any(train_eval_gap(subject))
+    gap = any(train_eval_gap.find(subject))
     counted = [seen.samples for seen in subject.seen.values() if seen.samples]  # rows have no samples
     samples = min(counted, default=0) / max(subject.batches, 1)
     if known > max(LEAST_DIFFERENCE, 0.0 if gap else AMPLIFIED * (1.5 / max(samples, 1)) ** 0.5):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -17,8 +17,11 @@ from leannorm.report.doctor.observe import Seen
 Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
 
 
+SEVERITIES = ("error", "warning", "note")
+
+
 class Found(NamedTuple):
-    """A layer in which a check found its fault; `check`, severity and unit stand in the table of checks.
+    """A layer in which a check found its fault; what all findings of the check share stands in `Check`.
 
     `size` ranks it among the others of its check: the value, where it has none of its own. `severity` is that
     of its check, where it has none of its own.
@@ -77,6 +80,27 @@ class Subject:
             for group in optimizer.param_groups
             for parameter in group["params"]
         }
+
+
+class Check(NamedTuple):
+    """A check by its name, which stays; `title` heads its findings, `unit` says what their value is.
+
+    `of_data`: it judges the values of the batches, which says nothing where these are made up.
+    """
+
+    name: str
+    severity: str
+    title: str
+    unit: str
+    find: Callable[[Subject], Iterator[Found]]
+    of_data: bool = False
+
+
+def check(
+    severity: str, title: str, unit: str = "", *, of_data: bool = False
+) -> Callable[[Callable[[Subject], Iterator[Found]]], Check]:
+    """Make a function that finds a fault a check of its name."""
+    return lambda find: Check(find.__name__, severity, title, unit, find, of_data)
 
 
 def layer(name: str) -> str:
