@@ -1,6 +1,6 @@
-"""Runs a layer's forward on stand-ins and says what it computes, and all that it looked at to decide so.
+"""Runs a probe of a layer, and says what it computes and all that it looked at to decide so.
 
-The layer is a copy that notes each attribute that is read; the input is small and random; a mode sees each
+The probe is a copy that notes each attribute that is read; the input is small and random; a mode sees each
 operation, another each look at a tensor's size. What a run cannot show (a branch on values, on a size of the
 batch, state that it keeps) is refused.
 """
@@ -124,7 +124,7 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-class Twin:
+class Probe:
     """A copy of a layer, on random parameters of its own, that notes what its forward reads.
 
     `reads` has each attribute's name and value; a parameter's value is None, or its shape.
@@ -145,7 +145,7 @@ class Twin:
     def run(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Any:
         """The layer's output; nothing that forward sets lasts."""
         layer = self.noted.__new__(self.noted)
-        object.__getattribute__(layer, "__dict__").update(self.plain, _twin=self, _tensors=parameters)
+        object.__getattribute__(layer, "__dict__").update(self.plain, _probe=self, _tensors=parameters)
         return self.cls.forward(layer, *inputs)
 
     def note(self, name: str, value: Any) -> None:
@@ -155,28 +155,28 @@ class Twin:
 
 
 class _Noted:
-    """The class of a twin's layer."""
+    """The class of a probe's layer."""
 
     own = frozenset(vars(Module())) - {"training"}
 
     def __getattribute__(self, name: str) -> Any:
         state = object.__getattribute__(self, "__dict__")
-        twin: Twin = state["_twin"]
+        probe: Probe = state["_probe"]
         if name in _REFUSED or name in _Noted.own:
             raise UnknownFormError(f"it looks at its own {name}")
         if name in state["_tensors"]:
             return state["_tensors"][name]
         if name in state:
-            twin.note(name, state[name])
+            probe.note(name, state[name])
             return state[name]
-        found = getattr(twin.cls, name, Missing)
-        if name in twin.tensors:  # None
-            twin.note(name, None)
+        found = getattr(probe.cls, name, Missing)
+        if name in probe.tensors:  # None
+            probe.note(name, None)
             return None
         if found is Missing or not (callable(found) or isinstance(found, property)):
-            twin.note(name, found)
+            probe.note(name, found)
         elif not (name.startswith("__") and name.endswith("__")):
-            twin.functions[name] = found
+            probe.functions[name] = found
         return object.__getattribute__(self, name)
 
     def __getattr__(self, name: str) -> Any:
@@ -206,7 +206,7 @@ def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[int, ...]
 
 
 def run(
-    twin: Twin, shape: tuple[int, ...], dtype: torch.dtype, parameters: Mapping[str, Tensor], gated: bool
+    probe: Probe, shape: tuple[int, ...], dtype: torch.dtype, parameters: Mapping[str, Tensor], gated: bool
 ) -> Run:
     """What the layer computes for an input of this shape and dtype, and a gate of the same."""
     fixed = {n for n in shape if n not in (1, *_FREE)} | {n for p in parameters.values() for n in p.shape}
@@ -224,7 +224,7 @@ def run(
     looks = _Looks(tuple(fixed))
     operations = _Operations(values, looks)
     with operations, looks:
-        out = twin.run(inputs, parameters)
+        out = probe.run(inputs, parameters)
     if not isinstance(out, Tensor):
         raise UnknownFormError(f"it returns a {type(out).__name__}")
     value = values.find(out)

@@ -18,7 +18,7 @@ from torch.nn import Module
 from leannorm._catalog import name_of
 from leannorm.transforms.recognizing.formula import LOW, UnknownFormError, short
 from leannorm.transforms.recognizing.formula_call import Formula, compute
-from leannorm.transforms.recognizing.probe import Run, Twin, run, shapes
+from leannorm.transforms.recognizing.probe import Probe, Run, run, shapes
 
 REPLACED = "its forward is replaced on the layer itself; convert before that is done"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -117,25 +117,25 @@ def _by_itself() -> Iterator[None]:
 
 
 def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
-    (inputs, needed), twin = _inputs(cls), Twin(layer, cls, layer.training)
-    sizes = _sizes(twin, tensors)
-    runs = _all_runs(twin, tensors, sizes, inputs, needed)
-    if "training" in twin.reads:
-        other = Twin(layer, cls, not layer.training)
+    (inputs, needed), probe = _inputs(cls), Probe(layer, cls, layer.training)
+    sizes = _sizes(probe, tensors)
+    runs = _all_runs(probe, tensors, sizes, inputs, needed)
+    if "training" in probe.reads:
+        other = Probe(layer, cls, not layer.training)
         if _all_runs(other, tensors, sizes, inputs, needed) != runs:
             raise UnknownFormError("it computes something else in training than in evaluation")
-        twin.reads |= other.reads
-        twin.functions |= other.functions
-        del twin.reads["training"]
+        probe.reads |= other.reads
+        probe.functions |= other.functions
+        del probe.reads["training"]
     functions = []
-    for key, function in {"forward": cls.forward, **twin.functions}.items():
+    for key, function in {"forward": cls.forward, **probe.functions}.items():
         if not isinstance(function, (types.FunctionType, property)):
             raise UnknownFormError(f"it calls its own {key}, which is no plain method")
         functions.append((key, function, getattr(function, "__code__", None)))
     constants = tuple(c for _, function, code in functions if code for c in _constants(function))
-    reads = tuple(twin.reads.items())
+    reads = tuple(probe.reads.items())
     formula = Formula(inputs, reads, tuple(functions), constants, tensors, sizes, "cpu", runs)
-    return _checked(twin, formula)
+    return _checked(probe, formula)
 
 
 def _constants(function: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -157,25 +157,25 @@ def _inputs(cls: type[Module]) -> tuple[tuple[str, ...], int]:
     return tuple(p.name for p in parameters[:2] if p.kind in kinds), needed
 
 
-def _sizes(twin: Twin, tensors: Tensors) -> tuple[int, ...] | None:
+def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
     """The sizes of the axes that the layer normalizes; None where it says none."""
     for _, shape in tensors:
         if math.prod(shape) > 1:
             return tuple(shape)
-    given = twin.plain.get("normalized_shape")
+    given = probe.plain.get("normalized_shape")
     given = (given,) if isinstance(given, int) else given
     return tuple(given) if given else None
 
 
 def _all_runs(
-    twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
+    probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
 ) -> dict[tuple[Any, ...], Run]:
     """What the layer computes of its input alone, and with a gate; raises where it is nothing of ours."""
     found: dict[tuple[Any, ...], Run] = {}
     reason: UnknownFormError | None = None
     for count in range(needed, len(inputs) + 1):
         try:
-            found |= _runs(twin, tensors, sizes, count == 2)
+            found |= _runs(probe, tensors, sizes, count == 2)
         except UnknownFormError as error:
             reason = reason or error
     if not found:
@@ -185,7 +185,7 @@ def _all_runs(
 
 
 def _runs(
-    twin: Twin, tensors: Tensors, sizes: tuple[int, ...] | None, gated: bool
+    probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, gated: bool
 ) -> dict[tuple[Any, ...], Run]:
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
     found: dict[tuple[Any, ...], Run] = {}
@@ -196,7 +196,7 @@ def _runs(
         for shape in shapes(rank, sizes):
             try:
                 found[_key(rank, gated, torch.float32, torch.float32, tensors)] = _run(
-                    twin, shape, torch.float32, torch.float32, tensors, gated
+                    probe, shape, torch.float32, torch.float32, tensors, gated
                 )
                 ranks[rank] = shape
                 break
@@ -212,7 +212,7 @@ def _runs(
                 key = _key(rank, gated, dtype, own, tensors)
                 if key not in found:
                     try:
-                        found[key] = _run(twin, shape, dtype, own, tensors, gated)
+                        found[key] = _run(probe, shape, dtype, own, tensors, gated)
                     except (UnknownFormError, Exception):  # the first is no Exception; its own code will run
                         continue
     return found
@@ -225,7 +225,7 @@ def _key(rank: int, gated: bool, dtype: torch.dtype, own: torch.dtype, tensors: 
 
 
 def _run(
-    twin: Twin,
+    probe: Probe,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     own: torch.dtype,
@@ -234,14 +234,14 @@ def _run(
 ) -> Run:
     """A run, and one without gradients, which must be the same, under autocast, where it may be another."""
     parameters = _random(tensors, [own] * len(tensors))
-    seen = run(twin, shape, dtype, parameters, gated)
+    seen = run(probe, shape, dtype, parameters, gated)
     with torch.no_grad():
         try:
             with _autocasting():
-                same = run(twin, shape, dtype, parameters, gated).form == seen.form
+                same = run(probe, shape, dtype, parameters, gated).form == seen.form
         except (UnknownFormError, RuntimeError):
             same = False
-        if not same and run(twin, shape, dtype, parameters, gated).form != seen.form:
+        if not same and run(probe, shape, dtype, parameters, gated).form != seen.form:
             raise UnknownFormError("it computes something else without gradients")
     return seen._replace(neutral=seen.neutral and same)
 
@@ -267,14 +267,14 @@ def _autocasting() -> Iterator[None]:
         torch.set_autocast_enabled("cuda", before)
 
 
-def _checked(twin: Twin, formula: Formula) -> Formula:
+def _checked(probe: Probe, formula: Formula) -> Formula:
     """The formula without the runs that leannorm computes differently; raises if that is float32."""
     runs = dict(formula.runs)
     first = next(iter(runs))[0]
     for key, seen in formula.runs.items():
         if key[0] != first and key[2] != torch.float32:
             continue  # its rank and its dtype are checked, each with another
-        differs = _difference(twin, formula, key, seen)
+        differs = _difference(probe, formula, key, seen)
         if differs is not None:
             if key[2] == torch.float32:
                 raise UnknownFormError(f"its {differs} is not leannorm's on random input")
@@ -282,7 +282,7 @@ def _checked(twin: Twin, formula: Formula) -> Formula:
     return formula._replace(runs=runs)
 
 
-def _difference(twin: Twin, formula: Formula, key: tuple[Any, ...], seen: Run) -> str | None:
+def _difference(probe: Probe, formula: Formula, key: tuple[Any, ...], seen: Run) -> str | None:
     """What differs beyond rounding between the layer's code and ours, on rows of very different sizes."""
     form, rank, count = seen.form, key[0], key[1]
     dtype, generator = key[2], torch.Generator().manual_seed(0)
@@ -296,7 +296,7 @@ def _difference(twin: Twin, formula: Formula, key: tuple[Any, ...], seen: Run) -
     inputs = [t.to(dtype).requires_grad_() for t in inputs]
     results: list[list[Tensor]] = []
     for ours in (False, True):
-        y = compute(form, parameters, *inputs) if ours else twin.run(inputs, parameters)
+        y = compute(form, parameters, *inputs) if ours else probe.run(inputs, parameters)
         upstream = torch.randn(seen.shape, generator=generator.manual_seed(1), device="cpu").to(y.dtype)
         results.append([y.detach(), *torch.autograd.grad(y, [*inputs, *used], upstream)])
     for at, (theirs, found) in enumerate(zip(*results, strict=True)):
