@@ -23,8 +23,8 @@ pytestmark = [
 CLOSE = 1e-5
 C = 6
 SMALL = [
-    Case("convolutional", "trace"),
-    Case("convolutional", None, lean=True),
+    Case("convolutional"),
+    Case("convolutional", lean=True),
     Case("grouped"),
     Case("rows"),
     Case("rms"),

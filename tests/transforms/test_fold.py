@@ -18,8 +18,8 @@ tnn = torch.nn
 
 WAYS = {
     "stock": lambda net: net,
-    "converted": lambda net: leannorm.convert(net, fuse=None),
-    "fused": lambda net: leannorm.convert(net, fuse="trace"),
+    "converted": lambda net: leannorm.convert(net, fuse=False),
+    "fused": lambda net: leannorm.convert(net),
 }
 
 

@@ -52,7 +52,7 @@ def convert(
     model: Module,
     to: str = "leannorm",
     process_group: Any = None,
-    fuse: str | None = "certain",
+    fuse: bool = True,
     *,
     stats_dtype: torch.dtype | None = None,
 ) -> Module:
@@ -66,27 +66,21 @@ def convert(
             statistics over a process group, subclasses too whose forward goes by `super().forward`;
             `"leannorm"` ends that.
         process_group: for `to="sync"`, None is the default group.
-        fuse: where a batch or group norm and the activation behind it, an addition and the activation behind
-            that, or a layer, RMS or group norm and the scale and shift behind it, are computed in one pass,
-            for `to="leannorm"`. `"certain"`: neighbours in a `torch.nn.Sequential`, timm's `BatchNormAct2d`,
-            and blocks of known classes (the ResNets, DenseNet, Inception and GoogLeNet of torchvision, timm's
-            ResNet, diffusers' `ResnetBlock2D`, `AdaGroupNorm` and `AdaLayerNorm` with its variants);
-            `"trace"`: every block whose text hands a norm's output straight to an activation or to
-            `* (1 + scale) + shift`, or a sum straight to a layer or RMS norm; None: nowhere.
+        fuse: for `to="leannorm"`: are a batch or group norm and the activation behind it, neighbours in a
+            `torch.nn.Sequential`, computed in one pass?
         stats_dtype: the dtype of running statistics, now and after `model.half()` and the like, of leannorm's
             layers; None leaves it as it is. Cast before DistributedDataParallel or an optimizer holds them.
             `to="torch"` ends the keeping; the statistics stay in the dtype that they have.
 
     Every layer stays the same object: parameters, buffers, hooks, `training`, `requires_grad`, names and
     state_dict keys are untouched, a layer in two places stays one, optimizers go on. A fused norm stays a
-    norm and its activation an activation for everybody but the block that calls one behind the other; each
-    call makes sure of both (nobody listens, neither is another layer by now), or calls them one by one.
+    norm and its activation an activation for everybody but the Sequential that calls one behind the other;
+    each call makes sure of both (nobody listens, neither is another layer by now), or calls them one by one.
     Pickle and deepcopy work after.
 
     A layer that cannot be swapped without a change in what it computes (another formula, a momentum outside
-    of [0, 1]) is left alone and named in one `UserWarning`, and so is a block that `fuse="trace"` cannot
-    read; so is a model without norms. In float16 and bfloat16 a fused pair rounds once, two layers round
-    twice.
+    of [0, 1]) is left alone and named in one `UserWarning`; so is a model without norms. In float16 and
+    bfloat16 a fused pair rounds once, two layers round twice.
 
     Raises: `InputError` for a wrong `to` or `fuse`. After any error the model is as it was.
     Source: the layers' own.
@@ -99,8 +93,8 @@ def convert(
     <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
     """
     _checks.one_of("to", to, ("leannorm", "torch", "sync"))
-    if fuse is not None:
-        _checks.one_of("fuse", fuse, ("certain", "trace"))
+    if not isinstance(fuse, bool):
+        raise InputError(f"fuse is True or False, got {fuse!r}; in Sequentials is where calls are fused")
     if process_group is not None and to != "sync":
         raise InputError(f'process_group is for to="sync", got to={to!r}; leave it out')
     if stats_dtype is not None and to == "torch":
@@ -142,9 +136,7 @@ class _DryRunError(Exception):
     """Ends a dry run, so that all changes are undone."""
 
 
-def preview(
-    model: Module, to: str = "leannorm", process_group: Any = None, fuse: str | None = "certain"
-) -> Preview:
+def preview(model: Module, to: str = "leannorm", process_group: Any = None, fuse: bool = True) -> Preview:
     """What `convert` would do to the model with the same arguments, which is left as it is.
 
     Raises: as `convert`.
@@ -173,7 +165,7 @@ def preview(
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
 
-def _swap(model: Module, to: str, process_group: Any, fuse: str | None, left: dict[str, list[str]]) -> None:
+def _swap(model: Module, to: str, process_group: Any, fuse: bool, left: dict[str, list[str]]) -> None:
     if to == "torch":
         _to_torch(model, left)
     elif to == "sync":
@@ -206,7 +198,7 @@ def _to_sync(model: Module, process_group: Any, left: dict[str, list[str]]) -> N
         _note(module, tuple(key for key in SHARING if key not in own))
 
 
-def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) -> None:
+def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: bool) -> None:
     entries: dict[Module, Entry] = {}
     for name, module in model.named_modules():
         if "unsynced" in vars(type(module)):
@@ -222,13 +214,9 @@ def _to_leannorm(model: Module, left: dict[str, list[str]], fuse: str | None) ->
             left[reason].append(name or "the model itself")
         elif entry is not None:
             entries[module] = entry
-    if fuse is not None:
+    if fuse:
         targets = {m: entries[m].target if m in entries else type(m) for m in model.modules()}
-        fusions = find_fusions(model, targets, everywhere=fuse == "trace")
-        names = {module: name or "the model itself" for name, module in model.named_modules()}
-        for block in fusions.unread:
-            left["its source cannot be read, so nothing is fused in it"].append(names[block])
-        for block, fused in fusions.classes.items():
+        for block, fused in find_fusions(model, targets).items():
             object.__setattr__(block, "__class__", fused)
     for module, entry in entries.items():
         _become(module, entry)

@@ -54,7 +54,7 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
         done, norm = new[match.norm.result], new[match.norm.node]
         source: Any = norm.args[0]
         with graph.inserting_before(norm):
-            source = _behind(graph, source, match.norm, new)
+            source = _behind(result, graph, source, match.norm, new)
         done.replace_all_uses_with(source)
         for node in dict.fromkeys((done, norm)):
             graph.erase_node(node)
@@ -64,13 +64,16 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
     return fx.GraphModule(result, graph), matches, skips
 
 
-def _behind(graph: fx.Graph, y: fx.Node, norm: NormCall, new: Mapping[fx.Node, fx.Node]) -> fx.Node:
+def _behind(
+    module: fx.GraphModule, graph: fx.Graph, y: fx.Node, norm: NormCall, new: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
     """What the norm's operator computes of its normalized output: a sum, an activation."""
     if norm.residual is not None:
         y = graph.call_function(torch.ops.aten.add.Tensor, (y, new[norm.residual]))
     if norm.act != "identity":
-        activation = ACTIVATIONS[norm.act]
-        y = graph.call_function(activation.functions[0], (y,), dict(activation.parameters))  # type: ignore[arg-type]
+        activation, name = ACTIVATIONS[norm.act], f"behind_{new[norm.node].name}"
+        module.add_submodule(name, activation.module(**activation.parameters))
+        y = graph.call_module(name, (y,))
     return y
 
 

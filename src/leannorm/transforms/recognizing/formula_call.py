@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from leannorm.functional.batch import batch_norm
 from leannorm.functional.gated import gated_rms_norm
 from leannorm.functional.group import group_norm
-from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from leannorm.functional.layer import layer_norm, rms_norm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import autocasts, sharded
 from leannorm.ops.precision import compute_dtype
-from leannorm.transforms.recognizing.formula import LOW, Form
+from leannorm.transforms.recognizing.formula import Form
 from leannorm.transforms.recognizing.probe import Missing, Run
 
 
@@ -125,50 +125,6 @@ def compute(form: Form, tensors: Mapping[str, Tensor], x: Tensor, gate: Tensor |
     if weight is not None and form.offset_dtype is not None:
         weight = weight.to(form.offset_dtype) + form.offset
     return layer_norm(x, _sizes(form, x), weight, bias, form.eps, dim=form.dim)
-
-
-def add_and_compute(form: Form, tensors: Mapping[str, Tensor], a: Tensor, b: Tensor) -> Any:
-    """a + b and the form of that, in one pass; None where no function of ours has both."""
-    if form.kind not in ("rms", "layer") or form.groups > 1 or form.gate or form.offset_dtype in LOW:
-        return None
-    weight = None if form.weight is None else tensors[form.weight]
-    sizes = _sizes(form, a)
-    if form.kind == "layer":
-        if form.offset:
-            return None
-        bias = None if form.bias is None else tensors[form.bias]
-        y, total = add_layer_norm(a, b, sizes, weight, bias, form.eps, dim=form.dim)
-    else:
-        how = {"dim": form.dim, "weight_offset": form.offset, "cast": form.cast}
-        y, total = add_rms_norm(a, b, sizes, weight, form.eps, **how)  # type: ignore[arg-type]
-    return total, y
-
-
-class RowNorm(NamedTuple):
-    """A layer or RMS norm of the last axes, which may be modulated."""
-
-    rms: bool
-    sizes: tuple[int, ...]
-    eps: float | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-
-
-def as_row_norm(form: Form, tensors: Mapping[str, Tensor], x: Tensor) -> RowNorm | None:
-    """The form as one; None where it is another norm, or its output has another dtype than x."""
-    if (
-        form.kind not in ("rms", "layer")
-        or form.groups > 1
-        or form.gate
-        or form.offset
-        or form.dim is not None
-    ):
-        return None
-    weight = None if form.weight is None else tensors[form.weight]
-    if form.cast == "before" and weight is not None and weight.dtype != x.dtype:
-        return None
-    bias = None if form.bias is None else tensors[form.bias]
-    return RowNorm(form.kind == "rms", _sizes(form, x), form.eps, weight, bias)
 
 
 def _rms_norm(form: Form, weight: Tensor | None, x: Tensor, gate: Tensor | None) -> Tensor:

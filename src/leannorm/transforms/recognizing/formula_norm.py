@@ -11,17 +11,13 @@ import functools
 import types
 from typing import Any, cast
 
-from torch import Tensor
 from torch.nn import Module
 
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.modes import leaving
-from leannorm.transforms.recognizing.formula import Form, UnknownFormError
+from leannorm.transforms.recognizing.formula import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import (
     Formula,
-    RowNorm,
-    add_and_compute,
-    as_row_norm,
     compute,
 )
 from leannorm.transforms.recognizing.recognition import formula_of
@@ -42,23 +38,6 @@ class FormulaNorm(Leaving):
             if found is not None:
                 return compute(*found, *given)
         return self.original.forward(layer, *args, **kwargs)
-
-    def _found(self, x: Any) -> tuple[Form, dict[str, Tensor]] | None:
-        """The layer's form for this input, and its tensors; None if its own code has to run."""
-        formula, layer = self._formula, cast(Module, self)
-        if leaving() or not formula.holds(layer, self.original):
-            return None
-        return formula.find(layer, [x])
-
-    def add_and_normalize(self, a: Any, b: Any) -> Any:
-        """a + b, and the layer's output for that, in one pass; None where that cannot be."""
-        found = self._found(a)
-        return None if found is None else add_and_compute(*found, a, b)
-
-    def row_norm_of(self, x: Any) -> RowNorm | None:
-        """The norm of the last axes that the layer computes of x; None if it is none."""
-        found = self._found(x)
-        return None if found is None else as_row_norm(*found, x)
 
     @property
     def function(self) -> str:
