@@ -25,8 +25,7 @@ def convert_checkpoint(
         typer.Option(help="A layer's name here and in the input file; repeatable.", metavar="HERE=THERE"),
     ] = None,
     to_names: Annotated[
-        list[str] | None,
-        typer.Option(help="The same for the output file.", metavar="HERE=THERE"),
+        list[str] | None, typer.Option(help="The same for the output file.", metavar="HERE=THERE")
     ] = None,
     count: Annotated[
         float | None,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from leannorm.cli.options import JsonFile, tell
 
 
-def info(
-    json: JsonFile = None,
-) -> None:
+def info(json: JsonFile = None) -> None:
     """Print versions, devices, threads and backends, with the reasons for each backend that cannot run."""
     from leannorm._files import check_writable
     from leannorm.report.info import installation

@@ -83,9 +83,7 @@ def setting_table(report: MemoryReport) -> Table:
 
     title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
     return Table(
-        ["", "kept", "peak", "step time", "gradients"],
-        [row(s) for s in report.settings],
-        title=title,
+        ["", "kept", "peak", "step time", "gradients"], [row(s) for s in report.settings], title=title
     )
 
 
@@ -130,13 +128,7 @@ def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes
 def operation_table(report: MemoryReport) -> Table:
     """One row per setting and kind of operation: the rebuilt tensors, their bytes, the time to rebuild."""
     rows = [
-        [
-            s.name,
-            _in_words(op.node),
-            str(op.tensors),
-            bytes_in_words(op.nbytes),
-            milliseconds(op.seconds),
-        ]
+        [s.name, _in_words(op.node), str(op.tensors), bytes_in_words(op.nbytes), milliseconds(op.seconds)]
         for s in report.settings
         for op in s.rebuilt
     ]

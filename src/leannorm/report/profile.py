@@ -139,10 +139,7 @@ def _count(
 ) -> None:
     torch.manual_seed(0)
     around = StockCount() if setting.name == "stock" else setting.around()
-    with (
-        around as saved,
-        by_layer(model, lambda: _counts(around if saved is None else saved)) as layers,
-    ):
+    with around as saved, by_layer(model, lambda: _counts(around if saved is None else saved)) as layers:
         result = loss(setting.run(*arguments))  # keeps the saved tensors alive
     del result
     measured.layers = layers

@@ -102,11 +102,7 @@ def page(
 
 
 def line_figure(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    x: str,
-    y: str,
-    *,
-    steps: bool = False,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *, steps: bool = False
 ) -> Any:
     """Named lines (xs, ys) in one plot: points at integer x, or with `steps` a staircase."""
     go = _graph_objects()
@@ -165,11 +161,7 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     axis = {"gridcolor": faint, "zerolinecolor": faint, "linecolor": faint, "automargin": True}
     figure.update_layout(
         template="none",
-        font={
-            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
-            "size": 13,
-            "color": grey,
-        },
+        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": grey},
         margin={"l": 60, "r": 20, "t": 36, "b": 48},
         height=340,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},

@@ -62,12 +62,7 @@ def _norm(weight: tuple[str, ...], bias: tuple[str, ...], mean: str, var: str) -
 
 def _layers(weight: str, bias: str, embedding: str) -> dict[str, Names]:
     kernel: Names = {"weight": (weight,), "bias": (bias,)}
-    return {
-        "linear": kernel,
-        "conv": kernel,
-        "conv_transpose": kernel,
-        "embedding": {"weight": (embedding,)},
-    }
+    return {"linear": kernel, "conv": kernel, "conv_transpose": kernel, "embedding": {"weight": (embedding,)}}
 
 
 CONVENTIONS: dict[str, Convention] = {
@@ -155,10 +150,7 @@ CONVENTIONS: dict[str, Convention] = {
             eps=1e-5,
             layer_eps=1e-5,
             biased_running_var=False,
-            names={
-                **_norm(("0",), ("1",), "mean", "variance"),
-                **_layers("0", "1", "0"),
-            },
+            names={**_norm(("0",), ("1",), "mean", "variance"), **_layers("0", "1", "0")},
         ),
     )
 }

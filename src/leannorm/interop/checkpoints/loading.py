@@ -118,18 +118,18 @@ def load(
     slots = slots_of(model, theirs, names)
     factors = factors_of(count, slots, theirs)
     checkpoint = read_any(path_or_mapping, theirs, slots)
-    found = match(slots, list(checkpoint.tensors))
-    problems = list(found.problems)
+    pairing = match(slots, list(checkpoint.tensors))
+    problems = list(pairing.problems)
     values: dict[int, tuple[Slot, str, Tensor]] = {}
-    for slot, key in found.pairs:
+    for slot, key in pairing.pairs:
         factor = factors.get(slot.module_name, 1.0)
         value = _value(slot, key, checkpoint.tensors[key], theirs, factor, problems)
         first = values.setdefault(id(slot.tensor), (slot, key, value))
         if first[2] is not value and not torch.equal(first[2], value):
             problems.append(f"{first[0].key} and {slot.key} are one tensor here, {first[1]} and {key} differ")
     if strict:
-        problems += [f"missing: {line}" for line in found.missing]
-        problems += [f"surplus: {line}" for line in found.surplus]
+        problems += [f"missing: {line}" for line in pairing.missing]
+        problems += [f"surplus: {line}" for line in pairing.surplus]
     if problems:
         raise InputError(
             "the checkpoint does not fit the model, which is unchanged:\n  "
@@ -138,7 +138,7 @@ def load(
             "strict=False passes over what is missing or surplus"
         )
     changes, notes = settings_of(model, theirs, checkpoint, names, eps=eps, momentum=momentum)
-    notes = variance_note([slot for slot, _ in found.pairs], factors, theirs, "loaded") + notes
+    notes = variance_note([slot for slot, _ in pairing.pairs], factors, theirs, "loaded") + notes
     with torch.no_grad():
         for slot, _, value in values.values():
             slot.tensor.copy_(value)
@@ -146,5 +146,5 @@ def load(
         for attribute, number in attributes.items():
             setattr(model.get_submodule(name), attribute, number)
     warn_of(notes)
-    loaded = {slot.key: key for slot, key in found.pairs}
-    return Loaded(loaded, tuple(found.missing), tuple(found.surplus), tuple(notes), changes)
+    loaded = {slot.key: key for slot, key in pairing.pairs}
+    return Loaded(loaded, tuple(pairing.missing), tuple(pairing.surplus), tuple(notes), changes)

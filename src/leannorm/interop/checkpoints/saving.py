@@ -131,14 +131,13 @@ def _write(
             f"it saved of the same network, got {like!r}"
         )
     there = read_any(like, theirs, slots).tensors
-    found = match(slots, list(there))
+    pairing = match(slots, list(there))
     problems = [
-        *found.problems,
-        *(f"missing: {m}" for m in found.missing),
-        *(f"surplus: {s}" for s in found.surplus),
+        *pairing.problems,
+        *(f"missing: {m}" for m in pairing.missing),
+        *(f"surplus: {key}" for key in pairing.surplus),
     ]
-    problems += [f"surplus: {key}" for key in found.surplus]
-    filling = {key: values[slot.candidates[0]] for slot, key in found.pairs}
+    filling = {key: values[slot.candidates[0]] for slot, key in pairing.pairs}
     problems += [
         f"{key} has shape {tuple(there[key].shape)}, the model gives {tuple(value.shape)}"
         for key, value in filling.items()

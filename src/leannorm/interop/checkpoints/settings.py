@@ -32,14 +32,14 @@ class ConventionWarning(UserWarning):
     """
 
 
-def per_layer(argument: str, given: PerLayer, layers: Sequence[str]) -> Mapping[str, float]:
+def per_layer(argument: str, setting: PerLayer, layers: Sequence[str]) -> Mapping[str, float]:
     """The argument by layer; given as one number for all `layers`, or as a mapping from their names."""
-    if given is None or not isinstance(given, Mapping):
-        return {} if given is None else dict.fromkeys(layers, given)
-    unknown = sorted(set(given) - set(layers))
+    if setting is None or not isinstance(setting, Mapping):
+        return {} if setting is None else dict.fromkeys(layers, setting)
+    unknown = sorted(set(setting) - set(layers))
     if unknown:
         raise InputError(f"{argument} must name layers that have one, {sorted(layers)}; got {unknown}")
-    return given
+    return setting
 
 
 def factors_of(count: PerLayer, slots: Sequence[Slot], theirs: Convention) -> dict[str, float]:
@@ -79,13 +79,13 @@ def warn_of(notes: Sequence[str]) -> None:
 
 
 def settings_of(
-    model: torch.nn.Module, theirs: Convention, checkpoint: Checkpoint, names: Names, **given: PerLayer
+    model: torch.nn.Module, theirs: Convention, checkpoint: Checkpoint, names: Names, **settings: PerLayer
 ) -> tuple[dict[str, dict[str, float]], list[str]]:
     """The eps and momentum to set by layer, and notes on those that neither the file nor the caller gives."""
     norms = {name: module for name, module in model.named_modules() if kind_of(module) in DEFAULT_EPS}
     changes: dict[str, dict[str, float]] = {}
     notes = []
-    for argument, values in given.items():
+    for argument, values in settings.items():
         layers = {name: module for name, module in norms.items() if hasattr(module, argument)}
         requested = per_layer(argument, values, list(layers))
         unknown: dict[str, float] = {}

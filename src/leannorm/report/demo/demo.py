@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from leannorm._report import Line, Part, Table, as_data
+from leannorm._report import Line, Part, Table
 from leannorm.report.demo.digits import WAYS, DigitNetwork, Digits, Trained, check, load, same_bits, train
 from leannorm.report.demo.saved import MEMORY, NETWORKS, Network, Saved, measured
 from leannorm.report.memory import check_device
@@ -45,16 +44,6 @@ class DemoReport(PagedReport):
             f"digits, {len(stock.loss)} epochs, stock and under lean(): weights {equal}, "
             f"{lean.accuracy[-1]:.1%} of the test images right"
         )
-
-    def data(self) -> dict[str, Any]:
-        networks = [one.as_dict() for one in self.networks]
-        return {
-            "networks": networks,
-            "digits": self.digits.data(),
-            "trained": as_data(self.trained),
-            "same": self.same,
-            "repeats": self.repeats,
-        }
 
     def parts(self) -> Iterator[Part]:
         for one in self.networks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -78,18 +78,6 @@ class Saved(NamedTuple):
             f"{self.memory} hold a batch {self.larger_batch:.1f} times as large; "
             f"gradients are {off if lean.gradient_difference else equal}"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """The numbers, without the timelines."""
-        return {
-            "network": self.network,
-            "settings": [
-                {name: getattr(one, name) for name in ("name", "kept", "peak", "seconds", "time_ratio")}
-                for one in self.steps.settings
-            ],
-            "memory": self.batches.memory,
-            "batches": [one._asdict() for one in self.batches.fits],
-        }
 
 
 def measured(

@@ -68,21 +68,21 @@ def examine(
     """`doctor` by some of the checks."""
     norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
     subject = Subject(model, norms, optimizers)
-    given: list[Any] = []
+    taken: list[Any] = []
     if batches is not None:
         for name, module in model.named_modules():
             if _is_lazy(module):
                 raise InputError(
                     f"{name!r} has no parameters yet: run the model once before doctor, or give no batches"
                 )
-        given = first_batches(batches, model)
-        if not given:
+        taken = first_batches(batches, model)
+        if not taken:
             raise InputError(
                 "batches must have at least one batch, got none; leave them out to check without data"
             )
-        subject.batches = len(given)
+        subject.batches = len(taken)
         if subject.norms:
-            subject.seen, subject.difference = observe(model, subject.norms, given, forward)
+            subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
     findings = [
         Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
         for check in checks
@@ -90,7 +90,7 @@ def examine(
     ]
     order = {check.name: place for place, check in enumerate(CHECKS)}
     findings.sort(key=lambda f: (SEVERITIES.index(f.severity), order[f.check], -f.size))
-    report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=len(given))
+    report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=len(taken))
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
     return report
 
@@ -99,8 +99,8 @@ def _is_lazy(module: Module) -> bool:
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
-def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    several = (given,) if hasattr(given, "param_groups") else tuple(given)
+def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+    several = (optimizers,) if hasattr(optimizers, "param_groups") else tuple(optimizers)
     for one in several:
         if not hasattr(one, "param_groups"):
             raise InputError(

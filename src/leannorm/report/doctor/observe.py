@@ -154,14 +154,14 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
 
     def watch(norm: Norm) -> Any:
         def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = input_of(module, args, kwargs)
-            if given is None:
+            x = input_of(module, args, kwargs)
+            if x is None:
                 return
             one = seen[norm.name]
-            one.source = outputs.get(id(given), (None, None))[0]
+            one.source = outputs.get(id(x), (None, None))[0]
             calls[norm.name] = calls.get(norm.name, 0) + 1
             one.calls = max(one.calls, calls[norm.name])
-            data = data_in(norm, given, kwargs)
+            data = data_in(norm, x, kwargs)
             if data is not None:
                 _add(one, norm, data)
 
@@ -182,40 +182,40 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
             handle.remove()
 
 
-def _add(one: Seen, norm: Norm, given: Tensor) -> None:
+def _add(one: Seen, norm: Norm, x: Tensor) -> None:
     """Merges the moments of an input into those seen before."""
-    values = values_behind(norm, given)
+    values = values_behind(norm, x)
     if values is not None:
         one.values = min(one.values or values, values)
-    if norm.kind not in ("batch", "frozen", "instance", "group") or given.dim() < 2 or given.numel() == 0:
+    if norm.kind not in ("batch", "frozen", "instance", "group") or x.dim() < 2 or x.numel() == 0:
         return
     if getattr(norm.module, "data_layout", "NCHW") == "NHWC":
-        given = given.movedim(-1, 1)
-    one.samples += given.shape[0]
-    _find_padding(one, given)
-    if norm.channels != given.shape[1]:
+        x = x.movedim(-1, 1)
+    one.samples += x.shape[0]
+    _find_padding(one, x)
+    if norm.channels != x.shape[1]:
         return
-    others = [axis for axis in range(given.dim()) if axis != 1]
-    wide = given if given.dtype == torch.float64 else given.float()
+    others = [axis for axis in range(x.dim()) if axis != 1]
+    wide = x if x.dtype == torch.float64 else x.float()
     var, mean = torch.var_mean(wide, others, correction=0)
-    count, mean, var = given.numel() // given.shape[1], mean.double().cpu(), var.double().cpu()
+    count, mean, var = x.numel() // x.shape[1], mean.double().cpu(), var.double().cpu()
     one.pool = one.pool or Pool(norm.channels, mean.device)
     merge_into(one.pool, Moments(mean, var * count, count))
-    least, largest = given.amin(others).double().cpu(), given.amax(others).double().cpu()
-    one.rounding = torch.finfo(given.dtype).eps
+    least, largest = x.amin(others).double().cpu(), x.amax(others).double().cpu()
+    one.rounding = torch.finfo(x.dtype).eps
     one.least = least if one.least is None else torch.minimum(one.least, least)
     one.largest = largest if one.largest is None else torch.maximum(one.largest, largest)
 
 
-def _find_padding(one: Seen, given: Tensor) -> None:
+def _find_padding(one: Seen, x: Tensor) -> None:
     """Looks for runs of equal positions whose lengths differ between samples, along the last two axes."""
-    if given.dim() < 3 or given.shape[0] < 2:
+    if x.dim() < 3 or x.shape[0] < 2:
         return
-    for axis in range(max(2, given.dim() - 2), given.dim()):
-        length = given.shape[axis]
+    for axis in range(max(2, x.dim() - 2), x.dim()):
+        length = x.shape[axis]
         if length < 4:
             continue
-        same = given.narrow(axis, 1, length - 1) == given.narrow(axis, 0, length - 1)
+        same = x.narrow(axis, 1, length - 1) == x.narrow(axis, 0, length - 1)
         same = same.movedim(axis, 1).flatten(2).all(2)
         longest = torch.zeros(len(same), dtype=torch.int64, device=same.device)
         run = longest.clone()

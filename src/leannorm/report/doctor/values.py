@@ -25,42 +25,40 @@ def watched(norm: Norm) -> list[Module]:
 
 def input_of(module: Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a call of one of those modules normalizes; None where that is no floating-point tensor."""
-    given = args[0] if args else next(iter(kwargs.values()), None)
-    if not isinstance(given, Tensor) or not given.is_floating_point():
+    x = args[0] if args else next(iter(kwargs.values()), None)
+    if not isinstance(x, Tensor) or not x.is_floating_point():
         return None
-    return module.conv(given) if isinstance(module, _ConvBatchNorm) else given
+    return module.conv(x) if isinstance(module, _ConvBatchNorm) else x
 
 
-def data_in(norm: Norm, given: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+def data_in(norm: Norm, x: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """What is data: with a mask the valid positions, as samples; None where these are not looked into."""
-    if given.is_nested:
+    if x.is_nested:
         return None
     mask, lengths = kwargs.get("mask"), kwargs.get("lengths")
     if mask is None and lengths is None:
-        return given.detach()
+        return x.detach()
     if norm.kind not in ("batch", "frozen"):
         return None
-    valid = valid_positions(given, mask, lengths)
-    data = given if valid is None else given.movedim(1, -1).reshape(*valid.mask.shape, -1)[valid.mask]
+    valid = valid_positions(x, mask, lengths)
+    data = x if valid is None else x.movedim(1, -1).reshape(*valid.mask.shape, -1)[valid.mask]
     return data.detach()
 
 
-def values_behind(norm: Norm, given: Tensor) -> int | None:
+def values_behind(norm: Norm, x: Tensor) -> int | None:
     """How many values are behind one statistic of this call."""
     if norm.kind in ("layer", "rms"):
         shape = getattr(norm.module, "normalized_shape", None)
         return prod(shape) if isinstance(shape, (tuple, list, torch.Size)) else None
     channels = norm.channels
     if norm.kind == "group":
-        return (
-            int(given.numel() // given.shape[0] // getattr(norm.module, "num_groups", 1)) if len(given) else 0
-        )
-    if not channels or given.dim() < 2 or not len(given):
+        return int(x.numel() // x.shape[0] // getattr(norm.module, "num_groups", 1)) if len(x) else 0
+    if not channels or x.dim() < 2 or not len(x):
         return None
-    each = given[0].numel() // channels
+    each = x[0].numel() // channels
     if norm.kind == "instance":
         return each
-    samples = len(given)
+    samples = len(x)
     ghost = getattr(norm.module, "group_size", None)
     if isinstance(ghost, int):
         samples = min(samples, ghost)
@@ -105,8 +103,8 @@ def _forward(
     try:
         return forward(*args, **kwargs)
     except ValueError:
-        given = input_of(module, args, kwargs)
-        data = None if given is None else data_in(norm, given, kwargs)
+        read = input_of(module, args, kwargs)
+        data = None if read is None else data_in(norm, read, kwargs)
         if data is None or values_behind(norm, data) != 1:
             raise
         alone.add(norm.name)

@@ -138,8 +138,8 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     tests = decided(_unfused(original), inputs)
     result = _with_pairs(original)
     graph = _evaluation_graph(_unfused(result), inputs, tests)
-    found = find_all(graph, all_variables(result))
-    matches, skips = fold_modules(result, graph, *found)
+    matched = find_all(graph, all_variables(result))
+    matches, skips = fold_modules(result, graph, *matched)
     report = replace(_report(result, matches, skips), decided=tests)
     _warn_of_nothing(report, type(model).__name__)
     if not verify:
@@ -147,7 +147,7 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
 
     def again(wide: torch.nn.Module) -> torch.nn.Module:
         other = _with_pairs(wide)
-        fold_modules(other, graph, *found)
+        fold_modules(other, graph, *matched)
         return other
 
     return _verified(report, original, result, copy.deepcopy(original).double(), again, inputs)

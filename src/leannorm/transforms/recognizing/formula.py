@@ -318,12 +318,7 @@ def _running_form(row: Row) -> Form:
     if row.moment.over != (1,) or running.bias is None or running.eps <= 0:
         raise UnknownFormError("it computes something else of its buffers than a batch norm does")
     return Form(
-        "running",
-        running.eps,
-        weight=running.weight,
-        bias=running.bias,
-        mean=running.mean,
-        var=running.var,
+        "running", running.eps, weight=running.weight, bias=running.bias, mean=running.mean, var=running.var
     )
 
 

@@ -51,17 +51,17 @@ class Formula(NamedTuple):
                 return False
         return all(names.get(name) == value for names, name, value in self.constants)
 
-    def given(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
+    def inputs_of(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any] | None:
         """The input, and the gate if there is one; None for any other arguments."""
         if len(args) == 1 and not named:
             return list(args)
-        given = {**dict(zip(self.inputs, args, strict=False)), **named}
-        expected = self.inputs[: len(given)]
-        if given.keys() != {*expected} or len(args) + len(named) != len(given):
+        by_name = {**dict(zip(self.inputs, args, strict=False)), **named}
+        expected = self.inputs[: len(by_name)]
+        if by_name.keys() != {*expected} or len(args) + len(named) != len(by_name):
             return None
-        return [given[name] for name in expected]
+        return [by_name[name] for name in expected]
 
-    def find(self, layer: Module, given: Sequence[Any]) -> tuple[Form, dict[str, Tensor]] | None:
+    def find(self, layer: Module, inputs: Sequence[Any]) -> tuple[Form, dict[str, Tensor]] | None:
         """What the layer computes of this, and its tensors; None if that is not known."""
         tensors: dict[str, Tensor] = {}
         for name, shape in self.tensors:
@@ -69,22 +69,22 @@ class Formula(NamedTuple):
             if not _is_plain(tensor) or tensor.shape != shape:
                 return None
             tensors[name] = tensor
-        if not all(_is_plain(x) for x in given):
+        if not all(_is_plain(x) for x in inputs):
             return None
-        dtypes = [t.dtype for t in (*given, *tensors.values())]
-        run = self.runs.get((given[0].dim(), len(given), *dtypes))
-        if run is None or not self._fits(run, given, tensors):
+        dtypes = [t.dtype for t in (*inputs, *tensors.values())]
+        run = self.runs.get((inputs[0].dim(), len(inputs), *dtypes))
+        if run is None or not self._fits(run, inputs, tensors):
             return None
         return run.form, tensors
 
-    def _fits(self, run: Run, given: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> bool:
-        x, form = given[0], run.form
+    def _fits(self, run: Run, inputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> bool:
+        x, form = inputs[0], run.form
         if self.sizes is not None:
             last = form.dim is None and form.kind not in ("group", "running")
             first = x.dim() - len(self.sizes) if last else form.dim or 1
             if x.shape[first : first + len(self.sizes)] != self.sizes:
                 return False
-        if any(gate.shape != x.shape for gate in given[1:]):
+        if any(gate.shape != x.shape for gate in inputs[1:]):
             return False
         if any(tensors[name].requires_grad for name in (form.mean, form.var) if name is not None):
             return False  # our batch norm has no gradients for running statistics
@@ -135,8 +135,8 @@ def _rms_norm(form: Form, weight: Tensor | None, x: Tensor, gate: Tensor | None)
         wide = x.to(compute_dtype(x))
         y = rms_norm(wide, sizes, weight, form.eps) * torch.sigmoid(gate.to(wide.dtype))
         return y.to(x.dtype)
-    how = form.gate, not form.gate_first
-    return gated_rms_norm(x, gate, sizes, weight, form.eps, *how, cast=form.cast)
+    gating = form.gate, not form.gate_first
+    return gated_rms_norm(x, gate, sizes, weight, form.eps, *gating, cast=form.cast)
 
 
 def _sizes(form: Form, x: Tensor) -> tuple[int, ...]:

@@ -16,10 +16,7 @@ from torch.nn import Module
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.modes import leaving
 from leannorm.transforms.recognizing.formula import UnknownFormError
-from leannorm.transforms.recognizing.formula_call import (
-    Formula,
-    compute,
-)
+from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
 
 
@@ -32,11 +29,11 @@ class FormulaNorm(Leaving):
     def _compute(self, args: Any, kwargs: Any) -> Any:
         """The layer's output, by its formula where that holds, else by its own forward."""
         formula = self._formula
-        given, layer = formula.given(args, kwargs), cast(Module, self)
-        if given and not leaving() and formula.holds(layer, self.original):
-            found = formula.find(layer, given)
-            if found is not None:
-                return compute(*found, *given)
+        inputs, layer = formula.inputs_of(args, kwargs), cast(Module, self)
+        if inputs and not leaving() and formula.holds(layer, self.original):
+            form_and_tensors = formula.find(layer, inputs)
+            if form_and_tensors is not None:
+                return compute(*form_and_tensors, *inputs)
         return self.original.forward(layer, *args, **kwargs)
 
     @property

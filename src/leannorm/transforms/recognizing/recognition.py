@@ -105,8 +105,8 @@ def formula_of(layer: Module, cls: type[Module]) -> Formula:
 
 
 def _tensors(layer: Module) -> dict[str, Tensor]:
-    found = {**layer._parameters, **layer._buffers}
-    return {name: t for name, t in found.items() if t is not None}
+    own = {**layer._parameters, **layer._buffers}
+    return {name: t for name, t in own.items() if t is not None}
 
 
 @contextmanager
@@ -162,40 +162,40 @@ def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
     for _, shape in tensors:
         if math.prod(shape) > 1:
             return tuple(shape)
-    given = probe.plain.get("normalized_shape")
-    given = (given,) if isinstance(given, int) else given
-    return tuple(given) if given else None
+    axes = probe.plain.get("normalized_shape")
+    axes = (axes,) if isinstance(axes, int) else axes
+    return tuple(axes) if axes else None
 
 
 def _all_runs(
     probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
 ) -> dict[tuple[Any, ...], Run]:
     """What the layer computes of its input alone, and with a gate; raises where it is nothing of ours."""
-    found: dict[tuple[Any, ...], Run] = {}
+    runs: dict[tuple[Any, ...], Run] = {}
     reason: UnknownFormError | None = None
     for count in range(needed, len(inputs) + 1):
         try:
-            found |= _runs(probe, tensors, sizes, count == 2)
+            runs |= _runs(probe, tensors, sizes, count == 2)
         except UnknownFormError as error:
             reason = reason or error
-    if not found:
+    if not runs:
         assert reason is not None
         raise reason
-    return found
+    return runs
 
 
 def _runs(
     probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, gated: bool
 ) -> dict[tuple[Any, ...], Run]:
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
-    found: dict[tuple[Any, ...], Run] = {}
+    runs: dict[tuple[Any, ...], Run] = {}
     reason: UnknownFormError | None = None
     failed = ""
     ranks = dict[int, tuple[int, ...]]()
     for rank in _RANKS:
         for shape in shapes(rank, sizes):
             try:
-                found[_key(rank, gated, torch.float32, torch.float32, tensors)] = _run(
+                runs[_key(rank, gated, torch.float32, torch.float32, tensors)] = _run(
                     probe, shape, torch.float32, torch.float32, tensors, gated
                 )
                 ranks[rank] = shape
@@ -210,12 +210,12 @@ def _runs(
         for dtype in _DTYPES:
             for own in {dtype, torch.float32} if tensors else {dtype}:
                 key = _key(rank, gated, dtype, own, tensors)
-                if key not in found:
+                if key not in runs:
                     try:
-                        found[key] = _run(probe, shape, dtype, own, tensors, gated)
+                        runs[key] = _run(probe, shape, dtype, own, tensors, gated)
                     except (UnknownFormError, Exception):  # the first is no Exception; its own code will run
                         continue
-    return found
+    return runs
 
 
 def _key(rank: int, gated: bool, dtype: torch.dtype, own: torch.dtype, tensors: Tensors) -> tuple[Any, ...]:
@@ -225,12 +225,7 @@ def _key(rank: int, gated: bool, dtype: torch.dtype, own: torch.dtype, tensors: 
 
 
 def _run(
-    probe: Probe,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    own: torch.dtype,
-    tensors: Tensors,
-    gated: bool,
+    probe: Probe, shape: tuple[int, ...], dtype: torch.dtype, own: torch.dtype, tensors: Tensors, gated: bool
 ) -> Run:
     """A run, and one without gradients, which must be the same, under autocast, where it may be another."""
     parameters = _random(tensors, [own] * len(tensors))
@@ -295,16 +290,16 @@ def _difference(probe: Probe, formula: Formula, key: tuple[Any, ...], seen: Run)
     inputs[0].mul_(scale)
     inputs = [t.to(dtype).requires_grad_() for t in inputs]
     results: list[list[Tensor]] = []
-    for ours in (False, True):
-        y = compute(form, parameters, *inputs) if ours else probe.run(inputs, parameters)
+    for by_ours in (False, True):
+        y = compute(form, parameters, *inputs) if by_ours else probe.run(inputs, parameters)
         upstream = torch.randn(seen.shape, generator=generator.manual_seed(1), device="cpu").to(y.dtype)
         results.append([y.detach(), *torch.autograd.grad(y, [*inputs, *used], upstream)])
-    for at, (theirs, found) in enumerate(zip(*results, strict=True)):
-        if (theirs.dtype, theirs.shape) != (found.dtype, found.shape):
+    for at, (theirs, ours) in enumerate(zip(*results, strict=True)):
+        if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
             return "dtype"
         reduced = over if theirs.shape == seen.shape else tuple(range(theirs.dim()))
         largest = theirs.double().abs().amax(reduced, keepdim=True)
-        error = (theirs.double() - found.double()).abs()
+        error = (theirs.double() - ours.double()).abs()
         budget = (16 if dtype in LOW else 64) * torch.finfo(dtype).eps  # gradients cancel within a row
         if not bool((error <= budget * largest).all()):
             return "gradient" if at else "output"

@@ -207,7 +207,7 @@ def recalibrate(
             raise SyncError(f"recalibrate failed on {failed} other ranks; their errors say why")
     if failure is not None:
         raise failure
-    found = {}
+    statistics = {}
     for name, layer in named.items():
         pool = pools[layer]
         if group is not None:
@@ -215,10 +215,10 @@ def recalibrate(
         if pool.counts[0] == 0:
             left[name] = "no batch came to it"
         else:
-            found[name] = _statistics(name, layer, pool)
-    if not found:
+            statistics[name] = _statistics(name, layer, pool)
+    if not statistics:
         raise InputError("recalibrate needs a batch, got none (a generator can be read once only); pass some")
-    moved = tuple(_set(name, named[name], *values) for name, values in found.items())
+    moved = tuple(_set(name, named[name], *values) for name, values in statistics.items())
     return RecalibrationReport(moved, left)
 
 
