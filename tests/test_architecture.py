@@ -34,8 +34,7 @@ ORDER = [
 # the same within a room that has rooms of its own
 INNER = {
     "transforms": [
-        {"recognizing"},
-        {"fusing"},
+        {"recognizing", "fusing"},
         {"converting"},
         {"folding", "statistics"},
         {"__init__"},
