@@ -31,9 +31,9 @@ _ACTIVATIONS_BESIDE_TORCHS = {
 _ATTRIBUTES = {"relu6": {"min_val": 0.0, "max_val": 6.0}}  # which its constructor does not take
 # the functions that torch's activation layers call, as they were when this module was imported
 _CALLED = {
-    name: getattr(F, name) for name in ("relu", "silu", "hardswish", "mish", "gelu", "elu", "leaky_relu")
+    name: next(getattr(F, called) for called in activation.module.forward.__code__.co_names if called != "F")
+    for name, activation in _COMPUTED.items()
 }
-_CALLED |= {"relu6": F.hardtanh, "hardtanh": F.hardtanh, "gelu_tanh": F.gelu}
 
 _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 
