@@ -10,6 +10,7 @@ import torch
 
 from leannorm._torch import TESTED, is_tested
 from leannorm.autograd.nodes import WHY_NOT
+from leannorm.ops.backends.library import last_cache
 from leannorm.ops.select import backends
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
@@ -30,6 +31,7 @@ def installation() -> Installation:
     """
     from leannorm import __version__
 
+    serving = backends()
     facts = {
         "leannorm": __version__,
         "torch": torch.__version__,
@@ -39,9 +41,10 @@ def installation() -> Installation:
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
         "CUDA devices": ", ".join(_cuda_devices()) or "none",
+        "last cache": "no kernel asks" if serving["cpu"] else last_cache(),
         "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
-    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, backends())
+    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, serving)
 
 
 def _cuda_devices() -> list[str]:
