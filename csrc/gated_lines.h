@@ -26,6 +26,11 @@ template <class T> inline void open(const T* gate, int64_t n, int act, ScalarOf<
   activate_line(opened, n, act, slope);
 }
 
+template <class E, class T> inline void put_as(bool past, T* p, VectorOf<T> v, int64_t n) {
+  if (past) put<E, true>(p, v, n);
+  else put<E, false>(p, v, n);
+}
+
 template <class T> void gated_forward(const GatedForward& a, int64_t begin, int64_t end, void* scratch) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
@@ -38,17 +43,17 @@ template <class T> void gated_forward(const GatedForward& a, int64_t begin, int6
     const T *const x = static_cast<const T*>(a.x) + row * a.x_row;
     T* const y = static_cast<T*>(a.y) + row * n;
     open(static_cast<const T*>(a.gate) + row * a.gate_row, n, a.act, opened, static_cast<S*>(nullptr));
-    S rstd;
+    LineMoments moments;
     if (a.behind) {
       each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
         using E = decltype(extent);
         store<E>(product + i, load<E>(x + i, count) * load<E>(opened + i, count), count);
       });
-      rstd = line_moments(product, n, S(0), a.eps, true).rstd;
+      line_moments(product, 0, 1, n, a.eps, true, moments);
     } else {
-      rstd = line_moments(x, n, S(0), a.eps, true).rstd;
+      line_moments(x, 0, 1, n, a.eps, true, moments);
     }
-    static_cast<S*>(a.rstd)[row] = rstd;
+    const S rstd = static_cast<S*>(a.rstd)[row] = moments.rstd[0];
     const V r = splat<V>(rstd);
     each_vector<W>(n, [&](auto extent, int64_t i, int64_t count) {
       using E = decltype(extent);
@@ -78,10 +83,10 @@ void gated_backward(const GatedBackward& a, int64_t begin, int64_t end, void* dw
     T *const dx = static_cast<T*>(a.dx) + row * n, *const dgate = static_cast<T*>(a.dgate) + row * n;
     open(static_cast<const T*>(a.gate) + row * a.gate_row, n, a.act, opened, slope);
     const V r = splat<V>(static_cast<const S*>(a.rstd)[row]);
-    const auto sums = line_sums<V>(n, [&](auto extent, int64_t i, int64_t count) {
+    const Pair<double> sums = line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
       using E = decltype(extent);
       const V u = load<E>(x + i, count) * r, d = load<E>(dy + i, count) * load<E>(weight + i, count);
-      return Pair<V>{V{}, d * u * load<E>(opened + i, count)};
+      return Pair<V>{d * load<E>(opened + i, count), u};
     });
     const V mean = splat<V>(sums.second / n);
     each_vector<lanes<V>>(n, [&](auto extent, int64_t i, int64_t count) {
