@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <tuple>
-#include <vector>
 
 #include "activation_name.h"
 #include "caches.h"
@@ -167,8 +167,8 @@ std::tuple<Tensor, Tensor> row_gated_forward(const Tensor& x, const Tensor& gate
                           eps, activation_index(act), !norm_before_gate, cast_before, stream(x, 3, {&y})};
   const auto forward = LEANNORM_PICK(modulated_kernels).gated_forward[element_type(x)];
   torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) {
-    std::vector<double> scratch(2 * kept);
-    forward(args, begin, end, scratch.data());
+    const std::unique_ptr<double[]> scratch(new double[2 * kept]);
+    forward(args, begin, end, scratch.get());
   });
   return {y, rstd};
 }
@@ -186,8 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> row_gated_backward(const Tensor& dy, const Te
   const auto backward = LEANNORM_PICK(modulated_kernels).gated_backward[element_type(x)];
   sum_groups(x, 1, want_affine ? 1 : 0, {mutable_data(dweight)}, type,
              [&](int64_t begin, int64_t end, const Pointers& to) {
-               std::vector<double> scratch(2 * kept);
-               backward(args, begin, end, to[0], scratch.data());
+               const std::unique_ptr<double[]> scratch(new double[2 * kept]);
+               backward(args, begin, end, to[0], scratch.get());
              });
   return {dx, dgate, dweight};
 }

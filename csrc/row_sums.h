@@ -50,7 +50,7 @@ inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 // body(extent, i, lanes) for every vector of 0..n-1.
-template <int W, class Body> inline void each_vector(int64_t n, Body body) {
+template <int W, class Body> LEANNORM_INLINE void each_vector(int64_t n, const Body& body) {
   int64_t i = 0;
   for (; i + W <= n; i += W) body(Whole{}, i, int64_t(W));
   if (i < n) body(Part{}, i, n - i);
