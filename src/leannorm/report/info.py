@@ -12,6 +12,7 @@ import torch
 from leannorm._report import Line, Part, Report, Table
 from leannorm._torch import TESTED, is_tested
 from leannorm.autograd.nodes import WHY_NOT
+from leannorm.ops.backends.library import last_cache
 from leannorm.ops.select import backends
 from leannorm.report.fitting import why_torchvision_fails
 
@@ -48,6 +49,7 @@ def installation() -> Installation:
     """
     from leannorm import __version__
 
+    serving = backends()
     facts = {
         "leannorm": __version__,
         "torch": torch.__version__,
@@ -57,13 +59,14 @@ def installation() -> Installation:
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
         "CUDA devices": ", ".join(_cuda_devices()) or "none",
+        "last cache": "no kernel asks" if serving["cpu"] else last_cache(),
         "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
     wrong = why_torchvision_fails()
     facts |= {name: _version(name) for name in _OPTIONAL}
     if wrong is not None:
         facts["torchvision"] += ", does not fit this torch"
-    return Installation(facts, backends(), [] if wrong is None else [wrong])
+    return Installation(facts, serving, [] if wrong is None else [wrong])
 
 
 def _cuda_devices() -> list[str]:
