@@ -106,7 +106,9 @@ def _tell(parts: Iterable[Part], console: Console) -> None:
         if isinstance(part, Table):
             console.print(part.rich())
         else:
-            console.print(part.text, style=part.style, highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                part.text, style=part.style, highlight=False, markup=False, emoji=False, soft_wrap=True
+            )
 
 
 def as_data(value: Any) -> Any:

@@ -139,7 +139,7 @@ def test_the_search_ends_at_the_largest(grow, bend):
     assert nbytes == needed(batch) <= 10_000 < needed(batch + 1)
 
 
-SIZES = {"24GiB": 24 * 2**30, "24GB": 24 * 10**9, "500M": 5 * 10**8, "1.5 TiB": 1.5 * 2**40, "2048": 2048}
+SIZES = {"24GiB": 24 * 2**30, "24GB": 24 * 10**9, "500M": 5 * 10**8, "1.5 TiB": 1.5 * 2**40, "2048B": 2048}
 
 
 @pytest.mark.parametrize(("text", "nbytes"), SIZES.items())
@@ -147,7 +147,7 @@ def test_memories_are_read(text, nbytes):
     assert bytes_of(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-3GB", "24 gigs", "0GB", "3iB"])
+@pytest.mark.parametrize("text", ["", "lots", "-3GB", "24 gigs", "0GB", "3iB", "8", "2048"])
 def test_what_is_no_memory_is_refused(text):
     with pytest.raises(InputError, match=re.escape(f"like 24GiB, 24GB or 500MB; got {text!r}")):
         bytes_of(text)

@@ -92,7 +92,7 @@ class Odd(Report):
 
     def parts(self):
         yield Table(["[bold]", "<b>"], [["[red]x[/red]", "<i>"]], "a & b")
-        yield Line("[dim] < 1")
+        yield Line("[dim] < 1 of hf:llama: all")
 
     def summary(self):
         return self.name
@@ -109,7 +109,7 @@ def test_names_are_no_markup_and_numbers_that_are_not_finite_are_null(capsys):
     odd.print()
     for told in (str(odd), capsys.readouterr().out):
         assert "[red]x[/red]" in told
-        assert "[dim] < 1" in told
+        assert "[dim] < 1 of hf:llama: all" in told
     html = odd._repr_html_()
     assert "<i>" not in html
     assert "&lt;i&gt;" in html

@@ -7,14 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model, tell
+from leannorm.cli.options import Inputs, JsonFile, Model, tell
 
 
 def doctor(
     model: Model,
-    input: Annotated[
-        str, typer.Option(help="Run a random batch of these sizes, batch first.", metavar="8x3x224x224")
-    ] = "",
+    input: Inputs = [],  # noqa: B006  # typer needs a list as the default
     data: Annotated[
         str,
         typer.Option(
@@ -34,14 +32,15 @@ def doctor(
     import torch
     from rich.console import Console
 
+    from leannorm._batch import call, inputs_of
     from leannorm._errors import InputError
     from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.cli.models import in_one_line, made_by, model_named, shape_of
+    from leannorm.cli.inputs import made, specs_of
+    from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
     from leannorm.report.render import require_page
-    from leannorm.transforms.statistics.pooling import call
 
     if input and data:
         raise InputError("give --input or --data, not both: a random batch or batches of the model's data")
@@ -49,16 +48,18 @@ def doctor(
     if html:
         require_page()
 
+    specs = specs_of(input) if input else []
+
     def forward(network: torch.nn.Module, batch: Any) -> Any:
         try:
-            return call(network, batch)
+            return inputs_of(batch).call(network) if input else call(network, batch)
         except Exception as error:
-            what = f"an input of {input}" if input else f"a batch of {data}"
+            what = f"an input of {', '.join(input)}" if input else f"a batch of {data}"
             raise InputError(f"{model} does not run on {what}: {in_one_line(error)}") from error
 
     with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
-        batches = torch.randn(shape_of(input)) if input else made_by(data) if data else None
+        batches = [made(specs, torch.float32)] if specs else made_by(data) if data else None
         network = model_named(model)
         status.update("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]

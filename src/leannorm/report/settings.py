@@ -19,7 +19,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Setting(NamedTuple):
-    """`run(*inputs)` is the model's forward pass; `around()` is a context for it and the loss."""
+    """`run(...)` is the model's forward pass; `around()` is a context for it and the loss."""
 
     name: str
     run: Callable[..., Any]
@@ -55,6 +55,17 @@ def leaner(name: str, **more: Any) -> lean:
     return lean(**{option: float(value)}, **more) if value else lean(option, **more)  # type: ignore[arg-type]
 
 
+def code_of(name: str) -> str:
+    """The call that `leaner` makes, as it is typed.
+
+    >>> code_of("norm"), code_of("conv"), code_of("budget 0.5")
+    ('leannorm.lean()', 'leannorm.lean("conv")', 'leannorm.lean(budget=0.5)')
+    """
+    option, _, value = name.partition(" ")
+    given = f"{option}={value}" if value else "" if name == "norm" else f'"{name}"'
+    return f"leannorm.lean({given})"
+
+
 def check_methods(against: Sequence[str]) -> None:
     """Raises InputError for a method that lean() cannot be compared with."""
     for other in against:
@@ -78,9 +89,9 @@ def _checkpointed(model: nn.Module) -> Callable[..., Any]:
             f"{type(model).__name__} has none: leave checkpoint out"
         )
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Any, **named: Any) -> Any:
         with _wrapped(blocks):
-            return model(*inputs)
+            return model(*inputs, **named)
 
     return run
 
@@ -114,8 +125,8 @@ def _compiled(model: nn.Module) -> Callable[..., Any]:
 
     compiled = torch.compile(model)
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Any, **named: Any) -> Any:
         with config.patch(activation_memory_budget=0.5):
-            return compiled(*inputs)
+            return compiled(*inputs, **named)
 
     return run
