@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from benchmarks import host_time  # noqa: E402
 from leannorm import nn  # noqa: E402
+from leannorm._types import Epilogue, KeptByRowNorm, Rows, Running  # noqa: E402
 from leannorm.autograd import direct  # noqa: E402
 from leannorm.ops.backends import TRITON  # noqa: E402
 from leannorm.ops.backends.triton import (  # noqa: E402
@@ -179,9 +180,9 @@ def numbers() -> None:
     for eps in (0.25, 0.5, 0.25):
         given = torch.tensor(eps)
         LAUNCHED.clear()
-        TRITON.row_forward(x, None, w, None, 1, 2, given, True)
-        TRITON.channel_forward(images, None, None, None, given)
-        TRITON.channel_evaluate(images, mean, var, given)
+        TRITON.row_forward(x, None, w, None, Rows(1, 2, given, True))
+        TRITON.channel_forward(images, Epilogue(), given)
+        TRITON.channel_evaluate(images, Running(mean, var, None, None), given, Epilogue())
         assert len(LAUNCHED) == 3
         for launched in LAUNCHED:  # Triton 3.9 puts a kernel's arguments in a tuple of their own
             assert any(type(v) is float and v == eps for v in tree_leaves(launched))
@@ -211,8 +212,10 @@ def negated() -> None:
         return {v.data_ptr() if isinstance(v, torch.Tensor) else v for v in tree_leaves(LAUNCHED)}
 
     for _ in range(3):
-        forward = given(TRITON.row_forward, torch._neg_view(x), None, w, None, 1, 2, 1e-5, True)
-        backward = given(TRITON.row_backward, torch._neg_view(dy), None, x, mean, rstd, w, 1, 2, True)
+        span = Rows(1, 2, 1e-5, True)
+        forward = given(TRITON.row_forward, torch._neg_view(x), None, w, None, span)
+        kept = KeptByRowNorm(x, mean, rstd, w)
+        backward = given(TRITON.row_backward, torch._neg_view(dy), None, kept, span)
         assert w.data_ptr() in forward & backward
         assert x.data_ptr() not in forward
         assert x.data_ptr() in backward

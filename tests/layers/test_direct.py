@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn
+from leannorm._types import KeptByChannelNorm
 from leannorm.autograd import direct
 from leannorm.ops.backends import CPU
 
@@ -123,9 +124,9 @@ def test_evaluation_has_the_gradients_of_the_single_verbs(act, dtype, layout, mo
     layer = trained(lambda: nn.BatchNormAct2d(8, act=act).eval(), dtype)
     x, dy = LAYOUTS[layout](torch.randn(IMAGE).to(dtype)), torch.randn(IMAGE).to(dtype)
     mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
-    saved = dy, x, mean, rstd, layer.weight.detach(), layer.bias.detach(), None, None, act
-    dbias, dweight = CPU.channel_grad_sums(*saved)
-    dx, _ = CPU.channel_input_grad(*saved[:-1], None, None, act)
+    kept = KeptByChannelNorm(x, mean, rstd, layer.weight.detach(), layer.bias.detach(), act=act)
+    dbias, dweight = CPU.channel_grad_sums(dy, kept)
+    dx, _ = CPU.channel_input_grad(dy, kept)
     want = dx, dweight.to(dtype), dbias.to(dtype)
     for way in ("direct", "whole"):
         for needed in itertools.product((False, True), repeat=3):
@@ -156,7 +157,7 @@ def test_evaluation_with_a_bias_wider_than_the_weight(monkeypatch):
     x.requires_grad_()
     layer(x).backward(dy)
     mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
-    dbias, dweight = CPU.channel_grad_sums(dy, x.detach(), mean, rstd)
+    dbias, dweight = CPU.channel_grad_sums(dy, KeptByChannelNorm(x.detach(), mean, rstd))
     assert torch.equal(layer.bias.grad, dbias)
     assert torch.equal(layer.weight.grad, dweight.float())
 

@@ -8,12 +8,12 @@ saves it anyway) if the derivative can be computed from it, else the residual. M
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, Running
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.shown import shown
@@ -50,38 +50,28 @@ def for_both_gradients(
     return weight.to(torch.promote_types(weight.dtype, bias_dtype))
 
 
-class KeptByChannelNorm(NamedTuple):
-    """What a per-channel norm saves, in the order in which the backward verbs take it."""
-
-    x: Tensor | None
-    mean: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    output: Tensor | None
-
-
-def keep_for_backward(
-    ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor | None, constant: bool = False
-) -> None:
-    """Save those of the `given` fields that the backward pass with `act` needs; `more` are saved as they are.
+def keep_for_backward(ctx: Any, kept: KeptByChannelNorm, constant: bool = False) -> None:
+    """Save those tensors that the backward pass needs.
 
     `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x, or in
     its place the output, which the next layer keeps too.
     """
-    x, mean, rstd, weight, bias, residual, out = given
-    dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
+    x, _, _, weight, bias, residual, out, _, _, act = kept
+    ctx.dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
     if ACTIVATIONS[act].from_output is None or (residual is None and not constant):
         out = None
     else:
         residual, out = None, None if act == "identity" else out
-    x = None if constant and (act == "identity" or out is not None) else x
+    kept_x = None if constant and (act == "identity" or out is not None) else x
     bias = None if act == "identity" else bias
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out)
-    ctx.save_for_backward(*kept, *more)
+    ctx.save_for_backward(kept_x, *kept[1:4], bias, residual, out, *kept[7:9])
     ctx.act = act
-    ctx.dtypes = dtypes
+
+
+def kept_by(ctx: Any) -> KeptByChannelNorm:
+    """What `keep_for_backward` has saved."""
+    fields: Any = (*ctx.saved_tensors, ctx.act)
+    return KeptByChannelNorm(*fields)
 
 
 def _with_buffers(tensors: tuple[Tensor | None, ...], running: Running | None) -> tuple[Tensor | None, ...]:
@@ -98,8 +88,9 @@ class ChannelNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias, residual, act, eps, groups, running = given
         backend = ctx.backend = shown(pick(*_with_buffers((x, weight, bias, residual), running)), groups)
-        y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act)
+        epilogue = Epilogue(weight, bias, residual, act)
+        y, mean, m2, rstd, _ = backend.channel_forward(x, epilogue, eps, groups, running)
+        keep_for_backward(ctx, KeptByChannelNorm(x, mean, rstd, weight, bias, residual, y, act=act))
         ctx.eps, ctx.groups = eps, groups
         ctx.mark_non_differentiable(mean, m2)
         ctx.set_materialize_grads(False)
@@ -109,18 +100,13 @@ class ChannelNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
             return (None,) * 8
-        kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; making a NamedTuple costs time
+        kept, backend = kept_by(ctx), ctx.backend
         if twice_differentiable():
-            backend, moments = REFERENCE, REFERENCE.channel_moments(kept[0], ctx.groups)
-            kept = KeptByChannelNorm(*kept)._replace(
-                mean=moments.mean, rstd=REFERENCE.rstd_of(moments, ctx.eps)
-            )
+            backend, moments = REFERENCE, REFERENCE.channel_moments(kept.x, ctx.groups)
+            kept = kept._replace(mean=moments.mean, rstd=REFERENCE.rstd_of(moments, ctx.eps))
         needed = ctx.needs_input_grad[:4]
-        x, mean, rstd, weight, *others = kept
-        weight = for_both_gradients(weight, *ctx.dtypes[1:3])
-        dx, dweight, dbias, dz = backend.channel_backward(
-            dy, x, mean, rstd, weight, *others, ctx.act, ctx.groups, needed[3]
-        )
+        kept = kept._replace(weight=for_both_gradients(kept.weight, *ctx.dtypes[1:3]))
+        dx, dweight, dbias, dz = backend.channel_backward(dy, kept, ctx.groups, needed[3])
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None, None)
 
 
@@ -133,31 +119,30 @@ class ChannelAffine(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, *epilogue: Any) -> Tensor:
         weight, bias, residual, act = epilogue
         ctx.backend = shown(pick(x, weight, bias, residual))
-        y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
+        y: Tensor = ctx.backend.channel_normalize(kept)
         constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, constant=constant)
+        keep_for_backward(ctx, kept._replace(output=y), constant)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
+        kept = kept_by(ctx)
         backend = REFERENCE if twice_differentiable() else ctx.backend
         needed = need_x, need_weight, need_bias, need_residual = [
             ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
         ]
         dweight = dbias = dx = dz = None
-        if x is None:  # only its shape and layout are read
-            x = dy = dy.contiguous(memory_format=ctx.layout)
-        given = dy, x, mean, rstd, weight, bias, residual, out
+        if kept.x is None:  # only its shape and layout are read
+            dy = dy.contiguous(memory_format=ctx.layout)
+            kept = kept._replace(x=dy)
         if not (need_weight or need_bias):
-            dx, dz = backend.channel_input_grad(*given, None, None, ctx.act, want_dz=need_residual)
+            dx, dz = backend.channel_input_grad(dy, kept, want_dz=need_residual)
         elif not (need_x or need_residual):
-            dbias, dweight = backend.channel_grad_sums(*given, ctx.act)
+            dbias, dweight = backend.channel_grad_sums(dy, kept)
         else:
-            weight = for_both_gradients(weight, *ctx.dtypes[1:3])
-            dx, dweight, dbias, dz = backend.channel_backward(
-                dy, x, mean, rstd, weight, bias, residual, out, ctx.act, 0, need_residual, constant=True
-            )
+            kept = kept._replace(weight=for_both_gradients(kept.weight, *ctx.dtypes[1:3]))
+            dx, dweight, dbias, dz = backend.channel_backward(dy, kept, 0, need_residual, constant=True)
         dx, *of_others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
         return (dx, None, None, *of_others, None)
 
@@ -174,7 +159,7 @@ def channel_norm(
     in_transform = transformed(*tensors)
     if in_transform or not recorded(x, weight, bias, residual):
         backend = REFERENCE if in_transform else shown(pick(*tensors), groups)
-        y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
+        y, mean, m2, *_ = backend.channel_forward(x, epilogue, eps, groups, running)
         return y, mean, m2
     apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
     result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, act, eps, groups, running)
@@ -186,19 +171,17 @@ def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogu
     tensors = (x, running.mean, running.var, epilogue.weight, epilogue.bias, epilogue.residual)
     if torch.compiler.is_compiling() or recorded(*tensors) or transformed(*tensors):
         return None
-    assert running.mean is not None
-    assert running.var is not None
-    return pick(*tensors).channel_evaluate(x, running.mean, running.var, eps, *epilogue)
+    return pick(*tensors).channel_evaluate(x, running, eps, epilogue)
 
 
 def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) -> Tensor:
     """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
     if transformed(x, mean, rstd, weight, bias, residual):
-        return REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        return REFERENCE.channel_normalize(kept)
     if not recorded(x, weight, bias, residual):
-        backend = shown(pick(x, weight, bias, residual))
-        return backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
+        return shown(pick(x, weight, bias, residual)).channel_normalize(kept)
     apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
     y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
     return y

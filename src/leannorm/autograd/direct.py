@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.autograd.channel import KeptByChannelNorm, applied_directly, twice_differentiable
+from leannorm._types import KeptByChannelNorm, KeptByRowNorm, Rows
+from leannorm.autograd.channel import applied_directly, twice_differentiable
 from leannorm.autograd.nodes import NODES
-from leannorm.autograd.rows import KeptByRowNorm, mean_to_keep
+from leannorm.autograd.rows import mean_to_keep
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE, TRITON, Backend
 from leannorm.ops.backends.compiled import is_dense, like
@@ -102,8 +103,8 @@ class DirectChannelNorm(torch.autograd.Function):
         if torch.is_grad_enabled() and twice_differentiable():
             moments = REFERENCE.channel_moments(x, groups)
             mean, rstd = moments.mean, REFERENCE.rstd_of(moments, ctx.eps)
-            given = dy, x, mean, rstd, weight, bias, None, None
-            dx, dweight, dbias, _ = REFERENCE.channel_backward(*given, act, groups)
+            kept = KeptByChannelNorm(x, mean, rstd, weight, bias, act=act)
+            dx, dweight, dbias, _ = REFERENCE.channel_backward(dy, kept, groups)
         else:
             if not (dy.is_contiguous() and x.is_contiguous()):
                 dy = like(x, dy)
@@ -130,27 +131,32 @@ class DirectChannelAffine(torch.autograd.Function):
             out = y if act != "identity" and ACTIVATIONS[act].from_output is not None else None
             if act == "identity" or out is not None:
                 x, ctx.layout = None, memory_format(y)  # type: ignore[assignment]
-        ctx.save_for_backward(x, mean, rstd, weight, None if act == "identity" else bias, None, out)
+        bias = None if act == "identity" else bias
+        ctx.save_for_backward(x, mean, rstd, weight, bias, None, out, None, None)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight, bias, _, out = ctx.saved_tensors
+        x, mean, rstd, weight, bias, _, out, *_ = ctx.saved_tensors
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        ops = REFERENCE if twice_differentiable() else _backward_of(ctx.backend)
+        ops = _backward_of(ctx.backend)
         if x is None:  # only its shape and layout are read
             x = dy = dy.contiguous(memory_format=ctx.layout)
         elif not (dy.is_contiguous() and x.is_contiguous()):
             dy = like(x, dy)
         given = dy, x, mean, rstd, weight, bias, None, out
         dx = dweight = dbias = None
-        if not (need_weight or need_bias):
+        if twice_differentiable():
+            kept = KeptByChannelNorm(*given[1:], act=ctx.act)
+            dx, _ = REFERENCE.channel_input_grad(dy, kept)
+            dbias, dweight = REFERENCE.channel_grad_sums(dy, kept)
+        elif not (need_weight or need_bias):
             dx, _ = ops.channel_input_grad(*given, None, None, ctx.act, False)
         elif need_x:
             dx, dweight, dbias, _ = ops.channel_backward(*given, ctx.act, 0, False, True)
         else:
             dbias, dweight = ops.channel_grad_sums(*given, ctx.act)
-        return dx, dweight if need_weight else None, dbias if need_bias else None, None
+        return dx if need_x else None, dweight if need_weight else None, dbias if need_bias else None, None
 
 
 class DirectRowNorm(torch.autograd.Function):
@@ -163,7 +169,7 @@ class DirectRowNorm(torch.autograd.Function):
         *ctx.rows, ctx.backend = rows
         y, _, mean, rstd = _row_forward(x, weight, bias, ctx.rows, ctx.backend)
         centre = mean_to_keep(mean, ctx.rows[3], ctx.backend)
-        ctx.save_for_backward(*KeptByRowNorm(x, centre, rstd, weight, None))
+        ctx.save_for_backward(x, centre, rstd, weight, None)
         ctx.has_bias = bias is not None
         return y
 
@@ -174,8 +180,10 @@ class DirectRowNorm(torch.autograd.Function):
         _, need_weight, need_bias, _ = ctx.needs_input_grad
         how = start, stop, rms, need_weight or need_bias, weight_offset
         if twice_differentiable():
-            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms)
-            dx, dweight, dbias = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, *how)
+            rows = Rows(start, stop, eps, rms, weight_offset)
+            statistics = REFERENCE.row_moments(x, rows)
+            kept = KeptByRowNorm(x, *statistics, weight)
+            dx, dweight, dbias = REFERENCE.row_backward(dy, None, kept, rows, how[3])
         else:
             mean = torch.zeros_like(rstd) if mean is None else mean
             backward = _backward_of(ctx.backend).row_backward
@@ -207,7 +215,7 @@ def _backward_of_node(
         return DirectRowNorm.backward(ctx, dy)
     ctx.act, *rest = how
     if name == "DirectChannelAffineBackward":
-        ctx.saved_tensors, (ctx.layout,) = (x, mean, rstd, weight, bias, None, out), rest
+        ctx.saved_tensors, (ctx.layout,) = (x, mean, rstd, weight, bias, None, out, None, None), rest
         return DirectChannelAffine.backward(ctx, dy)
     ctx.saved_tensors, (ctx.eps, ctx.groups) = (x, mean, rstd, weight, bias), rest
     return DirectChannelNorm.backward(ctx, dy)

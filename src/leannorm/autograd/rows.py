@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from leannorm._types import Rows
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.autograd.channel import applied_directly, for_both_gradients, twice_differentiable
 from leannorm.ops.backends import REFERENCE, TRITON
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
-
-
-class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm save; with a residual `x` is the sum. Of the mean, see `mean_to_keep`."""
-
-    x: Tensor
-    mean: Tensor | None
-    rstd: Tensor
-    weight: Tensor | None
-    valid: Tensor | None
 
 
 def mean_to_keep(mean: Tensor, rms: bool, backend: object) -> Tensor | None:
@@ -44,11 +34,9 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | Tensor:
         residual, weight, bias, rows, valid = given
         backend = ctx.backend = pick(x, residual, weight, bias)
-        how = *rows, valid
-        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *how)
+        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows, valid)
         kept = x if residual is None else total
-        centre = mean_to_keep(mean, rows[3], backend)
-        ctx.save_for_backward(*KeptByRowNorm(kept, centre, rstd, weight, valid))
+        ctx.save_for_backward(kept, mean_to_keep(mean, rows.rms, backend), rstd, weight, valid)
         ctx.rows = rows
         ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
         ctx.set_materialize_grads(False)
@@ -57,7 +45,6 @@ class RowNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, valid = ctx.saved_tensors
-        start, stop, eps, rms, weight_offset, _ = ctx.rows
         want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
         if dy is None:  # only x + residual was used
             return _grads(ctx, of_valid(valid, dtotal), None, None)
@@ -65,12 +52,10 @@ class RowNorm(torch.autograd.Function):
         if twice_differentiable():
             # the statistics are recomputed from x, so that the second derivative has all its terms
             backend = REFERENCE
-            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms, valid)
+            mean, rstd = REFERENCE.row_moments(x, ctx.rows, valid)
         mean = torch.zeros_like(rstd) if mean is None else mean
-        weight = for_both_gradients(weight, *ctx.dtypes[2:])
-        how = start, stop, rms, want_affine, weight_offset, valid
-        grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, *how)
-        return _grads(ctx, *grads)
+        kept = KeptByRowNorm(x, mean, rstd, for_both_gradients(weight, *ctx.dtypes[2:]), valid)
+        return _grads(ctx, *backend.row_backward(dy, dtotal, kept, ctx.rows, want_affine))
 
 
 def _grads(
@@ -101,7 +86,7 @@ def row_norm(
     in_transform = transformed(*tensors)
     if in_transform or not recorded(*tensors):
         backend = REFERENCE if in_transform else pick(*tensors)
-        y, total, _, _ = backend.row_forward(x, residual, weight, bias, *rows, valid)
+        y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid)
         return y, total
     apply = RowNorm.apply if torch.compiler.is_compiling() else _norm
     out = apply(x, residual, weight, bias, rows, valid)

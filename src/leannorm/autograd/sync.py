@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
-from leannorm._types import Epilogue
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.autograd.channel import (
     gradients_in_dtype,
     keep_for_backward,
+    kept_by,
     twice_differentiable,
 )
 from leannorm.distributed.call import Call
@@ -78,23 +79,10 @@ class AddUp(torch.autograd.Function):
         return AddUp.apply(gradient[1:].contiguous(), 0, ctx.group, call)[1:], None, None, None
 
 
-class KeptBySyncNorm(NamedTuple):
-    """As `KeptByChannelNorm`, and the number of values that each statistic is of."""
-
-    x: Tensor
-    mean: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    output: Tensor | None
-    size: Tensor
-
-
 class SyncNorm(torch.autograd.Function):
     """`ChannelNorm` by the statistics of all ranks' inputs; also returns their mean, M2 and count."""
 
-    Kept = KeptBySyncNorm
+    Kept = KeptByChannelNorm
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,8 +91,9 @@ class SyncNorm(torch.autograd.Function):
         local = ctx.backend.channel_moments(x)
         total = shared(ctx.backend.sums_of(local), local.count, sharing, x)
         mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
-        y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, count)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, size=count, act=act)
+        y = ctx.backend.channel_normalize(kept)
+        keep_for_backward(ctx, kept._replace(output=y))
         ctx.eps, ctx.sharing = eps, sharing
         ctx.mark_non_differentiable(mean, m2, count)
         ctx.set_materialize_grads(False)  # zeros for mean, M2 and count would be launches of their own
@@ -112,7 +101,7 @@ class SyncNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
-        kept = KeptBySyncNorm(*ctx.saved_tensors)
+        kept = kept_by(ctx)
         if dy is None:  # the other ranks wait for this one's sums all the same
             dy = torch.zeros_like(kept.x)
         needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
@@ -121,8 +110,7 @@ class SyncNorm(torch.autograd.Function):
             backend, call = REFERENCE, sharing.call("moments to differentiate twice", kept.x)
             mean, _, rstd, _ = _moments(kept.x, ctx.eps, sharing, call)
             kept = kept._replace(mean=mean, rstd=rstd)
-        *statistics, size = kept
-        dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
+        dbias, dweight = backend.channel_grad_sums(dy, kept)
         dx = dz = None
         if needed[0]:
             call = sharing.call("backward", kept.x)
@@ -130,10 +118,11 @@ class SyncNorm(torch.autograd.Function):
                 total = AddUp.apply(torch.cat((dbias, dweight)), 0, sharing.group, call)
             else:
                 total = add_up((dbias, dweight), 0, sharing.group, call)
-            p, q = backend.means_of(total, kept.weight, size)
-            dx, dz = backend.channel_input_grad(dy, *statistics, p, q, ctx.act, want_dz=needed[3])
+            assert kept.size is not None
+            means = backend.means_of(total, kept.weight, kept.size)
+            dx, dz = backend.channel_input_grad(dy, kept, means, want_dz=needed[3])
         elif needed[3]:
-            _, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=True)
+            _, dz = backend.channel_input_grad(dy, kept, want_dz=True)
         return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
 
 
@@ -188,7 +177,9 @@ def sync_norm(
     """`SyncNorm`, or under a functorch transform its formula in plain torch."""
     if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
         mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
-        return REFERENCE.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
+        weight, bias, residual, act = epilogue
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
+        return REFERENCE.channel_normalize(kept), mean, m2, count
     sharing = repeatable(sharing)
     result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(x, *epilogue, eps, sharing)
     return result

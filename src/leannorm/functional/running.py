@@ -91,7 +91,7 @@ def update_running_statistics(
     if rebuilding() or (running.mean is None and running.num_batches is None):
         return
     if pool is None:
-        _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)
+        _serving(running.mean, running.var, mean).move_running(running, Moments(mean, m2, count))
     else:
         merge_into(pool, Moments(mean, m2, count))
         pool.used = True

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments, Pool
+from leannorm._types import Moments, Pool, Running
 from leannorm.ops.precision import statistics_dtype
 
 
@@ -62,16 +62,7 @@ class RunningVerbs:
         dtype = statistics_dtype(running_mean)
         return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
 
-    def move_running(
-        self,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches: Tensor | None,
-        momentum: float | None,
-        mean: Tensor,
-        m2: Tensor,
-        count: int | Tensor,
-    ) -> None:
+    def move_running(self, running: Running, moments: Moments) -> None:
         """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
 
         In place; what is None is skipped. `momentum=None` weighs the batch by 1 / the number of batches,
@@ -81,6 +72,8 @@ class RunningVerbs:
         All move, or none: nothing changes where one of the batch's statistics is not finite, or where one of
         the running ones, being finite, would no longer be (in float16 a variance soon is not).
         """
+        running_mean, running_var, num_batches, momentum = running
+        mean, m2, count = moments.mean, moments.m2, moments.count
         finite: bool | Tensor = True
         if (
             running_mean is not None

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from leannorm.ops.backends.reference_masked import MaskedVerbs
+from leannorm.ops.backends.reference import ChannelVerbs
 from leannorm.ops.backends.reference_modulated import ModulatedVerbs
 from leannorm.ops.sums import SumVerbs
 
 
-class Backend(MaskedVerbs, ModulatedVerbs, SumVerbs, ABC):
+class Backend(ChannelVerbs, ModulatedVerbs, SumVerbs, ABC):
     """One implementation of the verbs. Their meaning, in plain torch, is inherited; kernels replace it.
 
     Each backend has one instance, in its module under its name in capitals; pickle and copy return that one.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm._types import Gating, KeptByChannelNorm, Modulation, Rows
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.direct import DirectChannelAffine, DirectChannelNorm, DirectRowNorm
@@ -24,15 +25,10 @@ from leannorm.saving.values import Step, Value
 
 
 def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
-    *residual, mean, rstd, weight, bias, backend, act = rest
-    kernels: Backend = backend
-    return kernels.channel_normalize(x, mean, rstd, weight, bias, (residual or [None])[0], act)
-
-
-def _masked_normalize(x: Tensor, *rest: Any) -> Tensor:
     *residual, mask, mean, rstd, weight, bias, backend, act = rest
-    y: Tensor = backend.masked_normalize(x, mask, mean, rstd, weight, bias, (residual or [None])[0], act)
-    return y
+    kernels: Backend = backend
+    r = residual[0] if residual else None
+    return kernels.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias, r, mask=mask, act=act))
 
 
 def _kept(node: Any) -> Any:
@@ -41,34 +37,21 @@ def _kept(node: Any) -> Any:
     None while the node is still saving (its output, for example), and if it saved outside of `lean()`.
     """
     record = type(node)._forward_cls.Kept
-    values = saved_by_function(node, len(record._fields))
+    tensors = [name for name in record._fields if name != "act"]
+    values = saved_by_function(node, len(tensors))
     kept = None if values is None else record(*values)
     return None if kept is None or kept.x is None or kept.rstd is None else kept
 
 
 @recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
+@recipe(kind_of_function(MaskedNorm), kind_of_function(MaskedAffine))
 def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None:
         return None
-    found = _channel_operands(node, kept, 2 if isinstance(node, ChannelAffine._backward_cls) else 0, given)
-    return None if found is None else Step(_channel_normalize, *found, (node.backend, node.act))
-
-
-@recipe(kind_of_function(MaskedNorm), kind_of_function(MaskedAffine))
-def masked_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept = _kept(node)
-    if output or kept is None:
-        return None
-    affine = isinstance(node, MaskedAffine._backward_cls)
+    affine = isinstance(node, (ChannelAffine._backward_cls, MaskedAffine._backward_cls))
     found = _channel_operands(node, kept, 2 if affine else 0, given)
-    if found is None:
-        return None
-    inputs, captured = found
-    how = node.backend, node.act
-    if affine or node.zero:
-        return Step(_masked_normalize, inputs, (copy_of(kept.mask), *captured), how)
-    return Step(_channel_normalize, inputs, captured, how)
+    return None if found is None else Step(_channel_normalize, *found, (node.backend, node.act))
 
 
 def _channel_operands(
@@ -85,7 +68,8 @@ def _channel_operands(
             return None
     if not known:
         return None
-    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    mask = copy_of(kept.mask) if getattr(node, "zero", True) else None
+    captured = mask, kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
     return (kept.x,) if residual is None else (kept.x, residual), captured
 
 
@@ -98,7 +82,7 @@ def direct_channel_norm(node: Any, output: int, given: Given, like: Tensor | Non
     known, bias = _bias(kept.bias, 2, given, affine)
     if not known:
         return None
-    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    captured = None, kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
     return Step(_channel_normalize, (kept.x,), captured, (node.backend, node.act))
 
 
@@ -111,7 +95,7 @@ def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool,
 def _row_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, *rows: Any
 ) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, *rows, valid)[0]
+    y: Tensor = backend.row_forward(x, None, weight, bias, Rows(*rows), valid)[0]
     return y
 
 
@@ -151,9 +135,9 @@ def direct_row_norm(node: Any, output: int, given: Given, like: Tensor | None) -
 
 
 def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-    *shift, weight, bias, backend, start, eps, rms = rest
+    *shift, weight, bias, backend, rows = rest
     of_scale = scale, (shift or [None])[0], weight, bias
-    y: Tensor = backend.ada_forward(x, None, None, *of_scale, start, eps, rms)[0]
+    y: Tensor = backend.ada_forward(x, Modulation(None, None, *of_scale), rows)[0]
     return y
 
 
@@ -173,11 +157,11 @@ def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
             return None
         inputs.append(shift)
     captured = copy_of(kept.weight), copy_of(kept.bias)
-    return Step(_ada_forward, tuple(inputs), captured, (node.backend, *node.rows))
+    return Step(_ada_forward, tuple(inputs), captured, (node.backend, node.rows))
 
 
-def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any, *how: Any) -> Tensor:
-    y: Tensor = backend.gated_forward(x, gate, weight, *how)[0]
+def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any, gating: Gating) -> Tensor:
+    y: Tensor = backend.gated_forward(x, gate, weight, gating)[0]
     return y
 
 
@@ -187,13 +171,13 @@ def gated_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if kept is None or kept.gate is None:
         return None
     captured = (copy_of(kept.weight),)
-    return Step(_gated_forward, (kept.x, kept.gate), captured, (node.backend, *node.how))
+    return Step(_gated_forward, (kept.x, kept.gate), captured, (node.backend, node.gating))
 
 
 def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
     *conv_bias, mean, rstd, weight, bias, convolution, backend = rest
     y = convolution.apply(x, kernel, *(conv_bias or (None,)))
-    normalized: Tensor = backend.channel_normalize(y, mean, rstd, weight, bias)
+    normalized: Tensor = backend.channel_normalize(KeptByChannelNorm(y, mean, rstd, weight, bias))
     return normalized
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from leannorm._types import Epilogue, Running
 from leannorm.ops import schema
-from leannorm.ops.backends.compiled import dense, flat, like
-from leannorm.ops.backends.compiled_masked import CompiledMasked
+from leannorm.ops.backends.compiled import dense
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -140,7 +140,7 @@ if _UNAVAILABLE is None:
     _register()
 
 
-class Triton(CompiledMasked, CompiledModulated):
+class Triton(CompiledModulated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
@@ -169,24 +169,20 @@ class Triton(CompiledMasked, CompiledModulated):
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
 
-    def channel_evaluate(
-        self,
-        x: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        eps: float,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        act: str = "identity",
-    ) -> Tensor:
+    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
         """One launch in place of two. Not an operator: who listens there sees the two."""
+        mean, var, *_ = running
         both = super().channel_evaluate
-        if _listened_to() or not (running_mean.is_contiguous() and running_var.is_contiguous()):
-            return both(x, running_mean, running_var, eps, weight, bias, residual, act)
-        x, eps = dense(x), float(eps)
-        arguments = x, running_mean, running_var, eps, flat(weight), flat(bias), like(x, residual), act
-        y: Tensor = _kernels.channel_evaluate.call(arguments, both)
+        if (
+            mean is None
+            or var is None
+            or not (mean.is_contiguous() and var.is_contiguous())
+            or _listened_to()
+        ):
+            return both(x, running, eps, epilogue)
+        x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
+        arguments = x, mean, var, float(eps), weight, bias, residual, act
+        y: Tensor = _kernels.channel_evaluate.call(arguments, lambda *_: both(x, running, eps, epilogue))
         return y
 
     def message_of(
