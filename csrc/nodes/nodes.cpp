@@ -109,7 +109,7 @@ struct ChannelNorm final : Direct {
   variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
     static const Operator backward("channel_backward");
     Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
-                           Tensor(), act, groups, false, false);
+                           Tensor(), act, groups, false, false, Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
     if (!kept[kWeight].defined()) return {tensor(stack, 0), Tensor(), Tensor()};
     return {tensor(stack, 0), tensor(stack, 1), tensor(stack, 2)};
@@ -137,11 +137,11 @@ struct ChannelAffine final : Direct {
       return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
     };
     if (!(needs(1) || needs(2))) {
-      Stack stack = taken(Tensor(), Tensor(), act, false);
+      Stack stack = taken(Tensor(), Tensor(), act, false, Tensor());
       if (!input(stack, by_triton)) return {};
       return {tensor(stack, 0), Tensor(), Tensor()};
     }
-    Stack stack = needs(0) ? taken(act, int64_t(0), false, true) : taken(act);
+    Stack stack = needs(0) ? taken(act, int64_t(0), false, true, Tensor(), Tensor()) : taken(act, Tensor());
     if (!(needs(0) ? both : sums)(stack, by_triton)) return {};
     const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
     if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
@@ -189,7 +189,7 @@ Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, con
   const auto& [x, weight, bias, eps, by_triton, records] = of;
   Stack stack = running.given() ? stack_of(x, weight, bias, Tensor(), eps, act, running.mean, running.var,
                                            running.num_batches, running.momentum)
-                                : stack_of(x, weight, bias, Tensor(), eps, act, groups);
+                                : stack_of(x, weight, bias, Tensor(), eps, act, groups, Tensor());
   if (!(running.given() ? tracked : forward).taken(stack, by_triton)) return {};
   for (const Tensor* v : {&running.mean, &running.var, &running.num_batches})
     if (v->defined()) torch::autograd::impl::bump_version(*v);
@@ -246,7 +246,7 @@ Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running
   Stack made = stack_of(running_mean, running_var, eps);
   if (!constants.taken(made, by_triton)) return {};
   const Tensor mean = tensor(made, 0), rstd = tensor(made, 1);
-  Stack stack = stack_of(x, mean, rstd, weight, bias, Tensor(), act);
+  Stack stack = stack_of(x, mean, rstd, weight, bias, Tensor(), act, Tensor());
   if (!normalize.taken(stack, by_triton)) return {};
   Tensor y = tensor(stack, 0);
   if (!records) return y;

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+Maybe = Tensor | None
 MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 

@@ -5,6 +5,8 @@ Triton's are interpreted where there is no GPU, and tried by one launch and by s
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from cases import EMPTY, ChannelCase
@@ -240,27 +242,29 @@ def test_a_kernel_refuses_what_it_cannot_read(operators, changed, words):
 
 
 CHECKED = {
-    "cpu": [(layout, groups) for layout in LAYOUTS for groups in (0, 2)],
-    "triton": [("contiguous", 2), ("channels_last", 0)],
+    "cpu": [(*case, masked) for case in product(LAYOUTS, (0, 2)) for masked in (False, True)],
+    "triton": [("contiguous", 2, False), ("channels_last", 0, False), ("contiguous", 2, True)],
 }
 
 
-@tried("layout, groups", CHECKED)
-def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
+@tried("layout, groups, masked", CHECKED)
+def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups, masked):
     call = call_on(ChannelCase((2, 4, 3, 3), layout), F32, residual=True)
     x, dy, weight, bias, residual, act, _, _ = call
-    _, mean, m2, rstd = operators.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
+    mask = (torch.rand(2, 9) < 0.6,) if masked else ()
+    _, mean, m2, rstd, count = operators.channel_forward(x, weight, bias, residual, 1e-5, act, groups, *mask)
+    assert (count is None) == (not masked)
     saved = (dy, x, mean, rstd, weight, bias, residual, None)
     buffers = torch.zeros(4), torch.ones(4), torch.tensor(0)
     for name, *arguments in (
-        ("channel_moments", x, groups),
-        ("channel_normalize", x, mean, rstd, weight, bias, residual, act),
-        ("channel_grad_sums", *saved, act),
-        ("channel_input_grad", *saved, mean, m2, act, True),
-        ("channel_forward", x, weight, bias, residual, 1e-5, act, groups),
+        ("channel_moments", x, groups, *mask),
+        ("channel_normalize", x, mean, rstd, weight, bias, residual, act, *mask),
+        ("channel_grad_sums", *saved, act, *mask),
+        ("channel_input_grad", *saved, mean, m2, act, True, *mask),
+        ("channel_forward", x, weight, bias, residual, 1e-5, act, groups, *mask),
         ("channel_forward_tracked_", x, weight, bias, residual, 1e-5, act, *buffers, 0.1),
-        ("channel_backward", *saved, act, groups, True),
-        ("channel_backward", *saved, act, groups, True, True),
+        ("channel_backward", *saved, act, groups, True, False, *mask, *(count,) * masked),
+        ("channel_backward", *saved, act, groups, True, True, *mask),
         ("channel_backward_", dy, x.clone(), *saved[2:], act, groups, False),
     ):
         torch.library.opcheck(getattr(operators, name).default, tuple(arguments))

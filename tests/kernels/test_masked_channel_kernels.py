@@ -225,27 +225,6 @@ def test_layers_by_lengths(kernels, fill):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-CHECKED = {"cpu": [("contiguous", 0), ("channels_last", 2)], "triton": [("contiguous", 2)]}
-
-
-@tried("layout, groups", CHECKED)
-def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
-    x, dy, weight, bias, residual, act, _, _ = call_on(ChannelCase((2, 4, 3, 3), layout), F32, residual=True)
-    mask = mask_of((2, 4, 3, 3), "random")
-    how = weight, bias, residual
-    _, mean, m2, rstd, count = operators.masked_forward(x, mask, *how, 1e-5, act, groups)
-    saved = mean, rstd, *how, None
-    for name, *arguments in (
-        ("masked_moments", x, mask, groups),
-        ("masked_normalize", x, mask, mean, rstd, *how, act),
-        ("masked_grad_sums", dy, x, mask, *saved, act),
-        ("masked_input_grad", dy, x, mask, *saved, mean, m2, act, True),
-        ("masked_forward", x, mask, *how, 1e-5, act, groups),
-        ("masked_backward", dy, x, mask, mean, rstd, count, *how, None, act, groups, True),
-    ):
-        torch.library.opcheck(getattr(operators, name).default, tuple(arguments))
-
-
 @pytest.mark.parametrize(
     ("mask", "groups", "words"),
     [
@@ -256,4 +235,4 @@ def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
 )
 def test_a_kernel_refuses_what_it_cannot_read(operators, mask, groups, words):
     with pytest.raises(RuntimeError, match=words):
-        operators.masked_moments(torch.ones(2, 4, 3, 3), mask, groups)
+        operators.channel_moments(torch.ones(2, 4, 3, 3), groups, mask)

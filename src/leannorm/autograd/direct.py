@@ -110,7 +110,7 @@ class DirectChannelNorm(torch.autograd.Function):
                 dy = like(x, dy)
             given = dy, x, mean, rstd, weight, bias, None, None
             backward = _backward_of(ctx.backend).channel_backward
-            dx, dweight, dbias, _ = backward(*given, act, groups, False, False)
+            dx, dweight, dbias, _ = backward(*given, act, groups, False, False, None, None)
         if weight is None:
             return dx, None, None, None
         return dx, dweight, dbias, None  # autograd casts each to its input's dtype
@@ -151,11 +151,11 @@ class DirectChannelAffine(torch.autograd.Function):
             dx, _ = REFERENCE.channel_input_grad(dy, kept)
             dbias, dweight = REFERENCE.channel_grad_sums(dy, kept)
         elif not (need_weight or need_bias):
-            dx, _ = ops.channel_input_grad(*given, None, None, ctx.act, False)
+            dx, _ = ops.channel_input_grad(*given, None, None, ctx.act, False, None)
         elif need_x:
-            dx, dweight, dbias, _ = ops.channel_backward(*given, ctx.act, 0, False, True)
+            dx, dweight, dbias, _ = ops.channel_backward(*given, ctx.act, 0, False, True, None, None)
         else:
-            dbias, dweight = ops.channel_grad_sums(*given, ctx.act)
+            dbias, dweight = ops.channel_grad_sums(*given, ctx.act, None)
         return dx if need_x else None, dweight if need_weight else None, dbias if need_bias else None, None
 
 
@@ -233,13 +233,14 @@ def _channel_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     act, eps, groups, running, backend = how
     given = x, weight, bias, None, eps, act
-    made: tuple[Tensor, Tensor, Tensor, Tensor]
+    made: Sequence[Tensor]
     if running is None:
-        made = _made(backend, "channel_forward", *given, groups)
+        *made, _ = _made(backend, "channel_forward", *given, groups, None)
     else:
         made = _made(backend, "channel_forward_tracked_", *given, *running)
         torch._C._increment_version(running[:2] if running[2] is None else running[:3])
-    return made
+    y, mean, m2, rstd = made
+    return y, mean, m2, rstd
 
 
 def _evaluate(
@@ -250,7 +251,7 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     running_mean, running_var, eps, act, backend = how
     mean, rstd = _made(backend, "constants_of", running_mean, running_var, eps)
-    return _made(backend, "channel_normalize", x, mean, rstd, weight, bias, None, act), mean, rstd
+    return _made(backend, "channel_normalize", x, mean, rstd, weight, bias, None, act, None), mean, rstd
 
 
 def _row_forward(

@@ -53,7 +53,7 @@ class DirectSyncNorm(torch.autograd.Function):
         act, running, ctx.sharing = how
         sharing: Sharing = ctx.sharing
         ctx.act, count = act, x.numel() // x.shape[1]
-        mean, m2 = _MOMENTS(x, 0)
+        mean, m2, _ = _MOMENTS(x, 0)
         total = _added_up((_SUMS_OF(mean, m2, count),), count, sharing, "training forward", x)
         mean, m2, rstd, size = _MOMENTS_OF(total, sharing.eps)
         y: Tensor = _NORMALIZE(x, mean, rstd, weight, bias, None, act)

@@ -54,11 +54,15 @@ def flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def _wanted_dz(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
-    """dz, if wanted; without an activation it is dy, which the kernel does not copy."""
+def _is_dy(kept: KeptByChannelNorm) -> bool:
+    """Is the gradient before the activation dy itself? Then kernels do not write it."""
+    return kept.act == "identity" and kept.mask is None
+
+
+def _wanted_dz(dy: Tensor, dz: Tensor, kept: KeptByChannelNorm, want_dz: bool) -> Tensor | None:
     if not want_dz:
         return None
-    return dy if act == "identity" else dz
+    return dy if _is_dy(kept) else dz
 
 
 def _number(momentum: float | Tensor | None) -> float | None:
@@ -104,22 +108,16 @@ class Compiled(Backend):
 
     def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
         plan = channel_plan(x.shape, groups)
-        if mask is not None:
-            return Moments(*self.ops.masked_moments(dense(x), mask, groups))
-        mean, m2 = self.ops.channel_moments(dense(x), groups)
-        return Moments(mean, m2, plan.outer * plan.inner)
+        mean, m2, count = self.ops.channel_moments(dense(x), groups, mask)
+        return Moments(mean, m2, plan.outer * plan.inner if mask is None else count)
 
     def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
         x, (*others, _) = self._kept(kept)
-        if kept.mask is not None:
-            return self.ops.masked_normalize(x, kept.mask, *others, kept.act)
-        return self.ops.channel_normalize(x, *others, kept.act)
+        return self.ops.channel_normalize(x, *others, kept.act, kept.mask)
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
         x, others = self._kept(kept)
-        if kept.mask is not None:
-            return self.ops.masked_grad_sums(like(x, dy), x, kept.mask, *others, kept.act)
-        return self.ops.channel_grad_sums(like(x, dy), x, *others, kept.act)
+        return self.ops.channel_grad_sums(like(x, dy), x, *others, kept.act, kept.mask)
 
     def channel_input_grad(
         self,
@@ -133,12 +131,9 @@ class Compiled(Backend):
         x, others = self._kept(kept)
         dy = like(x, dy)
         of_means = (None, None) if means is None else map(flat, means)
-        if kept.mask is not None:
-            dx, dz = self.ops.masked_input_grad(dy, x, kept.mask, *others, *of_means, kept.act, want_dz)
-            return dx, dz if want_dz else None
-        made = want_dz and kept.act != "identity"
-        dx, dz = self.ops.channel_input_grad(dy, x, *others, *of_means, kept.act, made)
-        return dx, _wanted_dz(dy, dz, kept.act, want_dz)
+        written = want_dz and not _is_dy(kept)
+        dx, dz = self.ops.channel_input_grad(dy, x, *others, *of_means, kept.act, written, kept.mask)
+        return dx, _wanted_dz(dy, dz, kept, want_dz)
 
     def channel_forward(
         self,
@@ -151,11 +146,9 @@ class Compiled(Backend):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Each channel is normalized while it is in the cache. `running` must not need a gradient."""
         x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
-        if mask is not None:
-            assert running is None
-            return self.ops.masked_forward(x, mask, weight, bias, residual, eps, act, groups)
         if running is None:
-            return *self.ops.channel_forward(x, weight, bias, residual, eps, act, groups), None
+            return self.ops.channel_forward(x, weight, bias, residual, eps, act, groups, mask)
+        assert mask is None
         *buffers, momentum = running
         arguments = x, weight, bias, residual, eps, act, *buffers, _number(momentum)
         result = self.ops.channel_forward_tracked_(*arguments)
@@ -172,18 +165,14 @@ class Compiled(Backend):
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         x, others = self._kept(kept)
-        dy, act = like(x, dy), kept.act
-        if kept.mask is not None:
-            mean, rstd, *epilogue = others
-            arguments = dy, x, kept.mask, mean, rstd, kept.size, *epilogue, act, groups, want_dz
-            dx, dweight, dbias, dz = self.ops.masked_backward(*arguments)
-            return dx, dweight, dbias, dz if want_dz else None
-        arguments = dy, x, *others, act, groups, want_dz and act != "identity"
-        if into is x and not constant:
+        dy = like(x, dy)
+        arguments = dy, x, *others, kept.act, groups, want_dz and not _is_dy(kept)
+        if into is x and not constant and kept.mask is None:
             dweight, dbias, dz = self.ops.channel_backward_(*arguments)
-            return x, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
-        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant)
-        return dx, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
+            return x, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
+        of_mask = (None, None) if kept.mask is None else (kept.mask, kept.size)
+        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant, *of_mask)
+        return dx, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
 
     def row_forward(
         self,

@@ -41,7 +41,7 @@ class Shown(Backend):
     def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
         assert mask is None
         plan = channel_plan(x.shape, groups)
-        mean, m2 = schema.OPS.channel_moments(dense(x), groups)
+        mean, m2, _ = schema.OPS.channel_moments(dense(x), groups)
         return Moments(mean, m2, plan.outer * plan.inner)
 
     def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:

@@ -1,10 +1,10 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `masked.py`, `rows.py`, `modulated.py` and `statistics.py` implement
-every operator of `schema.py`, each under its name. They are registered for CUDA here and imported by the
-first call, since Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the
-environment the kernels are interpreted: then they serve CPU tensors as well, but only if the backend is
-chosen by name (`use_backend("triton")`), as that is slow.
+`channel.py`, `channel_gradients.py`, `rows.py`, `modulated.py` and `statistics.py` implement every operator
+of `schema.py`, each under its name. They are registered for CUDA here and imported by the first call, since
+Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels
+are interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
+(`use_backend("triton")`), as that is slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd import profiler
 
 from leannorm._types import Epilogue, Running
 from leannorm.ops import schema
-from leannorm.ops.backends.compiled import dense
+from leannorm.ops.backends.compiled import dense, flat
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -64,12 +64,10 @@ def _room(operator: str) -> str:
         return "modulated"
     if operator.startswith("row"):
         return "rows"
-    if operator in schema.MASKED:
-        return "masked"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
-_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.MASKED, *schema.BETWEEN)
+_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN)
 _FUNCTIONS = ("message_of", "channel_evaluate")  # kernels without an operator
 _NAMES = _OPERATORS + _FUNCTIONS
 
@@ -93,7 +91,7 @@ _kernels = _Kernels()
 def imported_by_call(operator: str) -> Callable[..., Any]:
     """An operator's implementation, which is imported at its first call."""
     if operator in schema.ANY_LAYOUT:
-        return lambda x, *arguments: getattr(_kernels, operator)(dense(x), *arguments)
+        return lambda x, groups, mask=None: getattr(_kernels, operator)(dense(x), groups, flat(mask))
     return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
 
