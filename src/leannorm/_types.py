@@ -69,6 +69,14 @@ class KeptByChannelNorm(NamedTuple):
         return Epilogue(self.weight, self.bias, self.residual, self.act)
 
 
+def kept_of(
+    x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None
+) -> KeptByChannelNorm:
+    """The record of a norm that is about to be computed."""
+    weight, bias, residual, act = epilogue
+    return KeptByChannelNorm(x, mean, rstd, weight, bias, residual, None, mask, None, act)
+
+
 class Valid(NamedTuple):
     """Which positions of an input are data; what is at the others is never read into a statistic.
 

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from leannorm._types import Moments, Pool, Running
 from leannorm.ops.precision import statistics_dtype
+
+_frozen = False
+
+
+@contextmanager
+def no_stats_update() -> Iterator[None]:
+    """Within the context, training uses the batch's statistics, and running statistics and counters stay.
+
+    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
+    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
+    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
+    it too. `torch.compile` compiles once more for it.
+
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> layer = leannorm.nn.BatchNorm1d(4)
+    >>> with leannorm.no_stats_update():
+    ...     y = layer(torch.randn(16, 4) + 3)
+    >>> layer.num_batches_tracked.item(), layer.running_mean.sum().item(), y.mean().abs().item() < 1e-6
+    (0, 0.0, True)
+    """
+    global _frozen
+    before, _frozen = _frozen, True
+    try:
+        yield
+    finally:
+        _frozen = before
+
+
+def frozen() -> bool:
+    """Do running statistics stay as they are? Then training goes as for a layer that has none."""
+    return _frozen
 
 
 def _end(running: Tensor, value: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     for layer, pool in ours.items():
         if pool.used:
             state = layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum
-            update_running_statistics(Running(*state), pool.mean, pool.m2, pool.counts[1])
+            update_running_statistics(Running(*state), Moments(pool.mean, pool.m2, pool.counts[1]))
 
 
 @dataclass(frozen=True)

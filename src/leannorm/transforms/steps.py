@@ -73,7 +73,7 @@ class Deferred:
     def _normalized(self, act: str = "identity") -> Tensor:
         if self.modulation:
             return modulated_group_norm(form_of(self.norm), self.input, self.modulation, act)
-        y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._usual(self.input, act)
+        y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._fast(self.input, act)
         return self.norm._normalize(self.input, act) if y is None else y
 
     def run_unfused(self) -> Tensor:

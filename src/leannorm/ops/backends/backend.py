@@ -18,10 +18,17 @@ class Backend(ChannelVerbs, ModulatedVerbs, SumVerbs, ABC):
     """
 
     name: str
+    launches = False  # is each operator a launch on a device?
+    as_given = False  # are tensors handed to the kernels as they are (`ops/as_given.py`)?
 
     @abstractmethod
     def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
         """The reasons why these tensors cannot be served: none, if they can. `named`: chosen by name."""
+
+    @property
+    def whole(self) -> Backend:
+        """This backend, or the one whose kernels it hands tensors as they are given."""
+        return self
 
     def __repr__(self) -> str:
         return f"<the backend {self.name!r}>"

@@ -7,6 +7,7 @@ Triton for CUDA tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, overload
 
 import torch
@@ -70,9 +71,9 @@ def _number(momentum: float | Tensor | None) -> float | None:
     return float(momentum) if isinstance(momentum, Tensor) else momentum
 
 
-def _increment_versions(buffers: tuple[Tensor | None, ...]) -> None:
+def _increment_versions(buffers: Iterable[Tensor | None]) -> None:
     """As torch's in-place operations do, so that autograd detects an edit of a tensor that it saved."""
-    torch.autograd.graph.increment_version([b for b in buffers if b is not None and not b.is_inference()])
+    torch._C._increment_version([b for b in buffers if b is not None and not b.is_inference()])
 
 
 class Compiled(Backend):
@@ -151,9 +152,9 @@ class Compiled(Backend):
         assert mask is None
         *buffers, momentum = running
         arguments = x, weight, bias, residual, eps, act, *buffers, _number(momentum)
-        result = self.ops.channel_forward_tracked_(*arguments)
-        _increment_versions(running[:3])
-        return *result, None
+        made = self.ops.channel_forward_tracked_(*arguments)
+        _increment_versions(buffers)
+        return *made, None
 
     def channel_backward(
         self,

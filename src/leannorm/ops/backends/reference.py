@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, MaybeTensor, Moments, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, MaybeTensor, Moments, Running, kept_of
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.layout import in_blocks, laid_out_for, out_of_blocks
 from leannorm.ops.modes import differentiable
@@ -213,11 +213,10 @@ class ChannelVerbs(RunningVerbs):
 
     def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
         """`channel_normalize` by running statistics."""
-        assert running.mean is not None
-        assert running.var is not None
-        constants = self.constants_of(running.mean, running.var, eps)
-        weight, bias, residual, act = epilogue
-        return self.channel_normalize(KeptByChannelNorm(x, *constants, weight, bias, residual, act=act))
+        mean, var, *_ = running
+        assert mean is not None
+        assert var is not None
+        return self.channel_normalize(kept_of(x, *self.constants_of(mean, var, eps), epilogue))
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
         """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else of each set."""
@@ -300,9 +299,8 @@ class ChannelVerbs(RunningVerbs):
         Returns y, mean, m2, rstd and, with a mask, the count.
         """
         moments = self.channel_moments(x, groups, mask)
-        rstd, (weight, bias, residual, act) = self.rstd_of(moments, eps), epilogue
-        kept = KeptByChannelNorm(x, moments.mean, rstd, weight, bias, residual, mask=mask, act=act)
-        y = self.channel_normalize(kept)
+        rstd = self.rstd_of(moments, eps)
+        y = self.channel_normalize(kept_of(x, moments.mean, rstd, epilogue, mask))
         if running is not None:
             self.move_running(running, moments)
         return y, moments.mean, moments.m2, rstd, moments.count if isinstance(moments.count, Tensor) else None

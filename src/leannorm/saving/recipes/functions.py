@@ -11,11 +11,8 @@ from torch import Tensor
 from leannorm._types import Gating, KeptByChannelNorm, Modulation, Rows
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
-from leannorm.autograd.direct import DirectChannelAffine, DirectChannelNorm, DirectRowNorm
-from leannorm.autograd.masked import MaskedAffine, MaskedNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
-from leannorm.autograd.sync import SyncNorm
 from leannorm.ops.backends import Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
@@ -43,47 +40,24 @@ def _kept(node: Any) -> Any:
     return None if kept is None or kept.x is None or kept.rstd is None else kept
 
 
-@recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
-@recipe(kind_of_function(MaskedNorm), kind_of_function(MaskedAffine))
+@recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine))
 def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None:
         return None
-    affine = isinstance(node, (ChannelAffine._backward_cls, MaskedAffine._backward_cls))
-    found = _channel_operands(node, kept, 2 if affine else 0, given)
-    return None if found is None else Step(_channel_normalize, *found, (node.backend, node.act))
-
-
-def _channel_operands(
-    node: Any, kept: Any, statistics: int, given: Given
-) -> tuple[tuple[Value, ...], tuple[Tensor | None, ...]] | None:
-    """What a step reads (x, and the residual where there is one), and what it captures; None if not known."""
-    has_x, has_weight, has_bias, has_residual = (dtype is not None for dtype in node.dtypes)
-    before_bias = has_x + statistics + has_weight
-    known, bias = _bias(kept.bias, before_bias, given, has_bias)
+    call, before_bias = node.call, 1 + (kept.weight is not None)
+    known, bias = _bias(kept.bias, before_bias, given, call.has_bias)
     residual = kept.residual
-    if has_residual and residual is None:
-        residual = given(before_bias + has_bias)
+    if call.has_residual and residual is None:
+        residual = given(before_bias + call.has_bias)
         if residual is None:
             return None
     if not known:
         return None
-    mask = copy_of(kept.mask) if getattr(node, "zero", True) else None
+    mask = copy_of(kept.mask) if call.zero else None
     captured = mask, kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
-    return (kept.x,) if residual is None else (kept.x, residual), captured
-
-
-@recipe(kind_of_function(DirectChannelNorm), kind_of_function(DirectChannelAffine))
-def direct_channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept = _kept(node)
-    if kept is None:
-        return None
-    affine = kept.weight is not None  # weight and bias, or none
-    known, bias = _bias(kept.bias, 2, given, affine)
-    if not known:
-        return None
-    captured = None, kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
-    return Step(_channel_normalize, (kept.x,), captured, (node.backend, node.act))
+    inputs = (kept.x,) if residual is None else (kept.x, residual)
+    return Step(_channel_normalize, inputs, captured, (call.backend.whole, call.act))
 
 
 def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
@@ -93,45 +67,33 @@ def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool,
 
 
 def _row_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, *rows: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, rows: Rows
 ) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, Rows(*rows), valid)[0]
+    y: Tensor = backend.row_forward(x, None, weight, bias, rows, valid)[0]
     return y
 
 
-def _sum(node: Any, given: Given) -> Step | None:
-    """The second output of a row norm: its input and what was added to it."""
+def _sum(given: Given) -> Step | None:
+    """The second output of a row norm: its input and what was added to it, in the same dtype."""
     a, b = given(0), given(1)
-    if a is None or b is None or node.dtypes[0] != node.dtypes[1]:
+    if a is None or b is None:
         return None
     return Step(torch.add, (a, b), in_place=add_to, kind="sum")
 
 
 @recipe(kind_of_function(RowNorm))
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept, call = _kept(node), node.call
     if output:
-        return _sum(node, given)
-    kept = _kept(node)
+        return _sum(given) if call.adds_alike else None
     if kept is None:
         return None
-    *before_bias, has_bias = (dtype is not None for dtype in node.dtypes)
-    known, bias = _bias(None, sum(before_bias), given, has_bias)
+    before_bias = 1 + call.has_residual + (kept.weight is not None)
+    known, bias = _bias(None, before_bias, given, call.has_bias)
     if not known:
         return None
     captured = copy_of(kept.weight), bias, copy_of(kept.valid)
-    return Step(_row_forward, (kept.x,), captured, (node.backend, *node.rows))
-
-
-@recipe(kind_of_function(DirectRowNorm))
-def direct_row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept = _kept(node)
-    if kept is None:
-        return None
-    has_weight = kept.weight is not None
-    known, bias = _bias(None, 1 + has_weight, given, node.has_bias)
-    if not known:
-        return None
-    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias, None), (node.backend, *node.rows))
+    return Step(_row_forward, (kept.x,), captured, (call.backend.whole, call.rows))
 
 
 def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
@@ -145,7 +107,8 @@ def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
 def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """From x or the sum; scale and shift may be as large, so they are inputs and no copies."""
     if output:
-        return _sum(node, given) if node.dtypes[2] is None else None  # without a gate
+        without_gate = node.dtypes[2] is None
+        return _sum(given) if without_gate and node.dtypes[0] == node.dtypes[1] else None
     kept = _kept(node)
     if kept is None or kept.scale is None:
         return None

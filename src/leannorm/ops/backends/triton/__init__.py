@@ -142,6 +142,7 @@ class Triton(CompiledModulated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
+    launches = True
     narrow_lines = True  # a copy in another dtype would be one more launch
 
     def __init__(self) -> None:
