@@ -105,8 +105,8 @@ std::tuple<Tensor, Tensor> channel_input_grad(const Tensor& dy, const Tensor& x,
   call.cut.alone = !mask;
   call.backward(dy, x, out);
   const Given given(call, mean, rstd);
-  const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : no_tensor(x);
-  call.results(dx, &dz);
+  const Tensor dx = new_like(x), dz = want_dz ? new_like(x) : Tensor();
+  call.results(dx, want_dz ? &dz : nullptr);
   const Values of_dz(mean_dz), of_dz_xhat(mean_dz_xhat);
   call.constant = !of_dz.given() || !of_dz_xhat.given();
   STD_TORCH_CHECK(call.constant || (of_dz.n == call.statistics() && of_dz_xhat.n == call.statistics()),
@@ -194,8 +194,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   const Given given(call, mean, rstd);
   const Values sizes(count);
   STD_TORCH_CHECK(!mask || constant || sizes.n == call.blocks(), "leannorm: count must have one value, or one a sample");
-  const Tensor dz = want_dz ? new_like(x) : no_tensor(x);
-  call.results(dx, &dz);
+  const Tensor dz = want_dz ? new_like(x) : Tensor();
+  call.results(dx, want_dz ? &dz : nullptr);
   const int64_t channels = call.s.c, sums = std::max<int64_t>(1, call.blocks()) * channels;
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;

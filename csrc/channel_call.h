@@ -88,7 +88,7 @@ struct Call {
     tensors.result = mutable_data(result);
     const int64_t least = cut.columns ? kStreamedColumns : kStreamedPlanes;
     tensors.past = result.numel() * tensors.bytes >= least && tensors.result != tensors.x;
-    if (dz != nullptr && dz->numel() > 0) tensors.dz = mutable_data(*dz);
+    if (dz != nullptr) tensors.dz = mutable_data(*dz);
   }
   int64_t statistics() const { return groups > 0 ? s.n * groups : blocks() * s.c; }
   int64_t blocks() const { return groups == 0 ? 1 : groups > 0 ? s.n : s.n / -groups; }  // that have gradient sums

@@ -3,14 +3,14 @@
 `groups` is 0 for statistics of the batch, G of each sample's G groups of channels, -B of every B samples.
 `mask` of a per-channel norm is bool (samples, positions), contiguous: what is False is not read, and gets
 zeros; it goes with no groups of samples. `count`, float64 () or (samples, 1), is what it leaves of each
-statistic, and None without a mask.
+statistic.
 
 The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums and
 means of gradients) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype
 and, where that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's
 output, given where the derivative is computed from it. With `constant` no gradient goes through the
-statistics, as in evaluation. `dz` (the residual's gradient) and `total` (input plus
-residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
+statistics, as in evaluation. Results are None where they are not asked for: `count` without a mask, `dz` (the
+residual's gradient); `total` (input plus residual) is empty without a residual. `dweight`
 and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
 are not wanted, and `dbias` of RMS norm always is. `valid` of a row norm is bool, contiguous, an entry for
 each row in the order of the statistics: what is False is not read, and gets zeros.
@@ -110,8 +110,8 @@ def _none(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def _dz(x: Tensor, wanted: bool) -> Tensor:
-    return torch.empty_like(x) if wanted else _none(x)
+def _dz(x: Tensor, wanted: bool) -> Tensor | None:
+    return torch.empty_like(x) if wanted else None
 
 
 Fake = TypeVar("Fake", bound=Callable[..., object])
@@ -143,7 +143,7 @@ def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @_fake("channel_input_grad")
-def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
     return torch.empty_like(x), _dz(x, rest[9])
 
 
@@ -161,12 +161,12 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @_fake("channel_backward")
-def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     return torch.empty_like(x), *_in_place(dy, x, *rest)
 
 
 @_fake("channel_backward_")
-def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     weight, want_dz = rest[2], rest[8]
     dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)

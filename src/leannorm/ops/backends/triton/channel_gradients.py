@@ -116,19 +116,19 @@ def _input_grad(
 def channel_input_grad(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
     out: Maybe, mean_dz: Maybe, mean_dz_xhat: Maybe, act: str, want_dz: bool, mask: Maybe = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Maybe]:  # fmt: skip
     kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, act)
     check(x, kept.epilogue(), dy, out, mask=mask)
     dx = empty_like(x)
     dz = empty_like(x) if want_dz else None
     if x.numel() != 0:
         _input_grad(dy, kept, (mean_dz, mean_dz_xhat), dx, dz)
-    return dx, empty((0,), x.dtype, x.device) if dz is None else dz
+    return dx, dz
 
 
 def _backward(
     dy: Tensor, kept: KeptByChannelNorm, groups: int, dx: Tensor, want_dz: bool, constant: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Maybe]:
     """dweight, dbias and dz; writes dx.
 
     With `constant` statistics by several launches, of which the first sums as `channel_grad_sums` does.
@@ -137,7 +137,7 @@ def _backward(
     check(x, kept.epilogue(), dy, kept.output, mask=mask, groups=groups)
     channels = (x.shape[1],)
     dz = empty_like(x) if want_dz else None
-    returned_dz = empty((0,), x.dtype, x.device) if dz is None else dz
+    returned_dz = dz
     dtype = gradient_dtype(x, weight)
     if x.numel() == 0:
         dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
@@ -152,8 +152,8 @@ def _backward(
     if plan.sets is None or constant:
         first_writes = want_dz and act in MASKS
         means = _sums(dy, kept, dz if first_writes else None, both, not constant)
-        if first_writes:
-            dy, kept, dz = returned_dz, kept._replace(act="identity"), None
+        if first_writes and dz is not None:
+            dy, kept, dz = dz, kept._replace(act="identity"), None
         _input_grad(dy, kept, means, dx, dz)
     else:
         bias, residual, out = _needed(kept)
@@ -183,7 +183,7 @@ def channel_backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
     out: Maybe, act: str, groups: int, want_dz: bool, constant: bool = False, mask: Maybe = None,
     count: Maybe = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
     dx = empty_like(x)
     kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, count, act)
     return dx, *_backward(dy, kept, groups, dx, want_dz, constant)
@@ -193,6 +193,6 @@ def channel_backward(
 def channel_backward_(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
     out: Maybe, act: str, groups: int, want_dz: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
     kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, act=act)
     return _backward(dy, kept, groups, x, want_dz)
