@@ -144,13 +144,15 @@ Tensor gradient(const Tensor& x, const Optional& weight, double* sums, int64_t n
 struct Backward : GradSums {
   const Values& sizes;  // of the sets, where a mask leaves some of their values out
   std::vector<double> mean_dz, mean_dz_xhat;
+  const bool in_result;
   std::unique_ptr<float[]> dz;
 
   Backward(const Call& call, const Given& given, const Values& sizes, double* sum_dz, double* sum_dz_xhat)
-      : GradSums(call, given, sum_dz, sum_dz_xhat), sizes(sizes),
+      : GradSums(call, given, sum_dz, sum_dz_xhat), sizes(sizes), in_result(call.keeps_in_result()),
         dz(call.keeps() ? new float[call.cut.kept_size() + kLine] : nullptr) {}
   // From the first line of memory on. (`new` of an aligned type asks for a newer C++ library than the wheel may.)
-  float* kept(int64_t i) {
+  void* kept(int64_t i) {
+    if (in_result) return call.tensors.at(call.cut.chunk(set, i).offset).result;
     float* const p = dz.get();
     if (p == nullptr) return nullptr;
     return p + -reinterpret_cast<uintptr_t>(p) / sizeof(float) % kLine + call.cut.kept_at(i);
@@ -200,6 +202,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   call.constant = constant;
+  if (call.keeps_in_result()) call.tensors.past = false;  // its lines are in the cache
   in_two_passes(call.cut, call.cut, [&] { return Backward(call, given, sizes, sum_dz, sum_dz_xhat); });
   return {gradient(x, weight, sum_dz_xhat, sums, channels), gradient(x, weight, sum_dz, sums, channels), dz};
 }

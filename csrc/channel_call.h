@@ -75,7 +75,8 @@ struct Call {
     STD_TORCH_CHECK((!weight || weight->dim() == 1) && (!bias || bias->dim() == 1),
                     "leannorm: weight and bias must have one axis");
     check(s, x, residual, "residual");
-    if (mask) positions.emplace(*mask, s, type);
+    STD_TORCH_CHECK(!mask || groups >= 0, "leannorm: a mask goes with no groups of samples");
+    if (mask) positions.emplace(*mask, s);
   }
   void backward(const Tensor& dy, const Tensor& x, const Optional& out) {
     check(s, x, dy, "dy");
@@ -125,6 +126,13 @@ struct Call {
   bool keeps() const {
     const bool dear = type != kDouble && act != kIdentity && act != kRelu && !positions;
     return dear && cut.kept_size() <= kKept && cut.kept_size() > 0;
+  }
+  // In the result, where that and what is read of the sets under way are likely to be in the last cache.
+  bool keeps_in_result() const {
+    const int64_t sets = std::min<int64_t>(cut.sets, carries_whole_sets(cut, cut) ? torch::stable::get_num_threads() : cut.sets);
+    const bool dear = type == kFloat && act != kIdentity && !from_output(act) && !positions;
+    return cut.columns && dear && tensors.result != tensors.x &&
+           3 * sets * cut.set_elements() * tensors.bytes <= last_cache().bytes;
   }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Maybe, Moments, Running, Valid, kept_of
-from leannorm.autograd.sync import AddUp, Sharing, repeatable, shared
-from leannorm.distributed.collective import add_up
+from leannorm.autograd.sync import AddUp, Sharing, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.backends.compiled import like
@@ -28,9 +27,8 @@ from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import gradient_dtype
 from leannorm.ops.select import pick, transformed
 
-Statistics = tuple[
-    Tensor, Tensor, Tensor, Maybe
-]  # mean, M2, rstd, and the count where the shape does not tell
+# mean, M2, rstd, and the count where the shape does not tell
+Statistics = tuple[Tensor, Tensor, Tensor, Maybe]
 
 
 class ChannelCall(NamedTuple):
@@ -200,12 +198,8 @@ def _in_steps(
         dtype = gradient_dtype(kept.x, kept.weight)
         dbias, dweight = ((s.sum(0) if call.groups else s).to(dtype) for s in sums)
     elif needed[0]:
-        of_call = sharing.call("backward", kept.x)
-        if twice:
-            total = AddUp.apply(torch.cat(sums), 0, sharing.group, of_call)
-        else:
-            total = add_up(sums, 0, sharing.group, of_call)
         assert kept.size is not None
+        total = gradient_sums_of_all(sums, sharing, kept.x, twice)
         means = backend.means_of(total, kept.weight, kept.size)
     if needed[0] or needed[3]:
         dx, dz = backend.channel_input_grad(dy, kept, means, needed[3])

@@ -89,6 +89,15 @@ def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Te
     )
 
 
+def gradient_sums_of_all(sums: tuple[Tensor, Tensor], sharing: Sharing, x: Tensor, twice: bool) -> Tensor:
+    """The gradient sums of all ranks behind a header; with `twice` they can be differentiated again."""
+    call = sharing.call("backward", x)
+    if twice:
+        total: Tensor = AddUp.apply(torch.cat(sums), 0, sharing.group, call)
+        return total
+    return add_up(sums, 0, sharing.group, call)
+
+
 def may_be_repeated() -> bool:
     """May a checkpoint recompute this forward pass?
 

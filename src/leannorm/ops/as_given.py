@@ -13,7 +13,7 @@ from torch import Tensor
 from leannorm._types import Epilogue, KeptByChannelNorm, Running
 from leannorm.ops.backends import CPU, TRITON, Backend
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
-from leannorm.ops.backends.triton import repeated
+from leannorm.ops.backends.triton import INTERPRETED, imported_by_call, repeated
 from leannorm.ops.schema import OPS
 
 
@@ -96,7 +96,9 @@ def _of_triton(name: str) -> Callable[..., Any]:
             raise RefusedError
         return found
 
-    return made if name in (*FORWARD, EVALUATE) else getattr(TRITON.ops, name)
+    if name in (*FORWARD, EVALUATE):
+        return made
+    return imported_by_call(name) if INTERPRETED else getattr(TRITON.ops, name)
 
 
 CPU_AS_GIVEN = AsGiven(CPU, {name: _of_cpu(name) for name in vars(OPS)})
