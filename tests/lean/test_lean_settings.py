@@ -56,7 +56,7 @@ def settings():
         "deterministic": torch.get_deterministic_debug_mode(),
         "threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
-        "denormals": flags._denormal(),
+        "denormals": flags._flushes(),
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": [torch.is_autocast_enabled(d) for d in ("cpu", "cuda")],

@@ -252,8 +252,12 @@ class LeanRun(Run):
         references = [r for opened in self._opened for r in opened._ledger._values]
         return sum(r() is not None for r in references)
 
+    def _raised_in_backward(self):
+        """Then torch's engine keeps nodes that it had not come to, until it comes to the next of them."""
+        return any(event.kind == "raised" and "backward pass" in event.where for event in self.trace)
+
     def end(self):
-        if self._cache or not self._left():
+        if self._cache or not self._left() or self._raised_in_backward():
             return
         gc.collect()  # errors hold frames
         if self._left():

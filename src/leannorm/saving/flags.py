@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -98,12 +99,12 @@ def _set_only_warns(value: bool) -> None:
     torch._C._set_deterministic_algorithms(_deterministic(), warn_only=value)
 
 
-# Half of the smallest normal number: 0 where this thread flushes denormals, which torch does not tell
-_denormal = partial((2.2250738585072014e-308).__mul__, 0.5)
+# Torch does not tell whether this thread flushes denormal numbers: the smallest of them is equal to 0 then
+_flushes: Callable[[], bool] = partial(struct.unpack("<d", (1).to_bytes(8, "little"))[0].__eq__, 0.0)
 
 
-def _set_denormal(value: float) -> None:
-    torch.set_flush_denormal(value == 0.0)
+def _set_flushes(value: bool) -> None:
+    torch.set_flush_denormal(value)
 
 
 _FLAGS: list[_Flag] = [
@@ -111,7 +112,7 @@ _FLAGS: list[_Flag] = [
     _Flag.plain(torch.get_num_threads, torch.set_num_threads),
     _Flag.plain(_deterministic, _set_deterministic),
     _Flag.plain(_only_warns, _set_only_warns),
-    _Flag.plain(_denormal, _set_denormal),
+    _Flag.plain(_flushes, _set_flushes),
     *_plain("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled"),
     *_plain("cpu_allow_fp16_reduced_precision_reduction"),
     *_precision(("mkldnn", "matmul"), ("mkldnn", "conv")),

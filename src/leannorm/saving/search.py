@@ -89,8 +89,10 @@ class Search:
         """How to rebuild `like`, an output of the node that was not edited since."""
         missing: list[tuple[Node, int]] = []
         self._base = like._base
-        step = self._step(node, output, like, 0, missing)
-        self._base = None
+        try:
+            step = self._step(node, output, like, 0, missing)
+        finally:
+            self._base = None
         return Missing(tuple(missing)) if step is None else step
 
     def _step(
