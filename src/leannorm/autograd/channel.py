@@ -290,32 +290,34 @@ def channel_norm(
         backend = shown(pick(*tensors, *buffers), groups, mask)
     else:
         backend, sharing = pick(*tensors, *buffers), repeatable(sharing)
-    call = ChannelCall(
-        *(backend, act, eps, groups, sharing, zero, running is None, wide_for(weight, bias)),
-        *(bias is not None, residual is not None),
-    )
     size: Maybe
-    if in_transform and (sharing is not None or mask is not None):
-        mean, m2, rstd, size = _differentiable(x, mask, call, "training forward")
-        y = REFERENCE.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if zero else None))
-        if running is not None and size is not None:
-            REFERENCE.move_running(running, Moments(mean, m2, size))
-    elif in_transform or (sharing is None and not recorded(*tensors)):
-        if zero:
-            y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
-        else:
-            y, mean, m2, _, size = _forward(x, epilogue, mask, running, call)
+    if sharing is None and zero and (mask is None if in_transform else not recorded(*tensors)):
+        y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
     else:
-        apply = ChannelNorm.apply if torch.compiler.is_compiling() else apply_norm
-        made = apply(x, weight, bias, residual, mask, running, call)
-        if running is not None:
-            return made, None
-        y, mean, m2, *sizes = made
-        size = sizes[0] if sizes else None
+        call = ChannelCall(
+            *(backend, act, eps, groups, sharing, zero, running is None, wide_for(weight, bias)),
+            *(bias is not None, residual is not None),
+        )
+        if in_transform:
+            mean, m2, rstd, size = _differentiable(x, mask, call, "training forward")
+            y = REFERENCE.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if zero else None))
+            if running is not None and size is not None:
+                REFERENCE.move_running(running, Moments(mean, m2, size))
+        elif sharing is None and not recorded(*tensors):
+            y, mean, m2, _, size = _forward(x, epilogue, mask, running, call)
+        else:
+            apply = ChannelNorm.apply if torch.compiler.is_compiling() else apply_norm
+            made = apply(x, weight, bias, residual, mask, running, call)
+            if running is not None:
+                return made, None
+            y, mean, m2, *sizes = made
+            size = sizes[0] if sizes else None
     if running is not None:
         return y, None
+    if size is not None:
+        return y, Moments(mean, m2, size)
     plan = channel_plan(x.shape, groups)
-    return y, Moments(mean, m2, plan.outer * plan.inner if size is None else size)
+    return y, Moments(mean, m2, plan.outer * plan.inner)
 
 
 def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:

@@ -122,13 +122,19 @@ def group_norm(
 
 
 def instance_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rank: int, channels: int
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rank: int | None = None,
+    channels: int | None = None,
 ) -> Tensor | None:
-    """By the statistics of each sample's channels, of a batch of so many axes and channels."""
+    """By the statistics of each sample's channels, of a batch; where given, of so many axes and channels."""
     backend = _serving(x)
-    if backend is None or not (x.dim() == rank and x.size(1) == channels and eps >= 0):
+    if backend is None or not (x.dim() == rank if rank else x.dim() > 1) or not eps >= 0:
         return None
-    if x.numel() <= x.size(0) * channels:
+    channels = x.size(1) if channels is None else channels
+    if x.size(1) != channels or x.numel() <= x.size(0) * channels:
         return None
     return _by_own(backend, x, weight, bias, eps, "identity", channels)
 

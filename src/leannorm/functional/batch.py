@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Pool, Running, Valid
+from leannorm._types import Epilogue, Moments, Pool, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
 from leannorm.autograd.sync import Sharing
@@ -290,8 +289,8 @@ def _by_batch(
     y, found = channel_norm(input, epilogue, eps, 0, fused, valid, sharing)
     if found is not None:
         if valid is not None and sharing is None and count is not None:
-            found = replace(found, count=count)
+            found = Moments(found.mean, found.m2, count)
         elif valid is not None and pool is None:  # with fewer than two values the running statistics stay
-            found = replace(found, count=found.count * (found.count > 1))
+            found = Moments(found.mean, found.m2, found.count * (found.count > 1))
         update_running_statistics(running, found, pool)
     return y

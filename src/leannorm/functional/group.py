@@ -185,6 +185,11 @@ def instance_norm(
         running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
+    if use_input_stats and running_mean is None and running_var is None and unmasked(mask, lengths, fill):
+        _checks.momentum(momentum)
+        y = fast.instance_norm(input, weight, bias, eps)
+        if y is not None:
+            return y
     if leaving() and moves_its_statistics(locals()):
         return as_operator(instance_norm, locals())
     if leaving() or sharded(input, running_mean, running_var, weight, bias):
