@@ -29,6 +29,7 @@ from benchmarks.formulas import FORMULAS, Formula
 from benchmarks.norms import Timing, processor
 from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.select import pick
 
 LINES = ((16384, 256), (8192, 768), (4096, 1024), (2048, 4096))
@@ -107,15 +108,16 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
     ours_forward, ours_backward = lambda: family.ours(*plain), back(graphs[0])
     torchs_backward = back(graphs[1])
     if level == "op":
-        verbs, span = pick(plain[0]), (family.axis, family.axis + 1)
+        verbs, rows = pick(plain[0]), Rows(family.axis, family.axis + 1, 1e-5, family.rms)
         b = None if family.rms else plain[2]
-        _, total, mean, rstd = verbs.row_forward(plain[0], None, plain[1], b, *span, 1e-5, family.rms)
+        _, total, mean, rstd = verbs.row_forward(plain[0], None, plain[1], b, rows)
+        kept = KeptByRowNorm(total, mean, rstd, plain[1])
 
         def ours_forward() -> Any:
-            return verbs.row_forward(plain[0], None, plain[1], b, *span, 1e-5, family.rms)
+            return verbs.row_forward(plain[0], None, plain[1], b, rows)
 
         def ours_backward() -> Any:
-            return verbs.row_backward(dy, None, total, mean, rstd, plain[1], *span, family.rms)
+            return verbs.row_backward(dy, None, kept, rows)
 
         if not family.rms and family.axis == len(shape) - 1:  # torch has an operator of its own here
             aten, size = torch.ops.aten, plain[1].shape

@@ -147,10 +147,8 @@ def test_backends_do_not_import_each_other():
         "reference_rows",
         "reference_modulated",
         "reference",
-        "reference_masked",
         "backend",
         "compiled",
-        "compiled_masked",
         "compiled_modulated",
         "shown",
     ]
