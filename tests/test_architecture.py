@@ -24,6 +24,7 @@ ORDER = [
     {"functional"},
     {"nn"},
     {"saving", "program"},
+    {"compiled"},
     {"transforms"},
     {"report"},
     {"interop"},

@@ -15,7 +15,7 @@ from leannorm.planning.cut import Cuts, price
 from leannorm.planning.goal import CONV, NORM, Goal, goal
 from leannorm.planning.lines import Lines
 from leannorm.planning.plan import plan
-from leannorm.planning.timeline import Step, Value, of_stock, outcome
+from leannorm.planning.timeline import Moment, Step, Value, of_stock, outcome
 
 examples = settings(max_examples=int(os.environ.get("LEANNORM_FUZZ", "100")), deadline=None, derandomize=True)
 
@@ -119,9 +119,9 @@ def residual_stream(layers, width=1000):
         values.append(Value(width, 4 * MILLI, (start,), 2 * layer + 1, 2 * layer + 1, width))
         values.append(Value(width, MILLI, (x, start + 1), 2 * layer + 1, 2 * layer + 3, width))
         reads.append((x, start))
-    forward = 2 * layers + 2
+    forward, backward = 2 * layers + 2, [Moment(read) for read in reversed(reads)]
     stock = {i for read in reads for i in read}
-    return Step(values, forward, reads[::-1], [0] * (forward + layers), frozenset(stock), 12 * MILLI * layers)
+    return Step(values, forward, backward, [0] * (forward + layers), frozenset(stock), 12 * MILLI * layers)
 
 
 def test_a_long_chain_is_not_made_again_all_at_once():

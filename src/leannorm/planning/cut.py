@@ -41,7 +41,7 @@ class Cuts:
         self.held = [value.nbytes for value in step.values]
         self.price = [price(v.seconds) if i not in fixed else None for i, v in enumerate(step.values)]
         self.made_of = [value.made_of for value in step.values]
-        self.read = sorted({i for read in step.reads for i in read})
+        self.read = sorted({i for moment in step.backward for i in moment.reads})
 
     def chain(self) -> list[Choice]:
         """The choices that are cheapest at some rate, from the fewest seconds to the fewest bytes."""

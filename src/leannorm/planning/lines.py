@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from math import exp
 
 from leannorm.planning.cut import Cuts, price
-from leannorm.planning.timeline import Outcome, Step, lead_on, lifetimes, of_stock, outcome
+from leannorm.planning.timeline import Outcome, Step, Uses, of_stock, outcome
 
 _STARTS, _TRIALS = 4, 150
 """From so many points, so many single changes each are tried that may lower the peak."""
@@ -27,10 +27,11 @@ _SHARPNESS = (20, 60, 150, 150)
 
 
 class Lines:
-    """The lines of one step; `stock` is the first point of each."""
+    """The lines of one step; `stock`, what happens without a plan, is the first point of each."""
 
-    def __init__(self, step: Step) -> None:
-        self.step, self.stock = step, of_stock(step)
+    def __init__(self, step: Step, stock: Outcome | None = None) -> None:
+        self.step = step
+        self.stock = of_stock(step) if stock is None else stock
 
     @cached_property
     def by_held(self) -> list[Outcome]:
@@ -92,7 +93,7 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int]) -> list[li
             i = group[i]
         return i
 
-    needed = {s for i in before for s in step.values[i].made_of} | {i for read in step.reads for i in read}
+    needed = {s for i in before for s in step.values[i].made_of} | {i for m in step.backward for i in m.reads}
     first_user: dict[int, int] = {}
     for i in new:
         for source in step.values[i].made_of:
@@ -108,11 +109,12 @@ def _parts(step: Step, before: frozenset[int], after: frozenset[int]) -> list[li
 
 def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
     """Where to cut chains of values made again, each of the one before, which would all be there at once."""
-    found, behind = set(), dict[int, int]()
+    found, behind, written = set(), dict[int, int](), Uses(step, again).written
     for i, value in enumerate(step.values):
         if i in again:
-            behind[i] = value.again + max((behind.get(source, 0) for source in value.made_of), default=0)
-            if value.again and value.nbytes is not None and behind[i] > most:
+            size = value.again if written[i] else 0
+            behind[i] = size + max((behind.get(source, 0) for source in value.made_of), default=0)
+            if size and value.nbytes is not None and behind[i] > most:
                 found.add(i)
                 behind[i] = 0
     return found
@@ -139,18 +141,18 @@ def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
 
 def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float]) -> frozenset[int]:
     """The cheapest choice where a byte costs so many seconds at each moment, by the lifetimes of `again`."""
-    first, last = lifetimes(step, again)
-    needed = [moment >= 0 for moment in last]
+    uses = Uses(step, again)
+    needed = [moment >= 0 for moment in uses.last]
     for i in range(len(step.values) - 1, -1, -1):  # what is not needed now: as if its readers were made again
-        if last[i] >= 0:
+        if uses.last[i] >= 0:
             value = step.values[i]
-            lead_on(value._replace(made_of=tuple(s for s in value.made_of if not needed[s])), i, first, last)
+            uses.lead_on(value._replace(made_of=tuple(s for s in value.made_of if not needed[s])), i)
     until = [0.0, *accumulate(weights)]
     held: list[int | None] = []
     prices: list[int | None] = []
-    for value, begin, end in zip(step.values, first, last, strict=True):
+    for value, begin, end, written in zip(step.values, uses.first, uses.last, uses.written, strict=True):
         keeping = (until[end + 1] - until[value.made]) * (value.nbytes or 0) if end >= 0 else 0.0
-        making = (until[end + 1] - until[begin]) * value.again if end >= 0 else 0.0
+        making = (until[end + 1] - until[begin]) * value.again if end >= 0 and written else 0.0
         held.append(None if value.nbytes is None else price(keeping))
         prices.append(None if value.seconds is None else price(value.seconds + making))
     return cuts.weighed(held, prices)
@@ -162,9 +164,9 @@ def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
     free = _free(step)
     trials, tried = _TRIALS, {point.again}
     while trials > 0 and point.alive:
-        first, last = lifetimes(step, point.again)
-        top = point.alive.index(point.peak)
-        there = [i for i in free if (first[i] if i in point.again else step.values[i].made) <= top <= last[i]]
+        uses, top = Uses(step, point.again), point.alive.index(point.peak)
+        begin = [uses.first[i] if i in point.again else step.values[i].made for i in free]
+        there = [i for i, start in zip(free, begin, strict=True) if start <= top <= uses.last[i]]
         there.sort(key=lambda i: -(step.values[i].nbytes or 0))
         changed = [outcome(step, (point.again ^ {i}) | unkept) for i in there[:trials]]
         trials -= max(len(changed), 1)
