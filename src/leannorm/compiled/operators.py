@@ -2,8 +2,8 @@
 
 Five kinds. "view": no memory of its own. "fused": computed element by element inside the kernel that reads
 it; it lies in memory only where a reader is no such kernel. "reduced": reads as those do, and writes. "pass":
-a kernel of its own at the speed of memory. "product": operations per byte count. All others are "once": random
-numbers, collectives, what changes its arguments, and what nothing is known about are never run again.
+a kernel of its own at the speed of memory. "product": operations per byte count. All others are "once":
+random numbers, collectives, what changes its arguments, and what nothing is known about never run again.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _FUSED = _packets(
     _aten,
     "clone _to_copy to copy full full_like zeros zeros_like ones ones_like new_zeros new_ones empty_like"
     " arange scalar_tensor where masked_fill index gather _unsafe_index lift_fresh_copy slice_scatter"
-    " select_scatter triu tril native_dropout_backward gelu gelu_backward silu silu_backward threshold_backward"
-    " sigmoid_backward tanh_backward repeat expand_copy glu constant",
+    " select_scatter triu tril native_dropout_backward gelu gelu_backward silu silu_backward"
+    " threshold_backward sigmoid_backward tanh_backward repeat expand_copy glu constant",
 ) | _packets(_prims, "convert_element_type iota _low_memory_max_pool_offsets_to_indices fma")
 _VIEWS = _packets(_aten, "_unsafe_view _reshape_alias reshape detach lift_fresh") | _packets(
     _prims, "broadcast_in_dim"
