@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+# Where torch has no CUDA the usual torchvision does not fit it; if this one cannot be had, `leannorm info` says so
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
@@ -14,6 +16,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/n
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,docs,interop]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps timm torchvision \
 	    lightning lightning-utilities torchmetrics  # they would bring another torch
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/pip install --quiet --no-deps --force-reinstall \
+	    --retries 0 --timeout 15 -c constraints.txt --index-url $(CPU_INDEX) torchvision || true
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --no-deps $(TRITON)
 	touch $@
 

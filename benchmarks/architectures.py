@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from leannorm.cli.models import import_torchvision
+from leannorm.report.fitting import import_torchvision
 
 
 class Architecture(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leannorm._freed_memory import keep_freed_memory
-from leannorm.demo.digits import load
-from leannorm.demo.network import DigitNetwork, lean_pair, loss_of, stock_pair
+from leannorm.nn import ConvBatchNorm2d
+from leannorm.report.demo.digits import DigitNetwork, load
 from leannorm.report.memory import measure_step
 from leannorm.report.numerics import largest_difference
 from leannorm.report.timing import time_step
@@ -75,7 +76,19 @@ class TutorialPair(nn.Module):
         return out
 
 
-PAIRS = {"stock": stock_pair, "tutorial": TutorialPair, "leannorm": lean_pair}
+def stock_pair(in_channels: int, out_channels: int, kernel_size: int) -> nn.Module:
+    """torch's two layers, with the attribute names of `ConvBatchNorm2d`."""
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, bias=False)
+    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(out_channels)))
+
+
+PAIRS = {"stock": stock_pair, "tutorial": TutorialPair, "leannorm": ConvBatchNorm2d}
+
+
+def loss_of(network: nn.Module, images: Tensor, labels: Tensor, seed: int) -> Tensor:
+    """The loss of a batch; `seed` decides the dropout mask."""
+    torch.manual_seed(seed)
+    return F.nll_loss(network(images), labels)
 
 
 def check_answers(networks: dict[str, DigitNetwork], images: Tensor, labels: Tensor) -> dict[str, float]:

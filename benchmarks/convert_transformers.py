@@ -29,7 +29,6 @@ GOAL, GOAL_COMPILED = 0.93, 1.02  # of stock's time
 SETTINGS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "stock": lambda model: model,
     "convert": convert,
-    'convert, fuse="trace"': lambda model: convert(model, fuse="trace"),
 }
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.architectures import import_torchvision
 from leannorm._freed_memory import keep_freed_memory
-from leannorm.demo.network import DigitNetwork, stock_pair
+from leannorm.report.demo.digits import DigitNetwork
 from leannorm.report.memory import measure_step
 from leannorm.report.timing import time_step
 from leannorm.saving import lean
@@ -51,7 +51,7 @@ BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)
 def network(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if name == "digits":
-        return DigitNetwork(stock_pair), torch.randn(512, 1, 28, 28)
+        return DigitNetwork(), torch.randn(512, 1, 28, 28)
     import_torchvision()  # timm needs it
     import timm
 

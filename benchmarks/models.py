@@ -1,4 +1,4 @@
-"""Whole networks after `convert(fuse="trace")`, alone and under `lean()`: held bytes, peak, step time.
+"""Whole networks after `convert`, alone and under `lean()`: held bytes, peak, step time.
 
     python -m benchmarks.models [MODEL ...] [--steps 7] [--against-compile | --compiled] [--json FILE]
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import functools
 import json
 from pathlib import Path
 from statistics import median
@@ -32,12 +31,11 @@ def _compile(model: nn.Module) -> None:
     model.compile(options={"fallback_random": True})  # dropout as stock's
 
 
-CONVERT = functools.partial(convert, fuse="trace")
 SETTINGS = {
     "stock": (contextlib.nullcontext, None),
-    "convert": (contextlib.nullcontext, CONVERT),
-    "convert + lean(norm)": (lean, CONVERT),
-    "convert + lean(conv)": (lambda: lean("conv"), CONVERT),
+    "convert": (contextlib.nullcontext, convert),
+    "convert + lean(norm)": (lean, convert),
+    "convert + lean(conv)": (lambda: lean("conv"), convert),
 }
 COMPILE = {
     "torch.compile(0.5)": (
@@ -47,7 +45,7 @@ COMPILE = {
 }
 COMPILED = {
     "stock": (contextlib.nullcontext, _compile),
-    "convert": (contextlib.nullcontext, lambda model: _compile(CONVERT(model))),
+    "convert": (contextlib.nullcontext, lambda model: _compile(convert(model))),
 }
 
 

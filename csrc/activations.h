@@ -2,6 +2,8 @@
 // conventions at the kinks as ops/activation.py.
 #pragma once
 
+#include <type_traits>
+
 #include "activation.h"
 #include "elementary.h"
 
@@ -91,6 +93,23 @@ template <class V> LEANNORM_INLINE V slope_from_input(V z, int act) {
   }
 }
 
+// Both from the input, where they share what is dear.
+template <class V> struct WithSlope { V value, slope; };
+template <class V> LEANNORM_INLINE WithSlope<V> activate_with_slope(V z, int act) {
+  using S = typename Scalar<V>::type;
+  switch (act) {
+    case kSilu: {
+      const V s = sigmoid(z), value = z * s;
+      return {value, fma(value, 1 - s, s)};
+    }
+    case kGelu: {
+      const V half = S(0.5) * (1 + erf(z * S(kSqrtHalf))), density = exp(S(-0.5) * z * z) * S(0.5 * kSqrtTwoOverPi);
+      return {z * half, fma(z, density, half)};
+    }
+    default: return {activate(z, act), slope_from_input(z, act)};
+  }
+}
+
 template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
   const V zero{}, one = splat<V>(1);
   switch (act) {
@@ -101,6 +120,12 @@ template <class V> LEANNORM_INLINE V slope_from_output(V y, int act) {
     case kElu: return y > zero ? one : y + 1;
     default: return one;
   }
+}
+
+// body(act), which the compiler knows: around a loop, so that it is asked once.
+template <int kFirst = 0, class Body> LEANNORM_INLINE void with_known(int act, const Body& body) {
+  if (act == kFirst) body(std::integral_constant<int, kFirst>());
+  else if constexpr (kFirst + 1 < kActivations) with_known<kFirst + 1>(act, body);
 }
 
 // By a call, so that they are compiled once for many kernels.

@@ -106,6 +106,12 @@ struct Call {
   }
   // Is the activation's derivative dear, so that what it makes of a set is kept between the passes?
   bool keeps() const { return type != kDouble && act != kIdentity && act != kRelu && cut.kept_size() <= kKept && cut.kept_size() > 0; }
+  // In the result, where that and what is read of the sets under way are likely to be in the last cache.
+  bool keeps_in_result() const {
+    const int64_t sets = std::min<int64_t>(cut.sets, carries_whole_sets(cut, cut) ? torch::stable::get_num_threads() : cut.sets);
+    return cut.columns && type == kFloat && act != kIdentity && !from_output(act) && tensors.result != tensors.x &&
+           3 * sets * cut.set_elements() * tensors.bytes <= last_cache().bytes;
+  }
   // The gradient sums of a set, by channel (and by sample, where the statistics are).
   void merge(GradPartials& partials, int64_t set, const Values& rstd, double* sum_dz, double* sum_dz_xhat) const {
     const int64_t first = cut.first_channel(set), n = cut.channels(set), statistic = cut.first_statistic(set);
@@ -318,14 +324,19 @@ std::tuple<Tensor, Tensor, Tensor> backward_into(const Tensor& dx, const Tensor&
   std::vector<double> buffer(2 * sums);
   double *const sum_dz = buffer.data(), *const sum_dz_xhat = sum_dz + sums;
   call.constant = constant;
+  if (call.keeps_in_result()) call.tensors.past = false;  // its lines are in the cache
   struct Backward : GradSums {
     std::vector<double> p, q;
+    const bool in_result;
     std::unique_ptr<float[]> dz;
 
     Backward(const Call& call, const Given& given, double* sum_dz, double* sum_dz_xhat)
-        : GradSums(call, given, sum_dz, sum_dz_xhat),
+        : GradSums(call, given, sum_dz, sum_dz_xhat), in_result(call.keeps_in_result()),
           dz(call.keeps() ? new float[call.cut.kept_size() + kLine] : nullptr) {}
-    float* kept(int64_t i) { return dz == nullptr ? nullptr : next_line(dz.get()) + call.cut.kept_at(i); }
+    void* kept(int64_t i) {
+      if (in_result) return call.tensors.at(call.cut.chunk(set, i).offset).result;
+      return dz == nullptr ? nullptr : next_line(dz.get()) + call.cut.kept_at(i);
+    }
     void first(int64_t i) { call.grad_sums(coefficients, partials, set, i, kept(i)); }
     void between() {
       GradSums::between();

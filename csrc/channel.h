@@ -34,8 +34,9 @@ struct Operands {
   const void *x, *residual, *dy, *out;
   void *result, *dz;
   bool past;  // the result is so large that it is written past the caches, where it is aligned
-  // Planes, activations other than relu: room for dz in the compute type, from a line's start on, a vector for every one
-  // that is taken. The gradient's sums leave it there, and the input's gradient takes it up.
+  // Activations other than relu: room for dz in the compute type. The gradient's sums leave it there, and the input's
+  // gradient takes it up. Planes: from a line's start on, a vector for every one that is taken; columns, float32 alone:
+  // as the result, which it may be.
   void* kept = nullptr;
 };
 

@@ -316,6 +316,8 @@ void column_normalize(Operands o, Block block, Coefficients coefficients, int ac
   if (o.past) settle();
 }
 
+template <class T, Form form> constexpr bool kKeeps = form == kAny && std::is_same_v<T, float>;
+
 template <class T, Form form>
 void column_grad_sums(Operands o, Block block, Coefficients coefficients, int act, double* sum_dz,
                       double* sum_dz_centred) {
@@ -332,7 +334,11 @@ void column_grad_sums(Operands o, Block block, Coefficients coefficients, int ac
             place.fetch(o.x, ahead);
             place.fetch(o.dy, ahead);
             if (o.out != nullptr) place.fetch(o.out, ahead);
-            run.add(gradient<InOrder<T>, form, whole>(place, n, affine, act).of[0]);
+            const Gradient<V> g = gradient<InOrder<T>, form, whole>(place, n, affine, act).of[0];
+            if constexpr (kKeeps<T, form>) {
+              if (o.kept != nullptr) place.template store<whole>(o.kept, {g.dz}, n, false);
+            }
+            run.add(g);
             x += block.stride;
           });
         });
@@ -350,6 +356,16 @@ void column_input_grad(Operands o, Block block, Coefficients coefficients, int a
       const auto place = [&](int i) LEANNORM_BODY { return Place<InOrder<T>>{o, first + x + i * block.stride}; };
       Gradients<typename InOrder<T>::Batch> of[kAbreast];
       each_of(rows, [&](int i) LEANNORM_BODY {
+        if constexpr (kKeeps<T, form>) {
+          if (o.kept != nullptr) {
+            place(i).fetch(o.x, ahead);
+            place(i).fetch(o.kept, ahead);
+            const V dz = place(i).template load<whole>(o.kept, n, V{}).of[0];
+            const V x = place(i).template load<whole>(o.x, n, backward.mean).of[0];
+            of[i] = {{backward.input_grad(dz, backward.centre(x))}, {dz}};
+            return;
+          }
+        }
         fetch_for_input<form>(place(i), ahead, false);
         of[i] = input_grads<InOrder<T>, form, whole>(place(i), n, backward, act);
       });

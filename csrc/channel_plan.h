@@ -280,14 +280,18 @@ inline Cut moments_cut(const Shape& s, int64_t groups) {
 constexpr int64_t kGrain = 32768;
 inline int64_t grain(int64_t elements) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, elements)); }
 
+// Are there sets enough, or is each one piece, so that one thread carries it through both passes?
+inline bool carries_whole_sets(const Cut& first, const Cut& second) {
+  return first.sets >= 4 * int64_t(torch::stable::get_num_threads()) || first.sets * first.set_elements() <= kGrain ||
+         std::max(first.chunks, second.chunks) <= 1;
+}
+
 // A worker holds what is known of one set: begin(set), then first(i) for every chunk, between() once they are
-// done, second(i) for every chunk after that, last chunks first since those are still in the cache. Where there
-// are sets enough, or each is one piece, each is carried through by one thread while it is in its cache, and so is what
-// is known of it.
+// done, second(i) for every chunk after that, last chunks first since those are still in the cache. A set that one thread
+// carries through is in its cache, and so is what is known of it.
 template <class Make> void in_two_passes(const Cut& first_cut, const Cut& second_cut, Make make) {
-  const int64_t sets = first_cut.sets, threads = torch::stable::get_num_threads();
-  const int64_t set_size = first_cut.set_elements();
-  if (sets >= 4 * threads || sets * set_size <= kGrain || std::max(first_cut.chunks, second_cut.chunks) <= 1) {
+  const int64_t sets = first_cut.sets, set_size = first_cut.set_elements();
+  if (carries_whole_sets(first_cut, second_cut)) {
     torch::stable::parallel_for(0, sets, grain(set_size), [&](int64_t begin, int64_t end) {
       auto worker = make();
       for (int64_t set = begin; set < end; ++set) {

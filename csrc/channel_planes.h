@@ -24,29 +24,31 @@ template <class V, int N> LEANNORM_INLINE void take(Sums<V>& sum, Several<Run<V>
   for (Run<V>& run : runs.of) sum.take(run);
 }
 
-// take(i, n, whole) for every batch of `planes` planes from element `start` on, n of its elements; done() after
+// take(i, n, whole) for every batch of a plane of `length` elements from element i on, n of its elements; done() after
 // every kRun of them at most, where they stand side by side in the code unless any activation is computed in each.
+// `pending` are taken and not done yet.
+template <int W, Form form, class Take, class Done>
+LEANNORM_INLINE void each_run(int64_t i, int64_t length, int64_t& pending, Take take, Done done) {
+  const int64_t whole_runs = length / (kRun * W), rest = (length + W - 1) / W - whole_runs * kRun, end = i + length;
+  if (pending + rest > kRun || (pending != 0 && whole_runs != 0)) {
+    done();
+    pending = 0;
+  }
+  for (int64_t run = 0; run < whole_runs; ++run, i += kRun * W) {
+    const auto take_one = [&](int j) LEANNORM_BODY { take(i + j * W, W, std::true_type()); };
+    if constexpr (form == kAny) each_of(kRun, take_one);
+    else each_of(Constant<kRun>(), take_one);
+    done();
+  }
+  pending += rest;
+  for (; i + W <= end; i += W) take(i, W, std::true_type());
+  if (i < end) take(i, end - i, std::false_type());
+}
+// The same for planes that follow each other.
 template <int W, Form form, class Take, class Done>
 LEANNORM_INLINE void each_run(int64_t start, int64_t planes, Block block, Take take, Done done) {
-  const int64_t whole_runs = block.length / (kRun * W), rest = (block.length + W - 1) / W - whole_runs * kRun;
   int64_t pending = 0;
-  for (int64_t p = 0; p < planes; ++p) {
-    int64_t i = start + p * block.stride;
-    const int64_t end = i + block.length;
-    if (pending + rest > kRun || (pending != 0 && whole_runs != 0)) {
-      done();
-      pending = 0;
-    }
-    for (int64_t run = 0; run < whole_runs; ++run, i += kRun * W) {
-      const auto take_one = [&](int j) LEANNORM_BODY { take(i + j * W, W, std::true_type()); };
-      if constexpr (form == kAny) each_of(kRun, take_one);
-      else each_of(Constant<kRun>(), take_one);
-      done();
-    }
-    pending += rest;
-    for (; i + W <= end; i += W) take(i, W, std::true_type());
-    if (i < end) take(i, end - i, std::false_type());
-  }
+  for (int64_t p = 0; p < planes; ++p) each_run<W, form>(start + p * block.stride, block.length, pending, take, done);
   if (pending != 0) done();
 }
 

@@ -11,16 +11,10 @@ template <class T, Form form> constexpr bool kWaits = form == kAny && kManyForms
 
 struct None {};
 
-template <int kAct = 0, class V, class Function>
-LEANNORM_INLINE void each_by(V* v, int n, int act, Function function) {
-  if (act == kAct) {
-    for (int i = 0; i < n; ++i) v[i] = function(v[i], kAct);
-  } else if constexpr (kAct + 1 < kActivations) {
-    each_by<kAct + 1>(v, n, act, function);
-  }
-}
 template <class V> LEANNORM_ONCE void activate_all(V* v, int n, int act) {
-  each_by(v, n, act, [](V z, int of) LEANNORM_BODY { return activate(z, of); });
+  with_known(act, [&](auto known) LEANNORM_BODY {
+    for (int i = 0; i < n; ++i) v[i] = activate(v[i], known);
+  });
 }
 
 // Batches that wait, and where each belongs: its element and how many lanes of it. How many wait is not in here, so

@@ -31,7 +31,7 @@ struct Call {
   Call(const Tensor& x, const Tensor& mask, int64_t groups, const Optional& weight, const Optional& bias,
        const Optional& residual, int act)
       : s(x, groups), type(element_type(x)), groups(groups), bytes(element_size(type)), act(act),
-        cut(masked_cut(s, groups)), positions(mask, s, type), weight(weight), bias(bias), x(data(x)),
+        cut(masked_cut(s, groups)), positions(mask, s), weight(weight), bias(bias), x(data(x)),
         residual(data(residual)) {
     STD_TORCH_CHECK(groups >= 0, "leannorm: a mask goes with no groups of samples");
     STD_TORCH_CHECK(!this->weight.given() || this->weight.n == s.c, "leannorm: weight must have one value a channel");

@@ -9,11 +9,11 @@ namespace leannorm {
 #define LEANNORM_ALWAYS inline __attribute__((always_inline))  // else the linker keeps one copy for all machines
 
 // Of the planes of a block, from its first one on: behind `ends` (of every sample, in positions of a whole plane)
-// is no data, and before them where `mask`, of the elements' type, is 0; null where it is 1 everywhere.
+// is no data, and before them where `mask` is 0, else 1; null where it is 1 everywhere.
 // The block begins at position `at` of its planes.
 struct Valid {
   const int64_t* ends;
-  const void* mask;
+  const uint8_t* mask;
   int64_t positions;   // of a sample
   int64_t at;
   bool of_one_sample;  // all planes are, and each has its own coefficients and sums; else each is of the next sample

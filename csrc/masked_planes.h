@@ -5,17 +5,55 @@
 
 namespace leannorm::LEANNORM_ISA {
 
+// Which lanes of a V are data, from as many bytes that are 1 or 0; from two times as many, those of the even elements
+// and those of the odd ones.
+#if defined(__AVX512F__)
+template <class V> using Lanes = std::conditional_t<lanes<V> == 16, __mmask16, __mmask8>;
+LEANNORM_INLINE F chosen(__mmask16 data, F yes, F no) { return (F)_mm512_mask_blend_ps(data, (__m512)no, (__m512)yes); }
+LEANNORM_INLINE D chosen(__mmask8 data, D yes, D no) { return (D)_mm512_mask_blend_pd(data, (__m512d)no, (__m512d)yes); }
+template <class V> LEANNORM_INLINE Several<Lanes<V>, 1> lanes_of(const uint8_t (&bytes)[lanes<V>]) {
+  __m128i b{};
+  std::memcpy(&b, bytes, sizeof bytes);
+  return {static_cast<Lanes<V>>(_mm_test_epi8_mask(b, b))};
+}
+LEANNORM_INLINE Several<__mmask16, 2> lanes_of(const uint8_t (&bytes)[2 * lanes<F>]) {
+  const __m256i b = read<__m256i>(bytes);
+  return {_mm256_test_epi16_mask(b, _mm256_set1_epi16(0x00ff)), _mm256_test_epi16_mask(b, _mm256_set1_epi16((short)0xff00))};
+}
+#else
+template <class V> using Lanes = decltype(V{} != V{});
+template <class V> LEANNORM_INLINE V chosen(Lanes<V> data, V yes, V no) { return data ? yes : no; }
+template <class V> LEANNORM_INLINE Several<Lanes<V>, 1> lanes_of(const uint8_t (&bytes)[lanes<V>]) {
+  Lanes<V> data;
+#if defined(__AVX2__)
+  int64_t b = 0;
+  std::memcpy(&b, bytes, sizeof bytes);
+  const __m128i packed = _mm_cvtsi64_si128(b);
+  if constexpr (lanes<V> == 8) data = (Lanes<V>)_mm256_cvtepi8_epi32(packed);
+  else data = (Lanes<V>)_mm256_cvtepi8_epi64(packed);
+#else
+  for (int i = 0; i < lanes<V>; ++i) data[i] = bytes[i];
+#endif
+  return {data != 0};
+}
+LEANNORM_INLINE Several<Lanes<F>, 2> lanes_of(const uint8_t (&bytes)[2 * lanes<F>]) {
+  const U pairs = widen_bits(read<HalfU16>(bytes));
+  return {(pairs & 0xff) != 0, (pairs & 0xff00) != 0};
+}
+#endif
+
 // The mask of one plane, 1 or 0 for each element, from element `start` of the tensor on.
 template <class E> struct Mask {
-  using T = typename E::Scalar;
   using V = typename E::V;
-  using Batch = typename E::Batch;
-  const T* of = nullptr;  // null: all is data
+  const uint8_t* of = nullptr;  // null: all is data
   int64_t start = 0;
 
-  template <bool Whole> LEANNORM_INLINE Batch at(int64_t i, int64_t n) const {
-    if constexpr (Whole) return E::load(of + (i - start));
-    else return E::load(of + (i - start), n, V{});
+  template <bool Whole> LEANNORM_INLINE auto at(int64_t i, int64_t n) const {
+    uint8_t bytes[E::W] = {};
+    if constexpr (Whole) std::memcpy(bytes, of + (i - start), E::W);
+    else std::memcpy(bytes, of + (i - start), n);
+    if constexpr (E::Batch::size == 2) return lanes_of(bytes);
+    else return lanes_of<V>(bytes);
   }
 };
 // Of a plane that is all data up to its end.
@@ -26,7 +64,6 @@ template <Form form, class E, class Body> LEANNORM_INLINE void with_mask(const M
   else if (mask.of == nullptr) body(NoMask());
   else body(mask);
 }
-template <class V> LEANNORM_INLINE V chosen(V mask, V yes, V no) { return mask != V{} ? yes : no; }
 // b, but `no` where there is no data.
 template <bool Whole, class M, class Batch, class V>
 LEANNORM_INLINE void choose(const M& mask, Batch& b, int64_t i, int64_t n, V no) {
@@ -40,7 +77,7 @@ LEANNORM_INLINE void choose(const M& mask, Batch& b, int64_t i, int64_t n, V no)
 
 template <class E> LEANNORM_INLINE Mask<E> mask_of(const Valid& valid, int64_t plane, int64_t start) {
   if (valid.mask == nullptr) return {};
-  return {static_cast<const typename E::Scalar*>(valid.mask) + valid.first(plane), start};
+  return {valid.mask + valid.first(plane), start};
 }
 
 // visit(start, end, plane, mask) for the valid end of every plane.
@@ -55,10 +92,11 @@ template <class E, class Add, class Done>
 LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& valid, typename E::V k, Add add, Done done) {
   using T = typename E::Scalar;
   const T* x = static_cast<const T*>(base);
+  int64_t pending = 0;
   each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t, const Mask<E>& of_plane) LEANNORM_BODY {
     with_mask<kCommon>(of_plane, [&](auto mask) LEANNORM_BODY {
       each_run<E::W, kCommon>(
-          start, 1, {1, 0, length, 0},
+          start, length, pending,
           [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
             if (block.next != 0) __builtin_prefetch(x + i + block.next, 0, 2);
             typename E::Batch b;
@@ -70,6 +108,7 @@ LEANNORM_INLINE void masked_sums(const void* base, Block block, const Valid& val
           done);
     });
   });
+  if (pending != 0) done();
 }
 
 // Lanes without data hold the shift, which adds nothing.
@@ -109,11 +148,6 @@ template <class E> LEANNORM_INLINE void put_zeros(Place<E> place, void* p, int64
   else place.template store<false>(p, typename E::Batch{}, n, past);
 }
 
-LEANNORM_INLINE void ones(float* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i] = 1; }
-LEANNORM_INLINE void ones(double* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i] = 1; }
-LEANNORM_INLINE void ones(bfloat16* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i].bits = 0x3f80; }
-LEANNORM_INLINE void ones(float16* p, int64_t n) { for (int64_t i = 0; i < n; ++i) p[i].bits = 0x3c00; }
-
 // As `each_written`; take(i, n, whole, past, mask) for batches with data, and zeros for those behind it. A batch that
 // has both is cut by a mask of its own.
 template <class E, Form form, class Begin, class Take>
@@ -137,10 +171,10 @@ LEANNORM_INLINE void each_masked(const Operands& o, Block block, const Valid& va
       });
       if (i < valid_stop) {
         const int64_t n = stop - i < W ? stop - i : W;
-        T some[W] = {};
+        uint8_t some[W] = {};
         Mask<E> mask = of_plane;
         if (mask.of == nullptr && data < i + n) {
-          ones(some, data - i);
+          for (int64_t j = i; j < data; ++j) some[j - i] = 1;
           mask = {some, i};
         }
         if (n == W) take(i, n, std::true_type(), past, mask);
@@ -194,12 +228,14 @@ void masked_grad_sums(Operands o, Block block, Valid valid, Coefficients c, int 
   using V = typename E::V;
   Runs<E> runs;
   Sums<V> sum;
+  int64_t pending = 0;
+  const auto done = [&]() LEANNORM_BODY { take(sum, runs); };
   each_valid<E>(block, valid, [&](int64_t start, int64_t length, int64_t plane, const Mask<E>& of_plane) LEANNORM_BODY {
     const int64_t s = valid.statistic(plane);
     const Affine<V> affine = plane_affine<V>(c, s);
     with_mask<form>(of_plane, [&](auto mask) LEANNORM_BODY {
       each_run<E::W, form>(
-          start, 1, {1, 0, length, 0},
+          start, length, pending,
           [&](int64_t i, int64_t n, auto whole) LEANNORM_BODY {
             const Place<E> place{o, i};
             if (block.next != 0) {
@@ -211,10 +247,14 @@ void masked_grad_sums(Operands o, Block block, Valid valid, Coefficients c, int 
 #pragma GCC unroll 2
             for (int j = 0; j < g.size; ++j) runs.of[j].add(g.of[j]);
           },
-          [&]() LEANNORM_BODY { take(sum, runs); });
+          done);
     });
-    if (valid.of_one_sample) sum.put(sum_dz + s, sum_dz_centred + s);
+    if (!valid.of_one_sample) return;
+    done();
+    pending = 0;
+    sum.put(sum_dz + s, sum_dz_centred + s);
   });
+  done();
   sum.put(sum_dz, sum_dz_centred);
 }
 

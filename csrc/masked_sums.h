@@ -9,45 +9,35 @@
 
 namespace leannorm {
 
-// The mask of a call: of planes an end for every sample, and the elements where that does not say all; of columns
-// the runs of valid rows.
+// The mask of a call: of planes an end for every sample, and the mask where that does not say all; of columns the runs
+// of valid rows.
 class Positions {
  public:
   struct Rows { int64_t begin, end; };
 
-  Positions(const Tensor& mask, const Shape& s, ElementType type) : positions_(s.inner), bytes_(element_size(type)) {
+  Positions(const Tensor& mask, const Shape& s) : positions_(s.inner), mask_(mask) {
     STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool && mask.is_contiguous() && mask.numel() == s.n * s.inner,
                     "leannorm: the mask must be bool, contiguous, (samples, positions)");
-    const bool* valid = static_cast<const bool*>(mask.const_data_ptr());
+    const uint8_t* const valid = static_cast<const uint8_t*>(mask.const_data_ptr());
     if (s.columns) {
       find_rows(valid, s.n * s.inner);
       return;
     }
     ends_.resize(s.n);
     counts_.resize(s.n);
-    bool everywhere = true;
     for (int64_t i = 0; i < s.n; ++i) {
-      const bool* of_sample = valid + i * s.inner;
+      const uint8_t* of_sample = valid + i * s.inner;
       int64_t end = s.inner, count = 0;
       while (end > 0 && !of_sample[end - 1]) --end;
-      for (int64_t j = 0; j < end; ++j) count += of_sample[j];
+      for (int64_t j = 0; j < end; ++j) count += of_sample[j] != 0;
       ends_[i] = end, counts_[i] = count;
-      everywhere = everywhere && count == end;
-    }
-    if (everywhere) return;
-    mask_.reset(new char[s.n * s.inner * bytes_]);
-    switch (type) {
-      case kFloat: spread<uint32_t>(valid, s.n * s.inner, 0x3f800000u); break;
-      case kDouble: spread<uint64_t>(valid, s.n * s.inner, 0x3ff0000000000000u); break;
-      case kBFloat16: spread<uint16_t>(valid, s.n * s.inner, 0x3f80); break;
-      default: spread<uint16_t>(valid, s.n * s.inner, 0x3c00); break;
+      if (count != end) valid_ = valid;
     }
   }
 
   // Of the planes of a chunk.
   Valid planes(int64_t sample, int64_t at, bool of_one_sample) const {
-    const char* mask = mask_ == nullptr ? nullptr : mask_.get() + sample * positions_ * bytes_;
-    return {ends_.data() + sample, mask, positions_, at, of_one_sample};
+    return {ends_.data() + sample, valid_ == nullptr ? nullptr : valid_ + sample * positions_, positions_, at, of_one_sample};
   }
   // visit(begin, end, valid) for runs of rows that are all valid or all not, from the row `begin` to before `end`.
   template <class Visit> void rows(int64_t begin, int64_t end, Visit visit) const {
@@ -80,8 +70,8 @@ class Positions {
       if (end == all || counts_[sample + p] == all) {
         n += end == all ? counts_[sample + p] : end;
       } else {  // a part of a plane
-        const char* mask = static_cast<const char*>(valid.mask) + valid.first(p) * bytes_;
-        for (int64_t i = 0; i < end; ++i) n += mask[i * bytes_ + bytes_ - 1] != 0;
+        const uint8_t* const mask = valid.mask + valid.first(p);
+        for (int64_t i = 0; i < end; ++i) n += mask[i] != 0;
       }
     }
     return valid.of_one_sample ? n * block.count : n;
@@ -90,35 +80,31 @@ class Positions {
   int64_t some(const Valid& valid, int64_t plane, int64_t length, int64_t wanted) const {
     const int64_t end = valid.end(plane, length);
     if (valid.mask == nullptr || end == 0) return std::min(wanted, end - 1);
-    const char* mask = static_cast<const char*>(valid.mask) + valid.first(plane) * bytes_;
+    const uint8_t* const mask = valid.mask + valid.first(plane);
     for (int64_t i = std::min(wanted, end - 1); i < end; ++i)
-      if (mask[i * bytes_ + bytes_ - 1] != 0) return i;
+      if (mask[i] != 0) return i;
     for (int64_t i = 0; i < wanted; ++i)
-      if (mask[i * bytes_ + bytes_ - 1] != 0) return i;
+      if (mask[i] != 0) return i;
     return -1;
   }
 
  private:
-  void find_rows(const bool* valid, int64_t n) {
+  void find_rows(const uint8_t* valid, int64_t n) {
     for (int64_t i = 0; i < n;) {
-      const bool* next = static_cast<const bool*>(std::memchr(valid + i, 1, n - i));
+      const uint8_t* next = static_cast<const uint8_t*>(std::memchr(valid + i, 1, n - i));
       if (next == nullptr) return;
       const int64_t begin = next - valid;
-      next = static_cast<const bool*>(std::memchr(valid + begin, 0, n - begin));
+      next = static_cast<const uint8_t*>(std::memchr(valid + begin, 0, n - begin));
       i = next == nullptr ? n : next - valid;
       rows_.push_back({begin, i});
     }
   }
-  template <class Bits> void spread(const bool* valid, int64_t n, Bits one) {
-    Bits* to = reinterpret_cast<Bits*>(mask_.get());
-    const uint8_t* from = reinterpret_cast<const uint8_t*>(valid);
-    for (int64_t i = 0; i < n; ++i) to[i] = Bits(0 - Bits(from[i])) & one;  // a branch would be guessed wrong
-  }
 
-  const int64_t positions_, bytes_;
+  const int64_t positions_;
+  const Tensor mask_;  // whose memory `valid_` is, where the ends do not say all
+  const uint8_t* valid_ = nullptr;
   std::vector<int64_t> ends_, counts_;
   std::vector<Rows> rows_;
-  std::unique_ptr<char[]> mask_;
 };
 
 // A chunk of a set, its place among the samples and what of it is data.

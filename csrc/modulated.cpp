@@ -6,8 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <tuple>
-#include <vector>
 
 #include "activation_name.h"
 #include "caches.h"
@@ -20,14 +20,26 @@ namespace {
 constexpr int64_t kGrain = 32768;  // elements that are worth a thread
 int64_t grain(int64_t each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(each, 1)); }
 
-// Lines of the compute type, or of every row and of x's own.
-Lines lines(const Optional& v, const Tensor& x) {
-  if (!v) return {nullptr, 1, 0, false};
-  const int64_t rows = x.sizes()[0], groups = v->sizes()[0];
-  const bool narrow = v->scalar_type() != compute_type(x);
-  STD_TORCH_CHECK(!narrow || (v->scalar_type() == x.scalar_type() && groups == rows), "leannorm: lines of another type");
-  return {data(*v), rows / groups, v->strides()[0], narrow};
-}
+// Lines of the compute type, or of every row and of x's own; each for so many rows that follow each other.
+struct Groups {
+  Lines lines{};
+  int64_t each = 1, bytes = 0;  // from a group's line to the next
+
+  Groups(const Optional& v, const Tensor& x) {
+    if (!v) return;
+    const int64_t rows = x.sizes()[0], groups = v->sizes()[0], step = v->strides()[0];
+    const bool narrow = v->scalar_type() != compute_type(x);
+    STD_TORCH_CHECK(!narrow || (v->scalar_type() == x.scalar_type() && groups == rows), "leannorm: lines of another type");
+    each = rows / groups, bytes = step * v->element_size();
+    lines = {data(*v), each > 1 ? 0 : step, narrow};
+  }
+  // Those of the rows from `row` to `stop`.
+  Lines of(int64_t row) const {
+    if (each == 1) return lines;
+    return {static_cast<const char*>(lines.p) + row / each * bytes, 0, lines.narrow};
+  }
+  int64_t stop(int64_t row, int64_t end) const { return each == 1 ? end : std::min(end, (row / each + 1) * each); }
+};
 
 // Are so many tensors of this size more than the caches keep, and is every line of the outputs aligned?
 bool stream(const Tensor& x, int64_t tensors, std::initializer_list<const Tensor*> outputs) {
@@ -83,11 +95,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_ada_forward(const Tensor& x, cons
   const int64_t rows = x.sizes()[0], kept = x.sizes()[1];
   const Tensor mean = new_tensor(x, {rows}, compute_type(x)), rstd = new_like(mean);
   const Tensor y = new_like(x), total = branch ? new_like(x) : no_tensor(x);
-  const AdaForward args{kept, data(x), data(branch), lines(gate, x), lines(factor, x), lines(addend, x),
-                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), one, eps, rms,
-                        stream(x, (branch ? 4 : 2) + 2 * (factor.sizes()[0] == rows), {&y})};
-  const auto forward = LEANNORM_PICK(modulated_kernels).ada_forward[element_type(x)];
-  torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) { forward(args, begin, end); });
+  const Groups gates(gate, x), factors(factor, x), addends(addend, x);
+  const RowForward args{{rows, kept, 1, 1, 1}, data(x), data(branch), {}, {}, {},
+                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), one, eps, rms, false,
+                        stream(x, (branch ? 4 : 2) + 2 * (factor.sizes()[0] == rows), {&y}), kept, kept, 1, 0};
+  const auto forward = LEANNORM_PICK(row_kernels).forward[0][element_type(x)];
+  torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) {
+    for (int64_t stop; begin < end; begin = stop) {
+      RowForward some = args;
+      some.gate = gates.of(begin), some.weight = factors.of(begin), some.bias = addends.of(begin);
+      stop = gates.stop(begin, factors.stop(begin, addends.stop(begin, end)));
+      forward(some, begin, stop);
+    }
+  });
   return {y, total, mean, rstd};
 }
 
@@ -99,12 +119,20 @@ std::tuple<Tensor, Tensor, Tensor> row_ada_backward(const Tensor& dy, const Opti
   const bool alone = groups == x.sizes()[0];  // then the sums of dy are dy
   const Tensor dx = new_like(x), with_xhat = new_tensor(x, {want_sums ? groups : 0, kept}, type);
   const Tensor plain = new_tensor(x, {want_sums && !alone ? groups : 0, kept}, type);
-  const AdaBackward args{kept, data(dy), data(dtotal), data(x), data(mean), data(rstd), lines(factor, x),
-                         mutable_data(dx), one, rms, stream(x, (dtotal ? 4 : 3) + 2 * alone, {&dx, &with_xhat})};
-  const auto backward = LEANNORM_PICK(modulated_kernels).ada_backward[element_type(x)];
+  const Groups factors(factor, x);
+  const RowBackward args{{x.sizes()[0], kept, 1, 1, 1}, data(dy), data(dtotal), data(x), data(mean), data(rstd), {},
+                         mutable_data(dx), one, rms, alone, stream(x, (dtotal ? 4 : 3) + 2 * alone, {&dx, &with_xhat}),
+                         kept, kept, kept, kept, 1, 0, 0};
+  const auto backward = LEANNORM_PICK(row_kernels).backward[0][element_type(x)];
   char* const of_dy = alone ? nullptr : mutable_data(plain);
   sum_groups(x, groups, want_sums ? 2 : 0, {mutable_data(with_xhat), of_dy}, type,
-             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0], to[1]); }, alone);
+             [&](int64_t begin, int64_t end, const Pointers& to) {
+               for (int64_t stop; begin < end; begin = stop) {
+                 RowBackward some = args;
+                 some.weight = factors.of(begin);
+                 backward(some, begin, stop = factors.stop(begin, end), to[0], to[1]);
+               }
+             }, alone);
   return {dx, with_xhat, plain};
 }
 
@@ -112,11 +140,18 @@ std::tuple<Tensor, Tensor> row_gate_backward(const Tensor& dtotal, const Optiona
   const int64_t kept = dtotal.sizes()[1], groups = gate.sizes()[0];
   const ScalarType type = gate.scalar_type();
   const Tensor dbranch = new_like(dtotal), dgate = new_tensor(dtotal, {branch ? groups : 0, kept}, type);
-  const GateBackward args{kept, data(dtotal), data(branch), lines(gate, dtotal), mutable_data(dbranch)};
+  const Groups gates(gate, dtotal);
+  const bool alone = gates.each == 1;
+  const GateBackward args{kept, data(dtotal), data(branch), {}, mutable_data(dbranch), alone};
   const auto backward = LEANNORM_PICK(modulated_kernels).gate_backward[element_type(dtotal)];
   sum_groups(dtotal, groups, branch ? 1 : 0, {mutable_data(dgate)}, type,
-             [&](int64_t begin, int64_t end, const Pointers& to) { backward(args, begin, end, to[0]); },
-             groups == dtotal.sizes()[0]);
+             [&](int64_t begin, int64_t end, const Pointers& to) {
+               for (int64_t stop; begin < end; begin = stop) {
+                 GateBackward some = args;
+                 some.gate = gates.of(begin);
+                 backward(some, begin, stop = gates.stop(begin, end), to[0]);
+               }
+             }, alone);
   return {dbranch, dgate};
 }
 
@@ -132,8 +167,8 @@ std::tuple<Tensor, Tensor> row_gated_forward(const Tensor& x, const Tensor& gate
                           eps, activation_index(act), !norm_before_gate, cast_before, stream(x, 3, {&y})};
   const auto forward = LEANNORM_PICK(modulated_kernels).gated_forward[element_type(x)];
   torch::stable::parallel_for(0, rows, grain(kept), [&](int64_t begin, int64_t end) {
-    std::vector<double> scratch(2 * kept);
-    forward(args, begin, end, scratch.data());
+    const std::unique_ptr<double[]> scratch(new double[2 * kept]);
+    forward(args, begin, end, scratch.get());
   });
   return {y, rstd};
 }
@@ -151,8 +186,8 @@ std::tuple<Tensor, Tensor, Tensor> row_gated_backward(const Tensor& dy, const Te
   const auto backward = LEANNORM_PICK(modulated_kernels).gated_backward[element_type(x)];
   sum_groups(x, 1, want_affine ? 1 : 0, {mutable_data(dweight)}, type,
              [&](int64_t begin, int64_t end, const Pointers& to) {
-               std::vector<double> scratch(2 * kept);
-               backward(args, begin, end, to[0], scratch.data());
+               const std::unique_ptr<double[]> scratch(new double[2 * kept]);
+               backward(args, begin, end, to[0], scratch.get());
              });
   return {dx, dgate, dweight};
 }

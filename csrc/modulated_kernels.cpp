@@ -1,4 +1,4 @@
-// The table of the kernels with a scale and a shift, or with a gate; compiled once for each instruction set.
+// The table of the kernels with a gate; compiled once for each instruction set.
 #include "gated_lines.h"
 #include "modulated_lines.h"
 
@@ -8,8 +8,7 @@ namespace leannorm::LEANNORM_ISA {
   {modulated::kernel<float>, modulated::kernel<double>, modulated::kernel<bfloat16>, modulated::kernel<float16>}
 
 extern const ModulatedKernels modulated_kernels = {
-    EACH_TYPE(ada_forward),   EACH_TYPE(ada_backward),   EACH_TYPE(gate_backward),
-    EACH_TYPE(gated_forward), EACH_TYPE(gated_backward),
+    EACH_TYPE(gate_backward), EACH_TYPE(gated_forward), EACH_TYPE(gated_backward),
 };
 
 }  // namespace leannorm::LEANNORM_ISA

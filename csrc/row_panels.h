@@ -146,7 +146,7 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
   const int64_t kept = a.shape.kept, inner = a.shape.inner;
-  const S *weight = static_cast<const S*>(a.weight), *bias = static_cast<const S*>(a.bias);
+  const S *weight = static_cast<const S*>(a.weight.p), *bias = static_cast<const S*>(a.bias.p), one = a.one;
   Columns<S> means, rstds;
   S *const mean = means.of, *const rstd = rstds.of;
   for (int64_t unit = begin; unit < end; ++unit) {
@@ -172,7 +172,7 @@ inline void panel_forward_as(const RowForward& a, int64_t begin, int64_t end) {
       static_cast<S*>(a.rstd)[panel.statistics + j] = rstd[j];
     }
     for (int64_t k = 0; k < kept; ++k) {
-      const V w = splat<V>(weight == nullptr ? 1 : weight[k]), b = splat<V>(bias == nullptr ? 0 : bias[k]);
+      const V w = splat<V>(weight == nullptr ? 1 : one + weight[k]), b = splat<V>(bias == nullptr ? 0 : bias[k]);
       const int64_t at = k * inner;
       each_vector<W>(panel.columns, [&](auto extent, int64_t j, int64_t count) {
         using E = decltype(extent);
@@ -199,7 +199,7 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
   const int64_t kept = a.shape.kept, inner = a.shape.inner;
-  const S* weight = static_cast<const S*>(a.weight);
+  const S *weight = static_cast<const S*>(a.weight.p), one = a.one;
   S *dw = static_cast<S*>(dweight), *db = static_cast<S*>(dbias);
   PanelSums sums;
   Columns<S> means, rstds, firsts, seconds;
@@ -219,7 +219,7 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
       fetch_near(x + at + later);
       fetch_near(dy + at + later);
       const V centred = load<E>(x + at, count) - load<E>(mean + j, count);
-      const V h = load<E>(dy + at, count) * splat<V>(weight == nullptr ? 1 : weight[k]);
+      const V h = load<E>(dy + at, count) * splat<V>(weight == nullptr ? 1 : one + weight[k]);
       return Pair<V>{h, h * (centred * load<E>(rstd + j, count))};
     });
     for (int64_t j = 0; j < panel.columns; ++j) {
@@ -227,7 +227,7 @@ inline void panel_backward_as(const RowBackward& a, int64_t begin, int64_t end, 
       second[j] = static_cast<S>(sums.second[j] / kept);
     }
     for (int64_t k = 0; k < kept; ++k) {
-      const V w = splat<V>(weight == nullptr ? 1 : weight[k]);
+      const V w = splat<V>(weight == nullptr ? 1 : one + weight[k]);
       const int64_t at = k * inner;
       Pair<V> parameters{};
       each_vector<W>(panel.columns, [&](auto extent, int64_t j, int64_t count) {

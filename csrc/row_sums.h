@@ -1,4 +1,4 @@
-// Sums of what lies along a row: lanes of the compute type for a short while, float64 from there on.
+// Sums of what lies along a row: in the compute type for a short while, in float64 from there on.
 #pragma once
 
 #include <type_traits>
@@ -50,7 +50,7 @@ inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
 // body(extent, i, lanes) for every vector of 0..n-1.
-template <int W, class Body> inline void each_vector(int64_t n, Body body) {
+template <int W, class Body> LEANNORM_INLINE void each_vector(int64_t n, const Body& body) {
   int64_t i = 0;
   for (; i + W <= n; i += W) body(Whole{}, i, int64_t(W));
   if (i < n) body(Part{}, i, n - i);
@@ -64,27 +64,48 @@ template <class V> inline Pair<Wide<V>> widen(Pair<Wide<V>> p) { return p; }
 // Lanes that are added in the compute type before float64 takes over: the rounding of a few additions.
 constexpr int kShort = 16;
 
-// The two sums over a line of n elements; value(extent, i, lanes) gives the terms of one vector.
-template <class V, class Value> inline Pair<double> line_sums(int64_t n, Value value) {
-  constexpr int W = lanes<V>, kStep = 4 * W;
-  Pair<Wide<V>> sum{};
+// body(extent, vectors, i, lanes) for blocks of `kMost` whole vectors of 0..n-1, then for every vector that is left.
+template <int W, int kMost, class Body> LEANNORM_INLINE void each_block(int64_t n, const Body& body) {
   int64_t i = 0;
-  while (i + kStep <= n) {
-    Pair<V> a{}, b{}, c{}, d{};
-    const int64_t end = smaller(n - kStep, i + (kShort - 1) * kStep);
-    for (; i <= end; i += kStep) {
-      a = a + value(Whole{}, i, W);
-      b = b + value(Whole{}, i + W, W);
-      c = c + value(Whole{}, i + 2 * W, W);
-      d = d + value(Whole{}, i + 3 * W, W);
+  for (; i + kMost * W <= n; i += kMost * W) body(Whole{}, std::integral_constant<int, kMost>{}, i, int64_t(W));
+  for (; i + W <= n; i += W) body(Whole{}, std::integral_constant<int, 1>{}, i, int64_t(W));
+  if (i < n) body(Part{}, std::integral_constant<int, 1>{}, i, n - i);
+}
+
+// Lines that are worked on together, at most: what they share is loaded once, and what is left of their sums is
+// computed for all at once.
+constexpr int kTogether = 8;
+
+// The sums of a and of a * b over a line of n elements, in float64 from some hundreds on; value(extent, i, lanes)
+// gives a and b of one vector.
+template <class V, class Value> LEANNORM_INLINE Pair<double> line_sum(int64_t n, const Value& value) {
+  constexpr int W = lanes<V>;
+  constexpr int64_t kPart = 64 * W;  // 32 additions in a lane
+  Pair<double> sum;
+  for (int64_t i = 0; i == 0 || i < n;) {
+    Pair<V> even{}, odd{};
+    const auto add = [&](auto extent, Pair<V>& to, int64_t at, int64_t count) LEANNORM_BODY {
+      const Pair<V> v = value(extent, at, count);
+      to = {to.first + v.first, fma(v.first, v.second, to.second)};
+    };
+    const int64_t end = smaller(n, i + kPart);
+    for (; i + 2 * W <= end; i += 2 * W) {
+      add(Whole{}, even, i, W);
+      add(Whole{}, odd, i + W, W);
     }
-    sum = sum + widen((a + b) + (c + d));
+    if (i + W <= end) {
+      add(Whole{}, even, i, W);
+      i += W;
+    }
+    if (i < end) {
+      add(Part{}, odd, i, end - i);
+      i = end;
+    }
+    even = even + odd;
+    const Pair<double> part{lane_sum(even.first), lane_sum(even.second)};
+    sum = end <= kPart ? part : sum + part;
   }
-  Pair<V> rest{};
-  for (; i + W <= n; i += W) rest = rest + value(Whole{}, i, W);
-  if (i < n) rest = rest + value(Part{}, i, n - i);
-  sum = sum + widen(rest);
-  return {total(sum.first), total(sum.second)};
+  return sum;
 }
 
 // float32 squares leave their range long before the values do; such a row is summed again in float64.

@@ -139,17 +139,9 @@ Tensor plain(const Tensor& v, ScalarType type) {
   torch::stable::copy_(copy, v);
   return copy;
 }
-Optional plain(const Optional& v, ScalarType type, double offset = 0) {
+Optional plain(const Optional& v, ScalarType type) {
   if (!v) return std::nullopt;
-  Tensor found = plain(*v, type);
-  if (offset == 0) return found;
-  const Tensor sum = new_like(found);
-  const auto add = [&](const auto* from, auto* to) {
-    for (int64_t i = 0; i < found.numel(); ++i) to[i] = from[i] + static_cast<std::decay_t<decltype(*to)>>(offset);
-  };
-  if (type == ScalarType::Double) add(static_cast<const double*>(found.const_data_ptr()), static_cast<double*>(sum.mutable_data_ptr()));
-  else add(static_cast<const float*>(found.const_data_ptr()), static_cast<float*>(sum.mutable_data_ptr()));
-  return sum;
+  return plain(*v, type);
 }
 
 int64_t grain(int64_t elements_each) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements_each, 1)); }
@@ -213,11 +205,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   Rows rows(given, start, stop, !residual);
   const Tensor y = rows.like(), total = residual ? rows.like() : no_tensor(given);
   const Optional added = rows.match(residual);
-  const Optional w = plain(weight, type, weight_offset), b = plain(bias, type);
+  const Optional w = plain(weight, type), b = plain(bias, type);
   const int64_t kept = rows.shape.kept;
-  const RowForward args{rows.shape, data(rows.x),      data(added),        data(w),            data(b),
-                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), eps, rms,
-                        cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
+  const RowForward args{rows.shape, data(rows.x), data(added), {}, {data(w)}, {data(b)},
+                        mutable_data(y), mutable_data(total), mutable_data(mean), mutable_data(rstd), weight_offset, eps,
+                        rms, cast_before, rows.stream(y, residual ? 4 : 2), kept, kept, 1, 0};
   const auto forward = LEANNORM_PICK(row_kernels).forward[rows.shape.inner > 1][element_type(given)];
   const int64_t units = units_of(rows.shape), size = given.element_size();
   const char* const there = valid_rows(valid, rows.shape.outer * rows.shape.inner);
@@ -237,12 +229,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
 }
 
 // Units are summed in chunks, whose number depends on the shape alone, so that the sums do not depend on
-// the number of threads: no more than 256 rows to a chunk, no fewer than 16 where rows are short.
+// the number of threads: no more than 256 rows to a chunk, no fewer than 16 where rows are short, and of short ones
+// as many as the kernel takes together.
 int64_t chunk_length(const RowShape& s) {
-  const int64_t units = units_of(s);
-  if (s.inner > 1) return (units + 63) / 64;
-  const int64_t fewest = s.kept < 16384 ? 16 : std::min<int64_t>(16, (units + 3) / 4);
-  return std::clamp<int64_t>((units + 63) / 64, fewest, 256);
+  const int64_t units = units_of(s), length = (units + 63) / 64;
+  if (s.inner > 1) return length;
+  if (s.kept < 16384) return std::clamp<int64_t>((length + 7) / 8 * 8, 16, 256);
+  return std::clamp<int64_t>(length, std::min<int64_t>(16, (units + 3) / 4), 256);
 }
 
 std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Optional& given_dtotal,
@@ -265,10 +258,10 @@ std::tuple<Tensor, Tensor, Tensor> row_backward(const Tensor& given_dy, const Op
   const Tensor dx = rows.like(), dy = rows.match(given_dy);
   const Optional dtotal = rows.match(given_dtotal);
   const Tensor mean = plain(given_mean, type), rstd = plain(given_rstd, type);
-  const Optional w = plain(weight, type, weight_offset);
-  const RowBackward args{shape,      data(dy),   data(dtotal), data(rows.x),
-                         data(mean), data(rstd), data(w),      mutable_data(dx), rms,
-                         rows.stream(dx, given_dtotal ? 4 : 3), shape.kept, shape.kept, shape.kept, shape.kept, 1, 0, 0};
+  const Optional w = plain(weight, type);
+  const RowBackward args{shape, data(dy), data(dtotal), data(rows.x), data(mean), data(rstd), {data(w)},
+                         mutable_data(dx), weight_offset, rms, false, rows.stream(dx, given_dtotal ? 4 : 3),
+                         shape.kept, shape.kept, shape.kept, shape.kept, 1, 0, 0};
   const RowKernels& kernels = LEANNORM_PICK(row_kernels);
   const auto backward = kernels.backward[shape.inner > 1][element_type(given)];
 

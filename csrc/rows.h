@@ -16,29 +16,41 @@ struct RowShape {
   int64_t panel, panels;  // rows in a panel, panels to an outer index
 };
 
-// weight, bias, mean, rstd are of the compute type; null where there is none. Lines: so many elements from one
-// row to the next; a residual and what goes with it follow each other. `ahead`: where what is read next lies, if
-// not behind it.
+// A line for each row, `row` elements from one to the next, or with 0 one for all; p is null where there is none. Of
+// the compute type, or where it is `narrow` of the tensors' own.
+struct Lines {
+  const void* p;
+  int64_t row;
+  bool narrow;
+};
+
+// y = xhat * (one + weight) + bias of x, or of total = x + gate * residual. Statistics are of the compute type; with
+// panels all lines are one for all rows. Lines: so many elements from one row to the next; a residual and what goes
+// with it follow each other. `ahead`: where what is read next lies, if not behind it.
 struct RowForward {
   RowShape shape;
-  const void *x, *residual, *weight, *bias;
+  const void *x, *residual;
+  Lines gate, weight, bias;
   void *y, *total, *mean, *rstd;
-  double eps;
+  double one, eps;
   bool rms, cast, stream;  // cast: round before the weight; stream: write past the caches
   int64_t x_row, y_row, statistics_row, x_ahead;
 };
 
 struct RowBackward {
   RowShape shape;
-  const void *dy, *dtotal, *x, *mean, *rstd, *weight;
+  const void *dy, *dtotal, *x, *mean, *rstd;
+  Lines weight;
   void* dx;
-  bool rms, stream;
+  double one;
+  bool rms, own, stream;  // own: the weight's gradient is a line of each row
   int64_t dy_row, dtotal_row, x_row, dx_row, statistics_row, x_ahead, dy_ahead;
 };
 
 struct RowKernels {
   using Forward = void (*)(const RowForward&, int64_t begin, int64_t end);
-  // Adds the units' share to dweight and dbias, compute type, of length kept; null where unwanted.
+  // Adds the units' share to dweight and dbias, compute type, of length kept; null where unwanted. With `own` dweight
+  // is lines of all rows, of the weight's type and one behind the other, which are written, and dbias is null.
   using Backward = void (*)(const RowBackward&, int64_t begin, int64_t end, void* dweight, void* dbias);
   // to = the sum of `count` vectors, `stride` elements apart, of columns begin..end.
   using Sum = void (*)(const void* from, int64_t count, int64_t stride, int64_t begin, int64_t end, void* to);

@@ -45,6 +45,21 @@ template <class V> LEANNORM_INLINE V splat(double value) {
   return V{} + static_cast<typename Scalar<V>::type>(value);
 }
 
+// `value` in every lane, from memory where it lies there.
+template <class V> LEANNORM_INLINE V all(typename Scalar<V>::type value) {
+  V v;
+  for (int i = 0; i < lanes<V>; ++i) v[i] = value;
+  return v;
+}
+
+// v, in a register: what is used several times is not loaded as often.
+template <class V> LEANNORM_INLINE V held(V v) {
+#if defined(__x86_64__)
+  __asm__("" : "+v"(v));
+#endif
+  return v;
+}
+
 // a * b + c rounded once. Left to itself the compiler fuses the same formula in one place and not in another,
 // and what is rebuilt would differ in the last bit.
 LEANNORM_INLINE F fma(F a, F b, F c) {
@@ -76,6 +91,17 @@ template <class V, class T> LEANNORM_INLINE V read(const T* p) {
   V v;
   std::memcpy(&v, p, sizeof v);
   return v;
+}
+
+LEANNORM_INLINE D root(D v) {
+#if defined(__AVX512F__)
+  return (D)_mm512_sqrt_pd((__m512d)v);
+#elif defined(__AVX2__)
+  return (D)_mm256_sqrt_pd((__m256d)v);
+#else
+  for (int i = 0; i < lanes<D>; ++i) v[i] = __builtin_sqrt(v[i]);
+  return v;
+#endif
 }
 
 template <class To, class From> LEANNORM_INLINE To bits(From v) {

@@ -37,10 +37,11 @@ def main():
     batch = test_images[:8]
     with torch.no_grad():
         expected = model.eval()(batch)
-    folded = leannorm.fold(model, (batch,)).model  # the norms become part of the convolutions
+    report = leannorm.fold(model, (batch,))  # the norms become part of the convolutions
+    print(f"folded {len(report.folded)} batch norms of {len(report.folded) + len(report.skipped)}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for title, leaving in (("converted", model), ("folded", folded)):
+        for title, leaving in (("converted", model), ("folded", report.model)):
             exported = torch.export.export(leaving, (batch,))
             torch.export.save(exported, folder / "net.pt2")
             torch.save(batch, folder / "images.pt")

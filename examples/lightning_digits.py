@@ -5,6 +5,9 @@
 Needs lightning and scikit-learn. The only line that differs is `callbacks=[lean_callback()]`.
 """
 
+import with_torchvision as with_torchvision  # lightning imports torchvision
+
+# isort: split
 import logging
 import tempfile
 import warnings

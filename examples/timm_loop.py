@@ -6,6 +6,9 @@ Needs timm and scikit-learn. In timm's own script the same is one line after the
 `model = leannorm.make_lean(model)`. Weights, EMA and gradients are stock's, bit for bit.
 """
 
+import with_torchvision as with_torchvision  # timm imports torchvision
+
+# isort: split
 import timm
 import torch
 import torch.nn.functional as F

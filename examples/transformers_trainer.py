@@ -6,6 +6,9 @@ Needs transformers and accelerate. The text is `pydoc_data.topics`, which comes 
 tokens, so no tokenizer is loaded. The only line that differs is `callbacks=[lean_callback()]`.
 """
 
+import with_torchvision as with_torchvision  # transformers imports torchvision
+
+# isort: split
 import tempfile
 from pydoc_data.topics import topics
 

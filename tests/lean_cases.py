@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import set_eval_frame
 
-from leannorm import functional
+from leannorm import functional, lean
 from leannorm import nn as lnn
 
 IMAGE, TOKENS = (4, 3, 14, 14), (3, 30, 32)
@@ -261,3 +261,14 @@ def watched_by_the_compiler() -> Iterator[None]:
         yield
     finally:
         set_eval_frame(before)
+
+
+def assert_as_stock(program, **settings):
+    """`program(context)` returns what is to be equal bit for bit."""
+    found = []
+    for context in (nullcontext, lambda: lean(**settings)):
+        torch.manual_seed(0)
+        found.append([t.detach().clone() for t in program(context)])
+    stock, ours = found
+    assert len(stock) == len(ours)
+    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))

@@ -17,21 +17,31 @@ ROOT = Path(__file__).parent.parent
 # what a room may import stands before it; rooms of one set do not know each other
 ORDER = [
     {"_errors", "_torch", "_types"},
-    {"_files", "_freed_memory", "planning"},
+    {"_files", "_freed_memory", "_report", "planning"},
     {"ops"},
     {"_checks", "distributed"},
     {"autograd"},
     {"functional"},
     {"nn"},
+    {"_catalog"},
     {"saving", "program"},
     {"compiled"},
     {"transforms"},
     {"report"},
     {"interop"},
-    {"demo"},
     {"cli"},
     {"__main__"},
 ]
+# the same within a room that has rooms of its own
+INNER = {
+    "transforms": [
+        {"recognizing", "fusing"},
+        {"converting"},
+        {"folding", "statistics"},
+        {"__init__"},
+    ],
+    "interop": [{"checkpoints", "lightning", "transformers"}, {"__init__"}],
+}
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 FILES = sorted(p for p in SOURCE.rglob("*.py") if p.parent != SOURCE or p.stem != "__init__")
 
@@ -78,6 +88,31 @@ def test_imports_go_one_way(path):
     for other in imported_rooms(path):
         assert other in LEVEL, f"{here} imports {other}"
         assert other == here or LEVEL[other] < LEVEL[here], f"{here} may not import {other}"
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if room(p) in INNER], ids=lambda p: str(p.relative_to(SOURCE))
+)
+def test_imports_within_a_room_go_one_way(path):
+    levels = {inner: level for level, rooms in enumerate(INNER[room(path)]) for inner in rooms}
+    here = path.relative_to(SOURCE).parts[1].removesuffix(".py")
+    for other in set(re.findall(rf"leannorm\.{room(path)}(?:\.| import )(\w+)", path.read_text())):
+        if other in levels:
+            assert other == here or levels[other] < levels[here], f"{here} may not import {other}"
+    assert here in levels
+
+
+def test_other_frameworks_checkpoints_are_imported_where_they_are_asked_for():
+    """By `leannorm.interop`, which offers them, and by the command that converts them."""
+    users = {p for p in FILES if "interop.checkpoints" in p.read_text() and p.parent.name != "checkpoints"}
+    assert {str(p.relative_to(SOURCE)) for p in users} == {"interop/__init__.py", "cli/convert_checkpoint.py"}
+
+
+@pytest.mark.parametrize("name", ["transforms", "report", "interop", "cli", "program"])
+def test_a_room_says_its_question(name):
+    """In its first line, and so do the rooms in it."""
+    for path in (SOURCE / name).rglob("__init__.py"):
+        assert "?" in ast.get_docstring(ast.parse(path.read_text())).splitlines()[0], path
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import yaml
 
 import leannorm
 from benchmarks.architectures import import_torchvision
+from leannorm.report.fitting import mended_by
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
@@ -60,6 +61,20 @@ def test_examples_on_pages(page, tmp_path, monkeypatch):
     if re.search(r"^(?:>>> )?(?:from|import) (?:timm|transformers|torchvision)", page.read_text(), re.M):
         import_torchvision()
     run(page)
+
+
+NEEDS_TORCHVISION = (
+    r"(?:^(?:>>> |# )?(?:from|import) |pip install .*)(?:timm|transformers|torchvision|lightning)\b"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_that_imports_torchvision_says_what_to_do_where_it_does_not_fit(page):
+    """Itself, or by a library."""
+    text = page.read_text()
+    if re.search(NEEDS_TORCHVISION, text, re.M) or "interop.lightning import" in text:
+        assert "`leannorm info`" in text
+        assert mended_by("2.13.0+cpu").replace("torch==2.13.0", "torch") in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

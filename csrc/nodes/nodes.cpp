@@ -7,6 +7,7 @@
 // None for a call that is not a usual one, and for one that the kernel refuses: then nothing has been written.
 #include "../activation.h"
 #include "calls.h"
+#include "graph.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -351,6 +352,9 @@ PyMethodDef functions[] = {
     {"keep_tape", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&keep_tape)), METH_FASTCALL, nullptr},
     {"forget_tapes", &forget_tapes, METH_NOARGS, nullptr},
     {"set_backward", &set_backward, METH_O, nullptr},
+    {"thread_of", &thread_of, METH_O, nullptr},
+    {"this_thread", &this_thread, METH_NOARGS, nullptr},
+    {"in_view", &in_view, METH_O, nullptr},
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 

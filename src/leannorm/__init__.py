@@ -29,7 +29,7 @@ from leannorm.report.doctor.examine import doctor as doctor
 from leannorm.report.doctor.findings import DoctorReport as DoctorReport
 from leannorm.report.fit import FitReport as FitReport
 from leannorm.report.fit import fit as fit
-from leannorm.report.profile import MemoryReport as MemoryReport
+from leannorm.report.memory_report import MemoryReport as MemoryReport
 from leannorm.report.profile import profile as profile
 from leannorm.saving import lean as lean
 from leannorm.saving import make_lean as make_lean

@@ -1,20 +1,18 @@
 """Networks that `leannorm check --model` is asked about."""
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
 
 class EditedUnseen(nn.Module):
-    """From the second pass on it edits a norm's output where autograd does not see it."""
+    """From the third pass on it edits a norm's output where autograd does not see it."""
 
     passes = 0
 
     def forward(self, x):
         self.passes += 1
-        if self.passes > 1:
-            with torch.no_grad():
-                x[0, 0] += 1
+        if self.passes > 2:
+            x.data[0, 0] += 1
         return F.relu(x)
 
 

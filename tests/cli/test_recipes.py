@@ -52,7 +52,8 @@ def test_a_recipe_whose_node_keeps_something_else_rests(monkeypatch):
 def test_a_recipe_whose_numbers_are_others_rests(monkeypatch):
     """It is tried, and what it makes is compared."""
     one = gelu_by(monkeypatch, lambda node, *rest: Step(torch.cos, (saved(node, "self"),)))
-    assert (one.state, one.why) == (RESTING, "its output is held")
+    assert one.state == RESTING
+    assert "outputs of GeluBackward0, and held: a rebuild had other bits" in one.why
 
 
 def test_a_kind_of_node_that_torch_makes_no_more_rests(monkeypatch):
@@ -61,7 +62,7 @@ def test_a_kind_of_node_that_torch_makes_no_more_rests(monkeypatch):
 
 
 def test_a_rebuild_that_is_wrong_falls_short(monkeypatch, capsys):
-    # SiLU's own step was tried before, and is exact
+    monkeypatch.setattr("leannorm.saving.trial.same_bits", lambda a, b: True)  # a trial that does not see it
     one = gelu_by(monkeypatch, lambda node, *rest: Step(F.silu, (saved(node, "self"),)))
     assert one.state == WRONG
     assert main(["check"]) == 1

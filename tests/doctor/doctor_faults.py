@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from leannorm.report.doctor.norms import norms_of
+from leannorm._catalog import norms_of
 
 
 class Planted:

@@ -28,6 +28,66 @@ def test_few_values():
     assert told(doctor(layers, torch.randn(4, 4))) == [("few_values", "2")]
 
 
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = leannorm.nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(input=x, lengths=[1])
+
+
+ALONE = {
+    "torch's": (nn.Sequential(nn.BatchNorm1d(4)), (1, 4)),
+    "untracked": (nn.Sequential(nn.BatchNorm2d(4, track_running_stats=False)).eval(), (1, 4, 1, 1)),
+    "leannorm's": (nn.Sequential(leannorm.nn.BatchNorm1d(4)), (1, 4)),
+    "ghost": (nn.Sequential(leannorm.nn.BatchNorm1d(4, group_size=1)), (3, 4)),
+    "with its convolution": (nn.Sequential(leannorm.nn.ConvBatchNorm2d(4, 4, 3)), (1, 4, 3, 3)),
+    "fused": (leannorm.convert(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU())), (1, 4, 1, 1)),
+    "instance": (nn.Sequential(nn.InstanceNorm1d(4, affine=True)), (3, 4, 1)),
+    "group": (nn.Sequential(nn.GroupNorm(4, 4)), (1, 4)),
+    "masked": (Masked(), (1, 4, 3)),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), ALONE.values(), ids=ALONE)
+def test_one_value_a_channel_is_a_finding_and_no_error(model, sizes):
+    """Where the layer itself raises: the pass goes on, with what its formula makes of one value, beta."""
+    (norm,) = (m for m in model.modules() if getattr(m, "bias", None) is not None)
+    nn.init.normal_(norm.bias)
+    before = copy.deepcopy(model.state_dict()), [dict(vars(m)) for m in model.modules()]
+    behind = []
+    hook = model.register_forward_hook(lambda module, args, y: behind.append(y))
+    report = doctor(model, torch.randn(sizes))
+    hook.remove()
+    (finding,) = (one for one in report.findings if one.check == "few_values")
+    assert (finding.value, finding.severity, report.difference) == (1, "error", None)
+    assert sizes[0] > 1 or report.layers[0].gap is None
+    beta = norm.bias.clamp_min(0) if getattr(model, "unfused", None) else norm.bias
+    y = behind[0] if len(sizes) == 2 else behind[0].flatten(2)[..., 0]
+    assert y.allclose(beta.expand(y.shape), atol=1e-4)  # torch's kernel folds the mean into the shift
+    assert all(torch.equal(v, before[0][k]) for k, v in model.state_dict().items())
+    assert [dict(vars(m)) for m in model.modules()] == before[1]
+
+
+def test_a_last_batch_of_one_is_found_and_the_others_are_measured():
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    report = doctor(model, [*torch.randn(2, 16, 4), torch.randn(1, 4)])
+    assert told(report, "few_values")[0] == ("few_values", "1")
+    assert [one.severity for one in report.findings] == ["error"]
+    assert report.layers[0].gap is not None
+    assert report.difference is not None
+
+
+def test_another_error_of_the_model_stays_what_it_is():
+    class Refusing(nn.BatchNorm1d):
+        def forward(self, x):
+            raise ValueError("no norm today")
+
+    with pytest.raises(ValueError, match="no norm today"):
+        doctor(nn.Sequential(Refusing(4)), torch.randn(8, 4))
+
+
 def test_gaps_are_ranked_and_the_outputs_compared():
     model = trained()
     given = [torch.randn(16, 3, 12, 12) for _ in range(2)]

@@ -10,7 +10,7 @@ from torch import nn
 
 import leannorm
 from leannorm import InputError, doctor
-from leannorm.report.doctor.norms import norms_of
+from leannorm._catalog import norms_of
 
 
 class Busy(nn.Module):
@@ -198,14 +198,16 @@ def test_layers_of_every_package_are_known():
     )
     kinds = {norm.name.split(".")[0]: norm.kind for norm in norms_of(layers)}
     assert kinds == {
-        **dict.fromkeys(("torch", "sync", "ours", "act", "joined", "op", "timm"), "batch"),
+        **dict.fromkeys(("torch", "sync", "ours", "act", "joined", "op", "timm", "lazy"), "batch"),
         **dict.fromkeys(("timm_frozen", "frozen"), "frozen"),
         "instance": "instance",
         "group": "group",
         "layer": "layer",
         "rms": "rms",
     }
-    assert doctor(layers).findings == []
+    report = doctor(layers)
+    assert report.findings == []
+    assert "lazy" not in [state.name for state in report.layers]  # it has no statistics yet
 
 
 def test_what_cannot_be_looked_at_is_said():

@@ -12,7 +12,7 @@ from leannorm import nn
 
 
 class Block(stock.Module):
-    """A residual block, whose norms, addition and activations `fuse="trace"` joins."""
+    """A residual block."""
 
     def __init__(self, channels=8):
         super().__init__()
@@ -25,6 +25,17 @@ class Block(stock.Module):
         y = self.bn2(self.conv2(y))
         y += x
         return self.relu(y)
+
+
+class Joined(stock.Module):
+    """A norm that adds and activates in the same call."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn = stock.Conv2d(8, 8, 3, padding=1), nn.BatchNormAct2d(8)
+
+    def forward(self, x):
+        return self.bn(self.conv(x), x)
 
 
 def convolutional():
@@ -59,7 +70,7 @@ def rms():
 def own():
     """Layers that only we have: convolution and norm as one, norm and activation as one, any axis."""
     return stock.Sequential(
-        nn.ConvBatchNorm2d(3, 8, 3, padding=1, bias=True), nn.BatchNormAct2d(8, act="mish"),
+        nn.ConvBatchNorm2d(3, 8, 3, padding=1, bias=True), nn.BatchNormAct2d(8, act="mish"), Joined(),
         nn.ConvBatchNorm2d(8, 8, 3, padding="same", padding_mode="reflect"), nn.LayerNorm(8, dim=1),
         nn.ConvBatchNorm2d(8, 4, 3, eps_mode="outside"), nn.BatchNormOp(4), nn.SyncBatchNorm(4),
     )  # fmt: skip
@@ -78,11 +89,10 @@ class Case(NamedTuple):
     """A network by name, how it is converted, and whether it is made lean."""
 
     name: str
-    fuse: str | None = "certain"
     lean: bool = False
 
     def __str__(self):
-        return f"{self.name}, fuse {self.fuse}{', lean' * self.lean}"
+        return f"{self.name}{', lean' * self.lean}"
 
     def build(self, converted=True):
         """In evaluation, with statistics and parameters that change what they meet, and an input."""
@@ -95,7 +105,7 @@ class Case(NamedTuple):
         if converted:
             with warnings.catch_warnings():  # of a class that cannot be read, which stays as it is
                 warnings.filterwarnings("ignore", "convert left these layers")
-                model = leannorm.convert(model, fuse=self.fuse)
+                model = leannorm.convert(model)
         return (leannorm.make_lean(model) if self.lean else model), torch.randn(2, *image)
 
 

@@ -16,14 +16,14 @@ pytest.importorskip("onnxscript")
 
 EXPORTERS = {"dynamo": True, "torchscript": False}
 SAMPLE = [
-    *((exporter, Case("mixed", "trace", lean=True)) for exporter in EXPORTERS),
+    *((exporter, Case("mixed", lean=True)) for exporter in EXPORTERS),
     *((exporter, Case("own")) for exporter in EXPORTERS),
     ("dynamo", Case("rms")),  # TorchScript's has no RMS norm
-    *(("torchscript", Case(f"timm:test_{n}", "trace")) for n in ("resnet", "convnext", "efficientnet_gn")),
-    ("torchscript", Case("torchvision:mobilenet_v3_small", "trace", lean=True)),
-    ("dynamo", Case("timm:test_resnet", None)),
+    *(("torchscript", Case(f"timm:test_{n}")) for n in ("resnet", "convnext", "efficientnet_gn")),
+    ("torchscript", Case("torchvision:mobilenet_v3_small", lean=True)),
+    ("dynamo", Case("timm:test_resnet")),
 ]
-WHOLE = [Case(name, "trace", lean=i % 2 == 1) for i, name in enumerate(PUBLISHED)]
+WHOLE = [Case(name, lean=i % 2 == 1) for i, name in enumerate(PUBLISHED)]
 CLOSE = 1e-5  # of the largest output
 
 # what the exporters say of themselves, and of what stock models do too

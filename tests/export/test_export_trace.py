@@ -23,12 +23,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
 ]
 CASES = [
-    Case("convolutional", "trace"),
-    Case("convolutional", "certain", lean=True),
+    Case("convolutional"),
+    Case("convolutional", lean=True),
     Case("grouped"),
     Case("rows"),
     Case("rms"),
-    Case("timm:test_resnet", "trace"),
+    Case("timm:test_resnet"),
 ]
 
 
@@ -91,7 +91,7 @@ def test_script_says_in_one_line_what_to_do(layer):
 
 
 def test_script_compiles_what_was_taken_back():
-    model, x = Case("convolutional", "trace").build()
+    model, x = Case("convolutional").build()
     expected = model(x)
     scripted = torch.jit.script(leannorm.convert(model, to="torch"))
     assert error_of(scripted(x), expected) <= 1e-5
@@ -115,8 +115,8 @@ QUANTIZED = {
 @pytest.mark.parametrize(
     "case",
     [
-        Case("convolutional", "trace"), Case("grouped"), Case("rows"),
-        Case("timm:test_resnet", "trace"), Case("timm:test_efficientnet_gn"), Case("timm:test_convnext"),
+        Case("convolutional"), Case("grouped"), Case("rows"),
+        Case("timm:test_resnet"), Case("timm:test_efficientnet_gn"), Case("timm:test_convnext"),
     ],
     ids=str,
 )  # fmt: skip
@@ -135,7 +135,7 @@ def test_quantization_sees_what_it_sees_in_the_stock_model(case, kind):
 
 
 def test_a_quantized_model_runs():
-    (model, x), (theirs, _) = Case("convolutional", "trace").build(), Case("convolutional").build(False)
+    (model, x), (theirs, _) = Case("convolutional").build(), Case("convolutional").build(False)
     y, expected = [], []
     for source, out in ((model, y), (theirs, expected)):
         prepared = prepare_fx(source, get_default_qconfig_mapping(), (x,))

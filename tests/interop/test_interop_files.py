@@ -11,7 +11,7 @@ from onnx import helper, numpy_helper
 
 from leannorm import interop, nn
 from leannorm._errors import InputError
-from leannorm.interop.files import read
+from leannorm.interop.checkpoints.files import read
 
 # places in the .weights.h5 of a functional model that holds a sequential one; names as attributes of "vars"
 NESTED = {

@@ -137,6 +137,24 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
         assert torch.equal(large, want[:1].expand(shape))
 
 
+@pytest.mark.parametrize("act", ["relu", "silu", "gelu", "elu"])
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("shape", [(3, 40, 9, 11), (2, 6, 30, 30), (40, 64)], ids=str)
+def test_where_a_gradient_waits_changes_no_bit(shape, groups, act):
+    """Between its two passes it waits in the result, but for one that takes the input's place."""
+    call = call_on(
+        ChannelCase(shape, "channels_last" if len(shape) == 4 else "contiguous"), torch.float32, act
+    )
+    groups = groups if shape[1] % 4 == 0 else groups // 2
+    y, mean, _, rstd = CPU.channel_forward(call.x, None, None, None, 1e-5, act, groups)
+    given = mean, rstd, None, None, None, y if act == "elu" else None, act, groups, False
+    dx, *rest = torch.ops.leannorm.channel_backward(call.dy, call.x, *given)
+    over = call.x.clone()
+    rest_over = torch.ops.leannorm.channel_backward_(call.dy, over, *given)
+    assert torch.equal(dx, over)
+    assert all(torch.equal(a, b) for a, b in zip(rest, rest_over, strict=True))
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc counts, since 2.33")
 def test_a_call_leaves_nothing_behind():
     """Not even a few bytes: a small block that stays keeps the large one beside it from being used again."""

@@ -106,7 +106,7 @@ def bytes_saved(model: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("act", [nn.Hardswish, nn.SiLU, nn.ReLU])
 def test_a_compiled_block_saves_no_more_than_stocks(act):
     model, x = block(act), torch.randn(4, 3, 20, 20)
-    converted = leannorm.convert(copy.deepcopy(model), fuse="trace")
+    converted = leannorm.convert(copy.deepcopy(model))
     stock, ours = bytes_saved(model, x), bytes_saved(converted, x)
     assert ours <= 1.02 * stock  # what is per channel is float64
 
@@ -120,7 +120,7 @@ def test_a_compiled_block(training, backend):
     """Output, gradients and buffers are the eager block's, for an input that lies in no usual order: but for
     twice what the backend makes of stock's, which it may round by approximations of its own."""
     stock = block(nn.Hardswish).train(training)
-    ours = leannorm.convert(copy.deepcopy(stock), fuse="trace")
+    ours = leannorm.convert(copy.deepcopy(stock))
     x = torch.randn(4, 12, 12, 3)
 
     def results(model, call):

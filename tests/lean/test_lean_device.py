@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import convert
 from leannorm import nn as lnn
-from leannorm.saving import device, evidence, lean, masks, narrowed, reasons, search, trial
+from leannorm.saving import device, lean, leaves, masks, narrowed, reasons, search, trial
 from leannorm.saving import values as saved_values
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ class Looks(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_device(monkeypatch):
     """The CPU's tensors are treated as a device's, where that is not to ask for its clock."""
-    for module in (narrowed, evidence, trial):
+    for module in (narrowed, leaves, trial):
         monkeypatch.setattr(module, "asynchronous", lambda tensor: True)
     monkeypatch.setattr(masks, "_on_host", lambda tensor: False)
 
@@ -51,13 +51,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_only_the_first_pass_looks_at_values(name, as_on_a_device):
+def test_only_the_first_two_passes_look_at_values(name, as_on_a_device):
     make, shape = CASES[name]
-    model, x = make(), torch.randn(shape)
-    step(model, x, lean("conv"))
-    model.zero_grad()
-    with Looks() as noted:
-        step(model, x, lean("conv"))
+    model = make()
+    for _ in range(3):
+        with Looks() as noted:  # torch makes views of another kind of node where a mode is on
+            step(model, torch.randn(shape), lean("conv"))
+        model.zero_grad()
     assert not noted.looks
 
 
@@ -84,7 +84,8 @@ def test_positions_of_maxima_are_narrowed_without_a_look(make, as_on_a_device):
 
 def test_in_a_capture_what_was_not_tried_before_is_held(monkeypatch):
     model, x = lean_cases.around(nn.SiLU()), torch.randn(lean_cases.IMAGE)
-    step(model, x, lean())
+    for x in torch.randn(2, *lean_cases.IMAGE):
+        step(model, x, lean())
     monkeypatch.setattr(trial, "capturing", lambda tensor: True)
     assert not step(model, x, lean())[1].reasons  # met before
     trial._SEEN.clear()

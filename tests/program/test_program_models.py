@@ -31,10 +31,14 @@ def test_a_forked_network_is_the_network(architecture):
 
 @needs_zoo
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [None, "leannorm", "sync"])
 @pytest.mark.parametrize("architecture", architectures.SMALL, ids=lambda a: a.name)
-def test_a_folded_network_is_the_network(architecture):
+def test_a_folded_network_is_the_network(architecture, way):
+    """Of a converted one as many norms are folded as of stock's, which is all."""
     model = randomized(architecture.build())
     norms = sum(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    if way is not None:
+        model = leannorm.convert(model, to=way)
     report = leannorm.fold(model, (torch.randn(2, *architecture.image),))
-    assert len(report.folded) == norms, report.describe()
+    assert len(report.folded) == norms, report
     assert report.checked <= 1e4 * torch.finfo(torch.float64).eps * report.scale

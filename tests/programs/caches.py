@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 
-from leannorm.saving import evidence, plans, small, trial
+from leannorm.saving import leaves, plans, small, trial
 
 
 def forget():
@@ -18,7 +18,7 @@ def forget():
     plans._STRAYED.clear()
     small._STAYED_SMALL.clear()
     small.SMALL = -1  # but where a program asks for it
-    evidence.Leaves._known.clear()
+    leaves.Leaves._known.clear()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import torch
 from torch import nn
@@ -125,6 +126,72 @@ def matmul(precision):
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def busy(count):
+    """Makes nodes, so that this thread's numbers are ahead of another's."""
+    y = torch.zeros(1, requires_grad=True)
+    for _ in range(count):
+        y = y + 1
+
+
+def elsewhere(make, x, count=0):
+    """`make(x)`, in a thread that has made `count` nodes before."""
+    made = []
+
+    def work():
+        busy(count)
+        made.append(make(x))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def at_first(i, x, value):
+    """The leaf x, of one value in the first step."""
+    if not i:
+        x.data.fill_(value)
+    return x
+
+
+def gradient_of(f, x):
+    """By a transform, which admits no hooks."""
+    return torch.func.grad(lambda a: f(a).float().sum())(x)
+
+
+def precision(value):
+    torch.backends.fp32_precision = value
+
+
+def only_warns(on):
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=on)
+
+
+def flush(on):
+    torch.set_flush_denormal(on)
+
+
+@contextlib.contextmanager
+def own_settings():
+    """What lines set for good is taken back after the program."""
+    mode = torch.get_deterministic_debug_mode()
+    try:
+        yield
+    finally:
+        flush(False)
+        precision("none")
+        torch.set_deterministic_debug_mode(mode)
+
+
+def settings():
+    """What those lines set, and what a rebuild might."""
+    places = ("generic", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv")
+    names = [torch._C._get_fp32_precision_getter(*place) for place in places]
+    numbers = [("none", "ieee", "tf32", "bf16").index(name) for name in names]
+    numbers += [torch.get_deterministic_debug_mode(), torch.get_num_threads(), torch._C._get_mkldnn_enabled()]
+    return torch.tensor([*numbers, 2.0**-1022 * 0.5 == 0.0], dtype=torch.float64)
 
 
 def suppressed():

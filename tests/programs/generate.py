@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from programs.functions import own_settings
 from programs.language import Line, Program
 from programs.observe import may_hide_edits, observe
 from programs.operations import BLOCKS, OPERATIONS
@@ -35,6 +36,7 @@ class Maker:
             n=tuple(a for a, _ in sizes),
             s=tuple(b for _, b in sizes),
             forwards=rng.choice([1, 1, 1, 1, 2]),
+            threads=rng.choice([0, 0, 0, 0, 0, 1, 2]),
             around=rng.choice(["", "", "", "", "", "autocast()"]),
             seed=rng.randrange(1000),
         )
@@ -161,7 +163,7 @@ def generate(seed):
     maker = Maker(seed)
     torch.manual_seed(seed)
     before = torch.are_deterministic_algorithms_enabled()
-    with warnings.catch_warnings(), contextlib.ExitStack() as around:
+    with warnings.catch_warnings(), own_settings(), contextlib.ExitStack() as around:
         warnings.simplefilter("ignore")
         if maker.program.around:
             around.enter_context(eval(maker.program.around, dict(maker.run.shared)))
@@ -179,14 +181,21 @@ def _forward(maker):
     rng = maker.rng
     for _ in range(rng.choice([1, 1, 2])):
         kind = rng.choice(["leaf", "leaf", "tensor"])
-        shape = rng.choice(["n, 8, s, s", "n, 8, s, s", "n, 16, s, s", "n, s, 48", "n, s, 64"])
+        shape = rng.choice(
+            ["n, 8, s, s"] * 4 + ["n, 16, s, s", "n, s, 48", "n, s, 64"] * 2 + ["n, 8, 3, s, s"]
+        )
         dtype = rng.choice(["", "", "", "", ", dtype=torch.bfloat16", ", dtype=torch.float64"])
-        maker.add(f"{maker.fresh('x')} = {kind}({shape}{dtype})")
+        made = f"{kind}({shape}{dtype})"
+        if maker.chance(0.1):
+            made = f"at_first(i, {made}, {maker.pick(0.0, 0.0, 0.5, 1e-40)})"
+        maker.add(f"{maker.fresh('x')} = {made}")
     if maker.chance(0.15):
         maker.some(rng.randint(1, 2))
     setting = rng.choice(_SETTINGS)
     if maker.chance(0.1):
         maker.set_up("small_passes(30_000)")
+    if maker.chance(0.1):
+        maker.set_up(f"busy({maker.pick(20, 300)})")
     header = f"with lean({setting}):"
     if maker.chance(0.2):
         maker.set_up(f"model = make_lean(Body(){setting and ', ' + setting})")

@@ -1,6 +1,6 @@
 """A program: lines of Python that are run one by one, with a listing that can be read, kept and replayed.
 
-    steps=3 n=4,4,3 s=6,6,7 forwards=1 seed=17
+    steps=3 n=4,4,3 s=6,6,7 forwards=1 threads=0 seed=17
     before:                           once
         w1 = parameter(64, 64)
     forward:                          every step (of `forwards` passes before the first backward pass)
@@ -13,7 +13,7 @@
         sgd(0.1)
 
 A line that ends in a colon opens a block, which is run within that context (or in that model's forward pass).
-`n` and `s` are this step's sizes, `i` is its number.
+`n` and `s` are this step's sizes, `i` is its number. With `threads=k` every k-th step is a thread's.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Program:
     n: tuple[int, ...] = (4,)
     s: tuple[int, ...] = (6,)
     forwards: int = 1
+    threads: int = 0
     around: str = ""  # a context of the whole loop
     seed: int = 0
 
@@ -60,7 +61,7 @@ class Program:
 
     def __str__(self):
         n, s = (",".join(map(str, sizes)) for sizes in (self.n, self.s))
-        rows = [f"n={n} s={s} forwards={self.forwards} seed={self.seed}"]
+        rows = [f"n={n} s={s} forwards={self.forwards} threads={self.threads} seed={self.seed}"]
         if self.around:
             rows.append(f"around: {self.around}")
         for section in SECTIONS:
@@ -90,7 +91,9 @@ def parse(listing):
         else:
             options = dict(option.split("=") for option in text.split())
             fields |= {name: tuple(map(int, options[name].split(","))) for name in "ns" if name in options}
-            fields |= {name: int(options[name]) for name in ("forwards", "seed") if name in options}
+            fields |= {
+                name: int(options[name]) for name in ("forwards", "threads", "seed") if name in options
+            }
     return Program(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
 
 

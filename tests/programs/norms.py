@@ -56,6 +56,8 @@ def by_batch(g, inner):
     weight, bias = _vector(g, c, t.dtype), _vector(g, c, t.dtype)
     training = mean == "None" or g.chance(0.7)
     eps = g.pick("", "", ", 0.1, 0.001")
+    if module == "F" and mean != "None" and g.program.forwards == 1 and g.chance(0.06):
+        weight, bias = g.pick((var, bias), (weight, var), (weight, mean))  # which the call itself moves
     if module == "LF" and g.chance(0.4):
         act = g.pick("relu", "silu", "hardswish", "gelu", "identity")
         residual = g.rng.choice(g.tensors(lambda u: u.shape == t.shape and u.dtype == t.dtype) or ["None"])

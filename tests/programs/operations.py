@@ -88,16 +88,18 @@ def copy(g):
 
 
 def convolution(g):
-    name = g.tensor(lambda t: t.dim() == 4 and of_channels(t) and t.shape[-1] > 2)
+    name = g.tensor(lambda t: t.dim() in (4, 5) and of_channels(t) and t.shape[-1] > 2)
     if name is None:
         return None
     t, groups, k = g.names[name], g.pick(1, 1, 1, 8), g.pick(1, 3)
-    outputs = g.pick(8, t.shape[1], 16)
-    kernel = weight(g, (outputs, t.shape[1] // groups, k, k), t.dtype)
+    outputs, axes = g.pick(8, t.shape[1], 16), t.dim() - 2
+    if axes == 3 and t.shape[2] < 3:
+        k = 1
+    kernel = weight(g, (outputs, t.shape[1] // groups, *[k] * axes), t.dtype)
     bias = weight(g, (outputs,), t.dtype) if g.chance(0.5) else None
     padding = g.pick(f", padding={k // 2}", f", padding={k // 2}", "") if k > 1 else ""
     groups = f", groups={groups}" if groups > 1 else ""
-    return f"{g.fresh()} = F.conv2d({inner(g, name)}, {kernel}, {bias}{padding}{groups})"
+    return f"{g.fresh()} = F.conv{axes}d({inner(g, name)}, {kernel}, {bias}{padding}{groups})"
 
 
 def linear(g):
@@ -150,6 +152,9 @@ def view(g):
     if t.dim() == 4:
         forms += [f"{y} = {name}.contiguous(memory_format=torch.channels_last)"] * 3
         forms += [
+            f"{y} = {name}.clone(memory_format=torch.{g.pick('channels_last', 'contiguous_format')})",
+            f"{y} = {name}.to(torch.float32, memory_format=torch.channels_last, copy=True)",
+            f"{y} = {name}.{g.pick('contiguous', 'clone', 'float')}().mean((1, 2, 3), keepdim=True) * {name}",
             f"{y} = {name}.permute(0, 2, 3, 1)",
             f"{y} = {name}.flatten(2)",
             f"{y} = {name}.flatten(2).mT",
@@ -189,6 +194,9 @@ def scale(g):
         return None
     t, x, y = g.names[name], inner(g, name), g.fresh()
     forms = [f"{y} = {x} * 0.7", f"{y} = F.dropout({x}, 0.3)", f"{y} = {x} / 3", f"{y} = {x}.square()"]
+    dtype, axis = g.pick("", "", ", dtype=torch.float64", ", dtype=torch.float32"), g.pick(1, -1, 0)
+    forms += [f"{y} = {x}.mean({axis}, keepdim=True{dtype}).float()", f"{y} = {x}.sum({axis}{dtype}).float()"]
+    forms += [f"{y} = {name} * {x}.mean({axis}, keepdim=True{dtype}).to({name}.dtype)"]
     if of_channels(t) and t.dim() == 4:
         forms += [
             f"{y} = {x} * {g.leaf((t.shape[1],))}.view(-1, 1, 1)",
@@ -249,6 +257,28 @@ def cached(g):
     return f"{y} = cached({y!r}, lambda: {form})"
 
 
+def made_elsewhere(g):
+    name = g.rng.choice(g.leaves()) if g.chance(0.6) and g.leaves() else g.tensor()
+    form = name and g.pick(*COPIES, *ELEMENTWISE).replace("{}", "a")
+    count = g.pick("", ", 50", ", 1000")
+    made = f"elsewhere(lambda a: {form}, {name}{count})"
+    if name in g.leaves() and g.chance(0.5):
+        y = g.fresh()
+        return f"{y} = cached({y!r}, lambda: {made})"
+    return name and f"{g.fresh()} = {made}"
+
+
+def transform(g):
+    name = g.tensor(lambda t: t.dtype != torch.bfloat16)
+    form = g.pick(*ELEMENTWISE).replace("{}", "a")
+    return name and f"{g.fresh()} = gradient_of(lambda a: {form}, {name})"
+
+
+def setting(g):
+    forms = "flush({})", 'precision("bf16" if {} else "none")', 'precision("tf32" if {} else "none")'
+    return g.pick(*forms, "only_warns({})").format(g.pick("i % 2", "not i", "i == 1"))
+
+
 def stop(g):
     name = g.tensor()
     step = g.pick("i == 0", "i == 1")
@@ -278,6 +308,9 @@ OPERATIONS = {
     visible_edit: 2,
     leaf_edit: 1,
     cached: 2,
+    made_elsewhere: 2,
+    transform: 2,
+    setting: 1,
     stop: 1,
     forget: 1,
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 import warnings
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving import lean, make_lean
-from programs.functions import Interrupt
+from programs.functions import Interrupt, gradient_of, own_settings, settings
 from programs.language import NAMESPACE
 
 
@@ -65,14 +67,26 @@ class Run:
     def __call__(self):
         """The trace."""
         torch.manual_seed(self.program.seed)
-        with warnings.catch_warnings(), contextlib.ExitStack() as around:
+        with warnings.catch_warnings(), own_settings(), contextlib.ExitStack() as around:
             warnings.simplefilter("ignore")
             if self.program.around:
                 around.enter_context(eval(self.program.around, dict(NAMESPACE)))
             if self.section(self.program.before, self.shared, "before"):
                 for step in range(self.program.steps):
-                    self.step(step)
+                    self._in_its_thread(step)
+        self.end()
         return self.trace
+
+    def _in_its_thread(self, i):
+        every = self.program.threads
+        if not every or i % every:
+            return self.step(i)
+        thread = threading.Thread(target=self.step, args=(i,))
+        thread.start()
+        thread.join()
+
+    def end(self):
+        """Nothing of the program is left but what it holds for all of its steps."""
 
     def step(self, i):
         """Forward passes, then their backward passes."""
@@ -161,7 +175,7 @@ class Run:
         seen = dict(_tensors(self.shared, ""))
         for k, names in passes:
             seen |= dict(_tensors(names, f"{k}:"))
-        seen |= dict(_tensors(self._cache, "cached "))
+        seen |= {**dict(_tensors(self._cache, "cached ")), "settings": settings()}
         self._note(where, "seen", {name: v.detach().clone() for name, v in seen.items()})
 
     def _close(self, where):
@@ -218,12 +232,56 @@ def is_leaf(tensor):
         return False
 
 
+class Leaked:
+    """Noted in place of an error, where values outlive what saved them."""
+
+
 class LeanRun(Run):
-    lean, make_lean = staticmethod(lean), staticmethod(make_lean)
+    make_lean = staticmethod(make_lean)
+
+    def __init__(self, program):
+        self._opened = []
+        super().__init__(program)
+
+    def lean(self, *settings, **named):
+        self._opened.append(lean(*settings, **named))
+        return self._opened[-1]
+
+    def _left(self):
+        """Of contexts that were not opened again: what the last pass of one saved."""
+        references = [r for opened in self._opened for r in opened._ledger._values]
+        return sum(r() is not None for r in references)
+
+    def _raised_in_backward(self):
+        """Then torch's engine keeps nodes that it had not come to, until it comes to the next of them."""
+        return any(event.kind == "raised" and "backward pass" in event.where for event in self.trace)
+
+    def end(self):
+        if self._cache or not self._left() or self._raised_in_backward():
+            return
+        gc.collect()  # errors hold frames
+        if self._left():
+            self._note("the end", "raised", (Leaked, f"{self._left()} values are left"))
 
 
 class HookedRun(Run):
     """With this object's `pack` as the saved-tensor hook wherever the program is lean."""
+
+    def __init__(self, program):
+        super().__init__(program)
+        self.shared["gradient_of"] = self._gradient_of
+
+    def _gradient_of(self, f, x):
+        """Transforms admit no hooks, so these step aside, as lean() does."""
+        hooks, autograd = [], torch._C._autograd
+        while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            autograd._pop_saved_tensors_default_hooks()
+        try:
+            return gradient_of(f, x)
+        finally:
+            for pair in reversed(hooks):
+                autograd._push_saved_tensors_default_hooks(*pair)
 
     def lean(self, *settings, **named):
         return saved_tensors_hooks(self.pack, lambda tensor: tensor)

@@ -62,7 +62,7 @@ def test_objects_flags_hooks_and_sharing_stay():
     with pytest.raises(ValueError, match="expected 4D"):
         model[1](torch.randn(2, 4))
     with pytest.warns(UserWarning, match="ThenTanh is not known"):
-        convert(model, to="leannorm", fuse=None)
+        convert(model, to="leannorm", fuse=False)
     assert not any(isinstance(m, nn.SyncBatchNorm) for m in model)
     assert isinstance(model[1], nn.BatchNorm2d)
     with pytest.warns(UserWarning, match="torch has no such layer"):

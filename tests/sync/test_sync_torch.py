@@ -12,8 +12,6 @@ from torch import nn as torch_nn
 from torch.nn.parallel import DistributedDataParallel
 
 from leannorm import nn
-from leannorm.demo import ranks as demo
-from leannorm.demo.digits import Digits
 from leannorm.transforms import convert
 
 WORLD = 2
@@ -172,23 +170,3 @@ def groups_of_converted(rank):
 
 def test_converted_layers_have_the_group():
     assert all(ranks(WORLD, groups_of_converted))
-
-
-def demo_on_few_digits(rank, sync):
-    torch.manual_seed(3)
-    few = Digits("few", torch.randn(24, 1, 28, 28), torch.arange(24) % 10, torch.empty(0), torch.empty(0))
-    demo.load = lambda: few
-    return demo.train(epochs=2, batch_size=8, sync=sync)
-
-
-@pytest.mark.parametrize("sync", [True, False])
-def test_the_demo_trains_as_one_process_does(sync):
-    for losses in ranks(WORLD, demo_on_few_digits, sync):
-        assert all((abs(shared - single) <= demo.SAME) == sync for shared, single in losses)
-
-
-@pytest.mark.parametrize("arguments", [["--sync"], ["--epochs", "many"]])
-def test_bad_usage_of_the_demo(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        demo.main(arguments)
-    assert capsys.readouterr().err.count("error: ") == 1

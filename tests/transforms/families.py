@@ -13,9 +13,9 @@ from torch import nn
 
 from benchmarks.architectures import import_torchvision
 from leannorm import convert
-from leannorm.transforms.norm_classes import KNOWN, is_norm
-from leannorm.transforms.recognition import looks_like_norm
-from leannorm.transforms.steps import name_of
+from leannorm._catalog import name_of, torchs_kind
+from leannorm.transforms.converting.classes import KNOWN
+from leannorm.transforms.recognizing.recognition import looks_like_norm
 
 import_torchvision()  # transformers imports it
 
@@ -70,7 +70,7 @@ def hand_written(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if module._modules or type(module).__name__ in NO_NORMS or name_of(type(module)) in KNOWN:
             continue
-        if looks_like_norm(module) or is_norm(module):
+        if looks_like_norm(module) or torchs_kind(module):
             yield name, module
 
 

@@ -101,9 +101,8 @@ def step(model, tokens):
 
 @needs
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fuse", ["certain", "trace"])
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
+def test_a_whole_network_computes_the_same_and_back_to_the_bit(network):
     import torch
 
     from leannorm import convert
@@ -111,7 +110,7 @@ def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
     model, tokens = whole(network, torch.float32)
     want, exact = step(model, tokens), step(whole(network, torch.float64)[0], tokens)
     kinds = [type(m) for m in model.modules()]
-    got = step(convert(model, fuse=fuse), tokens)
+    got = step(convert(model), tokens)
     assert [type(m) for m in model.modules()] != kinds
     total = [sum((r - e).square().sum() for r, e in zip(run, exact, strict=True)) for run in (got, want)]
     assert total[0] <= 4 * total[1]
@@ -122,10 +121,8 @@ def test_a_whole_network_computes_the_same_and_back_to_the_bit(network, fuse):
 
 @needs
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("fuse", "recompute", "share"), [
-    ("certain", "norm", 1.0), ("trace", "norm", 1.0), ("certain", "conv", 0.85), ("trace", "conv", 0.85),
-])  # fmt: skip
-def test_a_converted_llama_saves_less(fuse, recompute, share):
+@pytest.mark.parametrize(("recompute", "share"), [("norm", 1.0), ("conv", 0.85)])
+def test_a_converted_llama_saves_less(recompute, share):
     """Under `lean()`, too: by "norm" both hold each norm's input and one statistic a row."""
     import torch
 
@@ -136,7 +133,7 @@ def test_a_converted_llama_saves_less(fuse, recompute, share):
     for converted in (False, True):
         model, _ = whole("Llama", torch.bfloat16)
         if converted:
-            convert(model, fuse=fuse)
+            convert(model)
         sizes = []
 
         def pack(tensor, sizes=sizes):

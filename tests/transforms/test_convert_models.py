@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from cases import error
-from convert_blocks import fused, nodes_of_python
+from fuse_cases import fused, nodes_of_python
 
 from benchmarks.architectures import import_torchvision
 from leannorm import convert, nn
@@ -80,10 +80,10 @@ def results(model, x):
     return [y.detach(), evaluated, *buffers, *(g for g in gradients if g is not None)]
 
 
-def compare(zoo, model, size, fuse):
+def compare(zoo, model, size):
     original = create(zoo, model).double()
     converted = copy.deepcopy(original)
-    assert convert(converted, fuse=fuse) is converted
+    assert convert(converted) is converted
     x = torch.randn(2, 3, size, size, dtype=torch.float64)
     got, want = results(converted, x), results(original, x)
     largest = max(w.abs().max().item() for w in want)
@@ -104,7 +104,7 @@ def norms(model):
 @pytest.mark.parametrize("model", MODELS)
 def test_same_numbers_and_a_way_back(zoo, model):
     size, expected, joined = MODELS[model]
-    original, converted = compare(zoo, model, size, "trace")
+    original, converted = compare(zoo, model, size)
     assert norms(converted) == expected
     with nodes_of_python():
         y = copy.deepcopy(converted).train()(torch.randn(2, 3, size, size).double())
@@ -116,21 +116,10 @@ def test_same_numbers_and_a_way_back(zoo, model):
     assert torch.equal(copy.deepcopy(converted)(x), converted(x))
 
 
-@pytest.mark.parametrize("model", ["torchvision:resnet18", "timm:test_resnet", "timm:test_efficientnet"])
-def test_blocks_that_are_known_need_no_tracing_of_all(zoo, model):
-    size, expected, joined = MODELS[model]
-    converted = convert(create(zoo, model))
-    assert norms(converted) == expected
-    with nodes_of_python():
-        y = converted(torch.randn(2, 3, size, size))
-    assert fused(y) == joined
-
-
 @pytest.mark.conformance
-@pytest.mark.parametrize("fuse", ["certain", "trace"])
 @pytest.mark.parametrize("model", SWEEP)
-def test_sweep(zoo, model, fuse):
-    compare(zoo, model, 96, fuse)
+def test_sweep(zoo, model):
+    compare(zoo, model, 96)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

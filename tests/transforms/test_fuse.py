@@ -1,28 +1,12 @@
-"""Fusing a norm with what follows it: where it is done, where it must not be, and that nothing changes."""
+"""Fusing a norm with the activation behind it: where it is done, and where it must not be."""
 
 import copy
 import pickle
-import sys
-import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_blocks import (
-    BLOCKS,
-    Block,
-    Downsampled,
-    Function,
-    Modules,
-    Optional,
-    Pair,
-    Residual,
-    assert_same,
-    count,
-    fused,
-    nodes_of_python,
-)
-from convert_blocks_apart import APART
+from fuse_cases import assert_same, count, fused, nodes_of_python
 from torch import nn as stock
 
 from leannorm import convert, nn
@@ -45,32 +29,40 @@ ACTIVATIONS = [
     (stock.PReLU(), None),
     (stock.Identity(), None),
 ]
+X = torch.randn(3, 4, 5, 5, dtype=torch.float64) + 1
 
 
 def look(model):
     return [(name, type(m), sorted(vars(m)), m.training) for name, m in model.named_modules()]
 
 
-@pytest.mark.parametrize("block", BLOCKS + APART, ids=lambda b: b.__name__)
-def test_blocks_compute_the_same(block):
-    model = stock.Sequential(block()).double()
-    original, before = copy.deepcopy(model), look(model)
-    assert convert(model, fuse="trace") is model
-    assert isinstance(model[0], block)
-    x = torch.randn(3, 4, 5, 5, dtype=torch.float64) + 1
-    assert_same(model, original, x)
-    assert count(model, x) == block.fused
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    want = model(x)
-    for copied in copies:
-        with nodes_of_python():
-            got = copied(x)
-        assert fused(got) == block.fused
-        assert torch.equal(got, want)
-    convert(model.train(), to="torch")
-    for m in model.modules():
-        vars(m).pop("feat", None)
-    assert look(model) == before
+def pair(norm=stock.BatchNorm2d, act=stock.ReLU):
+    return stock.Sequential(norm(4), act())
+
+
+class Pair(stock.Module):
+    """A norm at the end of a Sequential, and behind that an activation."""
+
+    def __init__(self):
+        super().__init__()
+        inner = stock.Sequential(stock.Conv2d(4, 4, 3, padding=1), stock.BatchNorm2d(4))
+        self.outer = stock.Sequential(
+            stock.Identity(), inner, stock.SiLU(), stock.BatchNorm2d(4), stock.ReLU()
+        )
+
+    def forward(self, x):
+        return self.outer(x)
+
+
+class Block(stock.Module):
+    """Calls a norm and an activation by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.act = stock.BatchNorm2d(4), stock.ReLU()
+
+    def forward(self, x):
+        return self.act(self.bn(x))
 
 
 @pytest.mark.parametrize(("act", "name"), ACTIVATIONS, ids=lambda v: str(v))
@@ -100,7 +92,7 @@ def shared_norm():
 
 
 def hooked(which):
-    model = stock.Sequential(stock.BatchNorm2d(4), stock.ReLU())
+    model = pair()
     model[which].register_forward_hook(lambda module, inputs, output: None)
     return model
 
@@ -119,9 +111,14 @@ FUSED = {
     "hook on the activation": (lambda: hooked(1), 0),
     "a forward of its own": (lambda: Taps(stock.BatchNorm2d(4), stock.ReLU()), 0),
     "group norm": (lambda: stock.Sequential(stock.GroupNorm(2, 4), stock.ReLU()), 1),
-    "a block of unknown class": (Function, 0),
-    "a norm at the end of a Sequential": (
-        lambda: stock.Sequential(stock.Sequential(stock.BatchNorm2d(4)), stock.Identity(), stock.ReLU()),
+    "a block that is no Sequential": (Block, 0),
+    "a norm at the end of a Sequential": (Pair, 2),
+    "an identity between": (
+        lambda: stock.Sequential(stock.BatchNorm2d(4), stock.Identity(), stock.ReLU()),
+        1,
+    ),
+    "a subclass of Sequential": (
+        lambda: type("Named", (stock.Sequential,), {})(stock.BatchNorm2d(4), stock.ReLU()),
         1,
     ),
 }
@@ -130,13 +127,27 @@ FUSED = {
 @pytest.mark.parametrize(("make", "expected"), FUSED.values(), ids=FUSED)
 def test_joined_where_nobody_listens(make, expected):
     model = make().double()
-    original = copy.deepcopy(model)
-    x = torch.randn(3, 4, 4, 4, dtype=torch.float64)
-    assert_same(convert(model), original, x)
-    assert count(model, x) == expected
+    original, before = copy.deepcopy(model), look(model)
+    assert convert(model) is model
+    assert_same(model, original, X)
+    assert count(model, X) == expected
+    assert isinstance(model, type(original))
+    model.train()
+    convert(model, to="torch")
+    assert look(model) == before
 
 
-@pytest.mark.parametrize("which", ["outer", "outer.1", "outer.1.1"])
+def test_copies_and_pickles_are_fused_too():
+    model = convert(Pair().double())
+    want = copy.deepcopy(model)(X)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with nodes_of_python():
+            got = copied(X)
+        assert fused(got) == 2
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("which", ["outer.1", "outer.1.1"])
 @pytest.mark.parametrize("late", [False, True])
 def test_whoever_listens_inside_a_sequential_hears_the_norm(which, late):
     model, heard = Pair(), []
@@ -146,38 +157,30 @@ def test_whoever_listens_inside_a_sequential_hears_the_norm(which, late):
 
     if not late:
         listen()
-    convert(model, fuse="trace")
+    convert(model)
     if late:
         listen()
-    assert count(model) == 2
-    assert heard[0].min() < -0.5  # silu would have none of it
+    model(X.float())
+    assert heard[0].min() < 0
 
 
 def test_nothing_is_fused_on_request():
-    assert count(convert(stock.Sequential(stock.BatchNorm2d(4), stock.ReLU()), fuse=None)) == 0
+    assert count(convert(pair(), fuse=False)) == 0
 
 
 def test_a_preview_names_the_blocks():
-    model = stock.Sequential(stock.Sequential(stock.BatchNorm2d(4), stock.ReLU()), Residual(), Keeps())
-    swapped = preview(model, fuse="trace").swapped
+    model = stock.Sequential(pair(), Block())
+    swapped = preview(model).swapped
     assert swapped["0"] == ("Sequential", "Sequential with fused calls")
-    assert swapped["1"] == ("Residual", "Residual with fused calls")
-    assert "2" not in swapped
+    assert "1" not in swapped
     assert swapped["0.0"] == ("BatchNorm2d", "leannorm.nn.BatchNorm2d")
     assert preview(convert(model), to="torch").swapped["0.0"] == ("BatchNorm2d", "torch.nn.BatchNorm2d")
 
 
-class Keeps(Block):
-    def forward(self, x):
-        y = self.bn(self.conv(x))
-        self.feat = y
-        return self.act(y)
-
-
 def test_fusing_may_come_later():
-    model = stock.Sequential(stock.BatchNorm2d(4), stock.ReLU(), Residual())
+    model = stock.Sequential(stock.BatchNorm2d(4), stock.ReLU())
     before = look(model)
-    for fuse, expected in ((None, 0), ("certain", 1), ("trace", 2), ("trace", 2)):
+    for fuse, expected in ((False, 0), (True, 1), (True, 1), (False, 1)):
         assert count(convert(model, fuse=fuse)) == expected
     assert look(convert(model, to="torch")) == before
 
@@ -188,58 +191,103 @@ def test_layers_of_ours_are_fused_too_and_become_torchs():
     assert [type(m) for m in convert(model, to="torch")] == [stock.BatchNorm2d, stock.ReLU]
 
 
-def test_a_residual_of_another_dtype_is_added_as_before():
-    model = stock.Sequential(Residual())
-    original = copy.deepcopy(model)
-    convert(model, fuse="trace")
-    x = torch.randn(2, 4, 5, 5)
-    with torch.autocast("cpu", torch.bfloat16):  # the norm's input is bfloat16, the residual float32
-        got, want = model(x), original(x)
-    assert got.dtype == want.dtype
-    torch.testing.assert_close(got, want)
-
-
 def test_hooks_on_norms_and_blocks_are_called():
-    model, calls = convert(stock.Sequential(Downsampled()), fuse="trace"), []
-    for module in (model[0], model[0].bn, model[0].conv, model[0].shortcut):
+    model, calls = convert(Pair()), []
+    for module in (model, model.outer, model.outer[3], model.outer[1][0]):
         module.register_forward_hook(lambda module, inputs, output: calls.append(type(module).__name__))
-    model(torch.randn(2, 4, 5, 5))
-    assert sorted(calls) == ["BatchNorm2d", "Conv2d", "Downsampled", "Sequential"]
+    model(X.float())
+    assert sorted(calls) == ["BatchNorm2d", "Conv2d", "Pair", "Sequential"]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("block", [Modules, Downsampled, Optional], ids=lambda b: b.__name__)
 @pytest.mark.parametrize("training", [False, True])
-def test_compiles_and_traces(block, training):
-    model, x = convert(stock.Sequential(block()), fuse="trace").train(training), torch.randn(2, 4, 5, 5)
+def test_compiles_and_traces(training):
+    model, x = convert(Pair()).train(training), X.float()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
 
 
-elsewhere = lambda y: y + 1  # noqa: E731 (no name to import it by)
-torch.fx.wrap("elsewhere")
+def other_activation(model, patch):
+    model[1] = stock.Tanh()
 
 
-class Local(Block):
-    def forward(self, x):
-        return elsewhere(torch.relu(self.bn(self.conv(x))))
+def other_norm(model, patch):
+    model[0] = stock.Identity()
 
 
-def test_functions_known_by_no_import_are_called():
-    model, x = Local().double(), torch.randn(2, 4, 5, 5, dtype=torch.float64)
+def own_forward_of_the_activation(model, patch):
+    model[1].forward = torch.tanh
+
+
+def hook_that_changes(model, patch):
+    model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+CHANGES = {
+    "other activation": other_activation,
+    "other norm": other_norm,
+    "patched function": lambda model, patch: patch.setattr(F, "relu", lambda x, inplace=False: x.tanh()),
+    "patched class": lambda model, patch: patch.setattr(stock.ReLU, "forward", lambda self, x: x.tanh()),
+    "patched Sequential": lambda model, patch: patch.setattr(
+        stock.Sequential, "forward", lambda self, x: self[1](x)
+    ),
+    "patched activation": own_forward_of_the_activation,
+    "hook": hook_that_changes,
+    "mode": lambda model, patch: model[0].eval(),
+    "a layer between": lambda model, patch: model.insert(1, stock.Softplus()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_is_changed_after_the_conversion_counts(change, monkeypatch):
+    model = stock.Sequential(stock.BatchNorm2d(4), stock.ReLU()).double()
     original = copy.deepcopy(model)
-    assert count(convert(model, fuse="trace"), x) == 1
-    assert_same(model, original, x)
+    convert(model)
+    assert count(model, X) == 1
+    assert count(original, X) == 0
+    for m in (model, original):
+        change(m, monkeypatch)
+    for got, want in zip([model(X), *model.buffers()], [original(X), *original.buffers()], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_a_text_that_is_not_what_runs_is_left_alone():
-    """Functions without a file, and one whose file says another thing."""
-    namespace = {"F": F, "torch": torch}
-    exec("def forward(self, x):\n    return F.relu(self.bn(x))", namespace)
-    edited = copy.copy(Function.forward.__code__).replace(co_filename=__file__)
-    for forward in (namespace["forward"], types.FunctionType(edited, vars(sys.modules[Function.__module__]))):
-        model = type("Other", (Block,), {"forward": forward})()
-        with pytest.warns(UserWarning, match=r"the model itself \(its source cannot be read"):
-            convert(model, fuse="trace")
-        assert count(model) == 0
+def test_a_tensor_that_sees_each_operation_sees_the_norm():
+    seen = []
+
+    class Logged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return super().__torch_function__(func, types, args, kwargs)
+
+    model = convert(stock.Sequential(stock.BatchNorm2d(4), stock.ReLU()))
+    model(X.float().as_subclass(Logged))
+    assert "relu" in seen
+
+
+def test_parts_called_by_themselves_are_what_they_were():
+    """The taps of a perceptual loss: code outside of the model calls the layers of a Sequential."""
+    model = stock.Sequential(stock.BatchNorm2d(4), stock.ReLU()).double()
+    original, x = copy.deepcopy(model), torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    convert(model)
+    for got, want in (
+        (model[0](x), original[0](x)),
+        (model[:1](x), original[:1](x)),
+        (model(x), original(x)),
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_an_error_finds_the_norm_run_once():
+    """What stands behind a norm raises: the norm has counted the batch, once."""
+
+    class Raising(stock.Module):
+        def forward(self, x):
+            raise RuntimeError
+
+    for layers in ((stock.BatchNorm2d(4), Raising()), (stock.BatchNorm2d(4), stock.ReLU(), Raising())):
+        model = convert(stock.Sequential(*layers))
+        with pytest.raises(RuntimeError):
+            model(X.float())
+        assert int(model[0].num_batches_tracked) == 1

@@ -1,4 +1,4 @@
-"""The command line: one file per subcommand: parse options, call the library, print the result."""
+"""What does a person type? One file per subcommand: parse options, call the library, tell the result."""
 
 from __future__ import annotations
 

@@ -17,10 +17,7 @@ from leannorm.cli.fork import fork
 from leannorm.cli.info import info
 from leannorm.cli.profile import profile
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -40,17 +37,6 @@ def leannorm(
     """Normalization layers for PyTorch that train in about half the memory."""
 
 
-COMMANDS = (
-    demo,
-    check,
-    profile,
-    fit,
-    doctor,
-    bench,
-    convert_checkpoint,
-    fold,
-    fork,
-    info,
-)
+COMMANDS = (demo, check, profile, fit, doctor, bench, convert_checkpoint, fold, fork, info)
 for command in COMMANDS:
     app.command()(command)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile
+from leannorm.cli.options import JsonFile, tell
 
 
 def bench(
@@ -23,7 +23,7 @@ def bench(
     from rich.console import Console
 
     from leannorm._errors import InputError
-    from leannorm._files import check_writable, write_text
+    from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.report.bench import bench as measure
     from leannorm.report.memory import check_device
@@ -33,12 +33,8 @@ def bench(
         raise InputError(f"--dtype is one of {', '.join(dtypes)}; got {dtype!r}")
     check_writable(json)
     check_device(device)
-    console = Console()
-    with console.status("timing"):
+    with Console().status("timing"):
         report = measure(device, dtypes[dtype], turns, compiled=compiled)
-    report.print()
-    if json:
-        write_text(json, report.to_json())
-        console.print(f"numbers: {json}", highlight=False)
+    tell(report, json)
     if not report:
         raise typer.Exit(CHECK_FELL_SHORT)

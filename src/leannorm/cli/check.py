@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile
+from leannorm.cli.options import JsonFile, tell
 
 if TYPE_CHECKING:
     from leannorm.report.numerics import Check
@@ -31,42 +31,24 @@ def check(
     from rich.console import Console
 
     from leannorm._errors import InputError
-    from leannorm._files import check_writable, write_json
+    from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.report.numerics import Check, run_checks
-    from leannorm.report.recipes import WRONG, recipe_states
-    from leannorm.report.render import checks_table, recipes_table
+    from leannorm.report.check import CheckReport
+    from leannorm.report.numerics import run_checks
+    from leannorm.report.recipes import recipe_states
 
     check_writable(json)
     if bool(model) != bool(input):
         raise InputError("--model and --input go together: a model is checked on an input, as 8x3x96x96")
-    console = Console()
-    with console.status(f"checking {model}") as status:
+    with Console().status(f"checking {model}") as status:
         checks = []
         for one in _of_model(model, input, steps) if model else run_checks():
             checks.append(one)
             status.update(f"checking: {one.name}")
-        recipes = [] if model else list(recipe_states())
-    if recipes:
-        wrong = [one.kind for one in recipes if one.state == WRONG]
-        checks.append(Check("lean(), gradients by recipe", len(wrong), 0.0, "stock", ", ".join(wrong)))
-    failed = [one.name for one in checks if not one.passed]
-    console.print(checks_table(checks).rich())
-    if recipes:
-        console.print(recipes_table(recipes).rich())
-    for one in checks:
-        if one.detail:
-            console.print(f"{one.name}: {one.detail}", highlight=False, markup=False)
-    if json:
-        told = {"recipes": [one._asdict() for one in recipes]} if recipes else {}
-        write_json(json, {"passed": not failed, "checks": [one.as_dict() for one in checks], **told})
-        console.print(f"numbers: {json}", highlight=False)
-    if failed:
-        console.print(
-            f"{len(failed)} of {len(checks)} checks fell short: {', '.join(failed)}", style="bold red"
-        )
+        report = CheckReport(checks, [] if model else list(recipe_states()))
+    tell(report, json)
+    if not report:
         raise typer.Exit(CHECK_FELL_SHORT)
-    console.print(f"all {len(checks)} checks keep within their budget", style="bold green", highlight=False)
 
 
 def _of_model(model: str, shape: str, steps: int) -> Iterator[Check]:

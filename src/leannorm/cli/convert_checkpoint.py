@@ -25,8 +25,7 @@ def convert_checkpoint(
         typer.Option(help="A layer's name here and in the input file; repeatable.", metavar="HERE=THERE"),
     ] = None,
     to_names: Annotated[
-        list[str] | None,
-        typer.Option(help="The same for the output file.", metavar="HERE=THERE"),
+        list[str] | None, typer.Option(help="The same for the output file.", metavar="HERE=THERE")
     ] = None,
     count: Annotated[
         float | None,
@@ -48,7 +47,7 @@ def convert_checkpoint(
     from leannorm import interop
     from leannorm._files import check_writable, write_json
     from leannorm.cli.models import model_named
-    from leannorm.interop.conventions import convention
+    from leannorm.interop.checkpoints.conventions import convention
 
     check_writable(output, json)
     there, here = _pairs("--names", names), _pairs("--to-names", to_names)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model
+from leannorm.cli.options import JsonFile, Model, tell
 
 
 def doctor(
@@ -35,13 +35,13 @@ def doctor(
     from rich.console import Console
 
     from leannorm._errors import InputError
-    from leannorm._files import check_writable, write_text
+    from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.cli.models import in_one_line, made_by, model_named, shape_of
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
     from leannorm.report.render import require_page
-    from leannorm.transforms.pooling import call
+    from leannorm.transforms.statistics.pooling import call
 
     if input and data:
         raise InputError("give --input or --data, not both: a random batch or batches of the model's data")
@@ -56,8 +56,7 @@ def doctor(
             what = f"an input of {input}" if input else f"a batch of {data}"
             raise InputError(f"{model} does not run on {what}: {in_one_line(error)}") from error
 
-    console = Console(soft_wrap=True)
-    with console.status(f"making {model}") as status:
+    with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
         batches = torch.randn(shape_of(input)) if input else made_by(data) if data else None
         network = model_named(model)
@@ -65,12 +64,6 @@ def doctor(
         checks = [check for check in CHECKS if data or not check.of_data]
         report = examine(network, batches, forward=forward, checks=checks)
     report.model = model
-    report.print()
-    if json:
-        write_text(json, report.to_json())
-        console.print(f"numbers: {json}", highlight=False)
-    if html:
-        report.to_html(html)
-        console.print(f"report: {html}", highlight=False)
+    tell(report, json, html)
     if not report:
         raise typer.Exit(CHECK_FELL_SHORT)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model
+from leannorm.cli.options import JsonFile, Model, tell
 
 
 def fit(
@@ -25,16 +25,12 @@ def fit(
     """
     from rich.console import Console
 
-    from leannorm._files import check_writable, write_text
+    from leannorm._files import check_writable
     from leannorm.cli.models import model_named, shape_of
     from leannorm.report.fit import fit as largest
 
     check_writable(json)
     sample, make = shape_of(input), partial(model_named, model)
-    console = Console()
-    with console.status(f"making {model}") as status:
+    with Console().status(f"making {model}") as status:
         report = largest(make, sample, memory, optimizer=optimizer, progress=status.update)
-    report.print()
-    if json:
-        write_text(json, report.to_json())
-        console.print(f"numbers: {json}", highlight=False)
+    tell(report, json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import InputShape, JsonFile
+from leannorm.cli.options import InputShape, JsonFile, tell
 
 
 def fold(
@@ -23,11 +23,13 @@ def fold(
     json: JsonFile = None,
 ) -> None:
     """Fold the batch norms of a model or of a program's inference branch; says which were skipped and why."""
+    import warnings
+
     import torch
     from rich.console import Console
 
     from leannorm._errors import FoldError, InputError
-    from leannorm._files import check_writable, write_json
+    from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.program import Program
@@ -39,7 +41,8 @@ def fold(
     if not is_file and (model.endswith(".pt2") or ":" not in model):
         raise InputError(f"there is no file {model!r}; a model is named timm:NAME or package.module:callable")
     try:
-        with console.status(f"folding {model}"):
+        with console.status(f"folding {model}"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "fold folded nothing")  # the report says so
             if is_file:
                 report = folding(Program.load(model), verify=verify)
             else:
@@ -48,23 +51,10 @@ def fold(
     except FoldError as error:
         console.print(str(error), style="bold red", highlight=False)
         raise typer.Exit(CHECK_FELL_SHORT) from error
-    console.print(report.describe(), highlight=False, markup=False)
+    tell(report, json)
     if output:
         whole = report.model
         if isinstance(whole, torch.nn.Module):
             whole = torch.export.export(whole, (torch.randn(shape),))
         torch.export.save(whole, output)
         console.print(f"folded model: {output}", highlight=False)
-    if json:
-        write_json(
-            json,
-            {
-                "folded": [f._asdict() for f in report.folded],
-                "skipped": [s._asdict() for s in report.skipped],
-                "decided": [d._asdict() for d in report.decided],
-                "difference": report.difference,
-                "difference_in_float64": report.checked,
-                "largest_output": report.scale,
-            },
-        )
-        console.print(f"numbers: {json}", highlight=False)

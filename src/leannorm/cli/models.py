@@ -7,12 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
 
 from leannorm._errors import InputError, MissingDependencyError
+from leannorm.report.fitting import import_torchvision
 
 _RULE = "name a model as timm:NAME, torchvision:NAME or package.module:callable"
 
@@ -95,25 +95,6 @@ def tried(model: nn.Module, sizes: tuple[int, ...], spec: str, device: str = "cp
 def in_one_line(error: Exception) -> str:
     words = str(error).strip().splitlines()
     return f"{type(error).__name__}: {words[0]}" if words else type(error).__name__
-
-
-_DECLARED = torch.library.Library("torchvision", "FRAGMENT")
-
-
-def import_torchvision() -> None:
-    """Import torchvision, which timm imports too, if it is installed.
-
-    One that is built for another torch finds no library of its operators: two are declared, without kernels.
-    Models that call them, for detection, raise an error of torch's when they do.
-    """
-    if find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            _DECLARED.define(f"{name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
-        importlib.import_module("torchvision")
 
 
 def _library(name: str):  # type: ignore[no-untyped-def]  # a module without known types

@@ -1,11 +1,14 @@
-"""Options that several subcommands take."""
+"""What several subcommands share: options, and how a report is told."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from leannorm._report import Report
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number here.", metavar="FILE")]
 InputShape = Annotated[
@@ -15,3 +18,19 @@ ReportFile = Annotated[Path | None, typer.Option("--report", help="Write an HTML
 _MODEL = "timm:NAME, torchvision:NAME or package.module:callable."
 Model = Annotated[str, typer.Argument(help=_MODEL, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", help=_MODEL, metavar="MODEL")]
+
+
+def tell(report: Report, json: Path | None = None, html: Path | None = None) -> None:
+    """A report on the terminal, and in the files that were asked for."""
+    from rich.console import Console
+
+    from leannorm._files import write_text
+
+    report.print()
+    console = Console(soft_wrap=True)
+    if json:
+        write_text(json, report.to_json())
+        console.print(f"numbers: {json}", highlight=False)
+    if html:
+        report.to_html(html)  # type: ignore[attr-defined]  # of those that have a page
+        console.print(f"report: {html}", highlight=False)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model, ReportFile
+from leannorm.cli.options import JsonFile, Model, ReportFile, tell
 
 
 def profile(
@@ -23,7 +23,7 @@ def profile(
     import torch
     from rich.console import Console
 
-    from leannorm._files import check_writable, write_text
+    from leannorm._files import check_writable
     from leannorm.cli.models import model_named, shape_of, tried
     from leannorm.report.memory import check_device
     from leannorm.report.profile import profile as measure
@@ -37,8 +37,7 @@ def profile(
     others = [name.strip() for name in against.split(",") if name.strip()]
     check_methods(others)
     sizes = shape_of(input)
-    console = Console()
-    with console.status(f"making {model}") as status:
+    with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
         network = model_named(model).to(device)
         images = tried(network, sizes, model, device)
@@ -46,10 +45,4 @@ def profile(
             network, images, budgets=budget, against=others, steps=steps, progress=status.update
         )
     measured.model = model
-    measured.print()
-    if json:
-        write_text(json, measured.to_json())
-        console.print(f"numbers: {json}", highlight=False)
-    if report:
-        measured.to_html(report)
-        console.print(f"report: {report}", highlight=False)
+    tell(measured, json, report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -24,7 +24,7 @@ def layer_sync(process_group: Any = None) -> Any:
     Source: `lightning.pytorch.plugins.layer_sync`, Lightning 2.6.
     """
 
-    class LeannormLayerSync(_lightnings_plugin()):  # type: ignore[misc]
+    class LeannormLayerSync(_of_lightning("plugins.layer_sync", "TorchSyncBatchNorm")):  # type: ignore[misc]
         """Derived from Lightning's plug-in, since Lightning accepts only one of that type."""
 
         def apply(self, model: Any) -> Any:
@@ -70,7 +70,7 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
             vars(pl_module).pop("training_step", None)
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return _lean_callback, (recompute, settings)
+            return partial(lean_callback, recompute, **settings), ()
 
     return LeanCallback()
 
@@ -99,17 +99,9 @@ def doctor_callback(batches: Any = None, *, forward: Any = None) -> Any:
                 self.report.print()
 
         def __reduce__(self) -> tuple[Any, ...]:
-            return _doctor_callback, (batches, forward)
+            return partial(doctor_callback, batches, forward=forward), ()
 
     return DoctorCallback()
-
-
-def _doctor_callback(batches: Any, forward: Any) -> Any:
-    return doctor_callback(batches, forward=forward)
-
-
-def _lean_callback(recompute: Any, settings: dict[str, Any]) -> Any:
-    return lean_callback(recompute, **settings)
 
 
 def _in_context(context: lean, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,10 +111,6 @@ def _in_context(context: lean, function: Callable[..., Any]) -> Callable[..., An
             return function(*args, **kwargs)
 
     return run
-
-
-def _lightnings_plugin() -> Any:
-    return _of_lightning("plugins.layer_sync", "TorchSyncBatchNorm")
 
 
 def _of_lightning(module: str, name: str) -> Any:

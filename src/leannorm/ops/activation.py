@@ -19,14 +19,13 @@ from torch import Tensor, nn
 class Activation(NamedTuple):
     """`grad(z)` is the derivative at input z; `from_output(y)` the same from the output y, or None.
 
-    `module` and `functions` (methods by their names) compute it in torch, with `parameters`.
+    `module` computes it in torch, with `parameters`.
     """
 
     forward: Callable[[Tensor], Tensor]
     grad: Callable[[Tensor], Tensor]
     from_output: Callable[[Tensor], Tensor] | None
     module: type[nn.Module]
-    functions: tuple[Callable[..., Any] | str, ...] = ()
     parameters: Mapping[str, Any] = {}
 
 
@@ -68,52 +67,36 @@ def _positive(z: Tensor) -> Tensor:
 # in the order of csrc/activation.h and of Triton's branches, which compute the same
 ACTIVATIONS: dict[str, Activation] = {
     "identity": Activation(lambda z: z, torch.ones_like, torch.ones_like, nn.Identity),
-    "relu": Activation(
-        torch.relu,
-        _positive,
-        _positive,
-        nn.ReLU,
-        (F.relu, torch.relu, torch.relu_, "relu", "relu_"),
-    ),
+    "relu": Activation(torch.relu, _positive, _positive, nn.ReLU),
     "leaky_relu": Activation(
         F.leaky_relu,
         lambda z: torch.where(z > 0, torch.ones_like(z), 0.01),
         lambda y: torch.where(y > 0, torch.ones_like(y), 0.01),
         nn.LeakyReLU,
-        (F.leaky_relu,),
         {"negative_slope": 0.01},
     ),
-    "silu": Activation(F.silu, _silu_grad, None, nn.SiLU, (F.silu,)),
-    "gelu": Activation(F.gelu, _gelu_grad, None, nn.GELU, (F.gelu,), {"approximate": "none"}),
+    "silu": Activation(F.silu, _silu_grad, None, nn.SiLU),
+    "gelu": Activation(F.gelu, _gelu_grad, None, nn.GELU, {"approximate": "none"}),
     "gelu_tanh": Activation(
-        lambda z: F.gelu(z, approximate="tanh"),
-        _gelu_tanh_grad,
-        None,
-        nn.GELU,
-        (F.gelu,),
-        {"approximate": "tanh"},
+        lambda z: F.gelu(z, approximate="tanh"), _gelu_tanh_grad, None, nn.GELU, {"approximate": "tanh"}
     ),
-    "hardswish": Activation(F.hardswish, _hardswish_grad, None, nn.Hardswish, (F.hardswish,)),
+    "hardswish": Activation(F.hardswish, _hardswish_grad, None, nn.Hardswish),
     "hardtanh": Activation(
         F.hardtanh,
         lambda z: _between(z, -1, 1),
         lambda y: _between(y, -1, 1),
         nn.Hardtanh,
-        (F.hardtanh,),
         {"min_val": -1.0, "max_val": 1.0},
     ),
-    "relu6": Activation(
-        F.relu6, lambda z: _between(z, 0, 6), lambda y: _between(y, 0, 6), nn.ReLU6, (F.relu6,)
-    ),
+    "relu6": Activation(F.relu6, lambda z: _between(z, 0, 6), lambda y: _between(y, 0, 6), nn.ReLU6),
     "elu": Activation(
         F.elu,
         lambda z: torch.where(z > 0, torch.ones_like(z), torch.exp(z)),
         lambda y: torch.where(y > 0, torch.ones_like(y), y + 1),
         nn.ELU,
-        (F.elu,),
         {"alpha": 1.0},
     ),
-    "mish": Activation(F.mish, _mish_grad, None, nn.Mish, (F.mish,)),
+    "mish": Activation(F.mish, _mish_grad, None, nn.Mish),
 }
 
 _LISTS = {

@@ -1,4 +1,4 @@
-"""One program with a training and an inference branch, from one model."""
+"""How does one model become one graph that trains and infers?"""
 
 from leannorm.program.forking import fork as fork
 from leannorm.program.program import Program as Program

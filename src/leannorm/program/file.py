@@ -57,9 +57,7 @@ def write(
         archive.writestr(_PARTS, json.dumps(_listed(archive)), zipfile.ZIP_DEFLATED)
 
 
-def read(
-    path: str | os.PathLike[str],
-) -> tuple[Joined, Signature, dict[str, pytree.TreeSpec]]:
+def read(path: str | os.PathLike[str]) -> tuple[Joined, Signature, dict[str, pytree.TreeSpec]]:
     """Read a file written by `write`; raises `InputError` for any other file."""
     try:
         with zipfile.ZipFile(path) as archive:

@@ -67,12 +67,12 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     if target._schema.name in _IDENTITIES:
         return _nodes(node.args[0]) if _IDENTITIES[target._schema.name](node.args) else []
     views = {s for r in target._schema.returns if r.alias_info for s in r.alias_info.before_set}
-    given = arguments(node)
+    named = arguments(node)
     return [
         n
         for argument in target._schema.arguments
         if argument.alias_info is not None and views & argument.alias_info.before_set
-        for n in _nodes(given.get(argument.name))
+        for n in _nodes(named.get(argument.name))
     ]
 
 
@@ -80,14 +80,14 @@ def _written(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return []
-    name, given = target._schema.name, arguments(node)
+    name, named = target._schema.name, arguments(node)
     if name == "aten::detach_":  # its schema declares a write, but it changes no memory
         return []
     norm = NORMS.get(name)
-    if norm is not None and not norm.by_batch(given):
+    if norm is not None and not norm.by_batch(named):
         return []
     names = written_by_schema(target) if norm is None else norm.statistics
-    return [n for name in names for n in _nodes(given.get(name))]
+    return [n for name in names for n in _nodes(named.get(name))]
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -131,9 +131,7 @@ class Program:
         return cls(*read(path))
 
     def to_exported(
-        self,
-        branch: str = INFER,
-        rewrite: Callable[[fx.GraphModule], torch.nn.Module] | None = None,
+        self, branch: str = INFER, rewrite: Callable[[fx.GraphModule], torch.nn.Module] | None = None
     ) -> torch.export.ExportedProgram:
         """One branch alone as a plain `torch.export.ExportedProgram`, on the same variables.
 

@@ -1,1 +1,1 @@
-"""Reports: memory and time of a training step, and the error of results. Data first, then text and HTML."""
+"""What does it cost, is it right, what is wrong with a model? Data first, then text and HTML."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from torch import Tensor
 
 from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
+from leannorm._report import Part, Report, Table, counted, milliseconds
 from leannorm.ops.select import backends, use_backend
 from leannorm.report.answers import error_of, largest_error, poisoned_memory, within_budget
-from leannorm.report.render import Table, milliseconds
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
 COMPILED = "torch.compile"
@@ -80,8 +79,8 @@ class Timing(NamedTuple):
     correct: bool
 
 
-@dataclass(frozen=True)
-class BenchReport:
+@dataclass(frozen=True, repr=False)
+class BenchReport(Report):
     """What `bench` measured; true where every answer was right.
 
     >>> import leannorm
@@ -97,14 +96,10 @@ class BenchReport:
     def __bool__(self) -> bool:
         return all(one.correct for one in self.timings)
 
-    def to_json(self) -> str:
-        """Every number, as indented JSON."""
-        return json.dumps({**vars(self), "timings": [one._asdict() for one in self.timings]}, indent=2) + "\n"
+    def summary(self) -> str:
+        return f"{self.device}, {self.dtype}, {counted(len(self.timings), 'timing')}"
 
-    def print(self) -> None:
-        """The cases and backends, as a table on the terminal."""
-        from rich.console import Console
-
+    def parts(self) -> Iterator[Part]:
         rows = [
             [
                 f"{one.case} {'x'.join(map(str, one.shape))}",
@@ -116,8 +111,7 @@ class BenchReport:
             for one in self.timings
         ]
         title = f"forward and backward, {self.dtype}, {self.device}, {self.threads} threads"
-        columns = ["", "backend", "time", "of torch's", "of the floor"]
-        Console().print(Table(columns, rows, title, numbers_from=2).rich())
+        yield Table(["", "backend", "time", "of torch's", "of the floor"], rows, title, numbers_from=2)
 
 
 def bench(

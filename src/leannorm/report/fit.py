@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leannorm._errors import InputError
+from leannorm._report import Line, Part, Report, Table, bytes_in_words
 from leannorm.report.fake import fake_model, fake_step
-from leannorm.report.render import Table, bytes_in_words
 from leannorm.report.settings import Setting, settings_for
 
 OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
@@ -31,8 +30,8 @@ class Fit(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class FitReport:
+@dataclass(frozen=True, repr=False)
+class FitReport(Report):
     """What `fit` found in `memory` bytes; `fits[0]` is stock.
 
     `parameter_bytes`: what parameters, the optimizer's state and buffers take of it, whatever the batch.
@@ -49,14 +48,11 @@ class FitReport:
     fits: list[Fit]
     parameter_bytes: int
 
-    def to_json(self) -> str:
-        """Every number, as indented JSON."""
-        return json.dumps({**vars(self), "fits": [one._asdict() for one in self.fits]}, indent=2) + "\n"
+    def summary(self) -> str:
+        largest = max(self.fits, key=lambda one: one.batch)
+        return f"batch {largest.batch} under {largest.name}, {self.fits[0].batch} stock"
 
-    def print(self) -> None:
-        """The settings side by side, as a table on the terminal."""
-        from rich.console import Console
-
+    def parts(self) -> Iterator[Part]:
         stock = self.fits[0].batch
         rows = [
             [
@@ -69,10 +65,8 @@ class FitReport:
         ]
         sizes = "x".join(map(str, self.sample))
         title = f"samples of {sizes}, {self.optimizer}, {bytes_in_words(self.memory)}"
-        console = Console()
-        console.print(Table(["", "largest batch", "of stock", "bytes needed"], rows, title).rich())
-        for line in self._why_no_larger():
-            console.print(line, highlight=False)
+        yield Table(["", "largest batch", "of stock", "bytes needed"], rows, title)
+        yield from map(Line, self._why_no_larger())
 
     def _why_no_larger(self) -> Iterator[str]:
         stock, *others = self.fits
@@ -138,7 +132,7 @@ def fit(
         return there + 4 * batch * prod(sample) + peak
 
     results = []
-    for setting in settings_for(model, recompute, (), ()):
+    for setting in settings_for(model, recompute):
         try:
             batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), available)  # type: ignore[misc]
         except (RuntimeError, NotImplementedError) as error:

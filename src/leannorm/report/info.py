@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
 
 import torch
 
+from leannorm._report import Line, Part, Report, Table
 from leannorm._torch import TESTED, is_tested
 from leannorm.autograd.nodes import WHY_NOT
+from leannorm.ops.backends.library import last_cache
 from leannorm.ops.select import backends
+from leannorm.report.fitting import why_torchvision_fails
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
 
 
-class Installation(NamedTuple):
-    """Facts by name; every backend, best first, with the reasons why it cannot serve (none: it can)."""
+@dataclass(repr=False)
+class Installation(Report):
+    """Facts by name; every backend, best first, with the reasons why it cannot serve (none: it can).
+
+    `to_mend`: what is wrong with what is installed beside leannorm, each with the line that mends it.
+    """
 
     facts: dict[str, str]
     backends: dict[str, list[str]]
+    to_mend: list[str]
+
+    def summary(self) -> str:
+        serving = [name for name, reasons in self.backends.items() if not reasons]
+        return f"leannorm {self.facts['leannorm']}, torch {self.facts['torch']}: {', '.join(serving)}"
+
+    def parts(self) -> Iterator[Part]:
+        yield Table(["", "here"], list(self.facts.items()), numbers_from=2)
+        rows = [[name, "; ".join(reasons) or "available"] for name, reasons in self.backends.items()]
+        yield Table(["backend, best first", "here"], rows, numbers_from=2)
+        yield from (Line(wrong, "bold yellow") for wrong in self.to_mend)
 
 
 def installation() -> Installation:
@@ -30,6 +49,7 @@ def installation() -> Installation:
     """
     from leannorm import __version__
 
+    serving = backends()
     facts = {
         "leannorm": __version__,
         "torch": torch.__version__,
@@ -39,9 +59,14 @@ def installation() -> Installation:
         "system": f"{platform.system()} {platform.machine()}",
         "threads": str(torch.get_num_threads()),
         "CUDA devices": ", ".join(_cuda_devices()) or "none",
+        "last cache": "no kernel asks" if serving["cpu"] else last_cache(),
         "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
-    return Installation(facts | {name: _version(name) for name in _OPTIONAL}, backends())
+    wrong = why_torchvision_fails()
+    facts |= {name: _version(name) for name in _OPTIONAL}
+    if wrong is not None:
+        facts["torchvision"] += ", does not fit this torch"
+    return Installation(facts, serving, [] if wrong is None else [wrong])
 
 
 def _cuda_devices() -> list[str]:

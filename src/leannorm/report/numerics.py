@@ -7,7 +7,7 @@ result. Where two paths of leannorm must agree bit for bit, it is 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,6 @@ class Check(NamedTuple):
     @property
     def passed(self) -> bool:
         return self.error <= self.budget
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**self._asdict(), "passed": self.passed}
 
 
 def run_checks(seed: int = 0) -> Iterator[Check]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -15,81 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from leannorm._errors import InputError
-from leannorm._files import write_text
 from leannorm._freed_memory import keep_freed_memory
-from leannorm.report.layers import LayerBytes, Operation, StockCount, by_layer, by_operation
+from leannorm.report.layers import StockCount, by_layer, by_operation
 from leannorm.report.loss import mean_square
 from leannorm.report.memory import measure_step
+from leannorm.report.memory_report import Measured, MemoryReport
 from leannorm.report.numerics import largest_difference
 from leannorm.report.settings import Setting, settings_for
 from leannorm.report.timing import time_step
-
-
-@dataclass
-class Measured:
-    """One setting: a step's bytes above those at its start, its seconds, and the ratio to stock's seconds.
-
-    `gradient_difference`: the largest difference from stock's gradients, relative to the largest gradient of
-    the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot be counted.
-    """
-
-    name: str
-    kept: int = 0
-    peak: int = 0
-    seconds: float = 0.0
-    time_ratio: float = 1.0
-    gradient_difference: float = 0.0
-    timeline: list[tuple[float, int]] = field(default_factory=list)
-    forward_end: float = 0.0
-    layers: list[LayerBytes] = field(default_factory=list)
-    rebuilt: list[Operation] = field(default_factory=list)
-
-
-@dataclass
-class MemoryReport:
-    """What `profile` measured; `settings[0]` is stock.
-
-    >>> import torch, leannorm
-    >>> report = leannorm.profile(torch.nn.Linear(8, 8), torch.randn(4, 8), recompute=[], steps=1)
-    >>> report.model, report.settings[0].name
-    ('Linear', 'stock')
-    """
-
-    model: str
-    inputs: list[str]
-    device: str
-    threads: int
-    torch: str
-    freed_memory: str
-    parameter_bytes: int
-    settings: list[Measured]
-
-    def to_json(self) -> str:
-        """Every number, as indented JSON."""
-        data = asdict(self)
-        for setting, measured in zip(data["settings"], self.settings, strict=True):
-            setting["layers"] = [layer._asdict() for layer in measured.layers]
-            setting["rebuilt"] = [operation._asdict() for operation in measured.rebuilt]
-        return json.dumps(data, indent=1) + "\n"
-
-    def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page: memory over the step, per-layer bars, both tables.
-
-        Raises: MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
-        """
-        from leannorm.report.profile_page import html
-
-        write_text(path, html(self))
-
-    def print(self) -> None:
-        """The comparison, and what each kind of layer keeps, as tables on the terminal."""
-        from rich.console import Console
-
-        from leannorm.report.profile_page import kind_table, setting_table
-
-        console = Console()
-        console.print(setting_table(self).rich())
-        console.print(kind_table(self).rich())
 
 
 def profile(
@@ -209,10 +139,7 @@ def _count(
 ) -> None:
     torch.manual_seed(0)
     around = StockCount() if setting.name == "stock" else setting.around()
-    with (
-        around as saved,
-        by_layer(model, lambda: _counts(around if saved is None else saved)) as layers,
-    ):
+    with around as saved, by_layer(model, lambda: _counts(around if saved is None else saved)) as layers:
         result = loss(setting.run(*arguments))  # keeps the saved tensors alive
     del result
     measured.layers = layers

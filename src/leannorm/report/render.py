@@ -1,4 +1,4 @@
-"""Data to text and HTML: tables for the terminal, and a self-contained page."""
+"""A report as one self-contained HTML page, with pictures."""
 
 from __future__ import annotations
 
@@ -9,68 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from leannorm._errors import MissingDependencyError
-from leannorm.report.numerics import Check
-from leannorm.report.recipes import ALIVE, RecipeState
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
+from leannorm._files import write_text
+from leannorm._report import Report, Table
 
 COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d7c0f", "#0e7490")
-
-
-def bytes_in_words(nbytes: float) -> str:
-    """Decimal megabytes (10^6 bytes), or kilobytes where those would be few.
-
-    >>> bytes_in_words(12_345_678), bytes_in_words(12_345), bytes_in_words(0)
-    ('12.3 MB', '12.3 KB', '0.0 MB')
-    """
-    return f"{nbytes / 1e3:,.1f} KB" if 0 < nbytes < 1e5 else f"{nbytes / 1e6:,.1f} MB"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of text under a header; columns from `numbers_from` on are right-aligned."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    title: str = ""
-    numbers_from: int = 1
-
-    def rich(self) -> RichTable:
-        from rich.box import SIMPLE_HEAD
-        from rich.table import Table as RichTable
-
-        table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD)
-        for i, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if i >= self.numbers_from else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-
-def checks_table(checks: Sequence[Check]) -> Table:
-    """One row per check: the measured error and its budget."""
-    rows = [
-        ["ok" if one.passed else "FELL SHORT", one.name, f"{one.error:.1e}", f"{one.budget:.1e}", one.against]
-        for one in checks
-    ]
-    return Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
-
-
-def recipes_table(recipes: Sequence[RecipeState]) -> Table:
-    """One row for all that are alive, one for each that is not, with the reason."""
-    named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
-    alive = [name for name, one in named if one.state == ALIVE]
-    rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]
-    rows += [[one.state, "1", f"{name}: {one.why}"] for name, one in named if one.state != ALIVE]
-    return Table(["", "recipes of lean()", "on this torch"], rows, numbers_from=3)
 
 
 @dataclass(frozen=True)
@@ -90,6 +36,21 @@ class Fact:
 
     value: str
     label: str
+
+
+class PagedReport(Report):
+    """A report that can also be written as a page."""
+
+    def html(self) -> str:
+        """The page."""
+        raise NotImplementedError
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained page, with pictures.
+
+        Raises: MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
+        """
+        write_text(path, self.html())
 
 
 def require_page() -> None:
@@ -141,11 +102,7 @@ def page(
 
 
 def line_figure(
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    x: str,
-    y: str,
-    *,
-    steps: bool = False,
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], x: str, y: str, *, steps: bool = False
 ) -> Any:
     """Named lines (xs, ys) in one plot: points at integer x, or with `steps` a staircase."""
     go = _graph_objects()
@@ -204,11 +161,7 @@ def _styled(figure: Any, x: str, y: str) -> Any:
     axis = {"gridcolor": faint, "zerolinecolor": faint, "linecolor": faint, "automargin": True}
     figure.update_layout(
         template="none",
-        font={
-            "family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif",
-            "size": 13,
-            "color": grey,
-        },
+        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 13, "color": grey},
         margin={"l": 60, "r": 20, "t": 36, "b": 48},
         height=340,
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},

@@ -12,7 +12,6 @@ from torch import nn
 
 from leannorm._errors import InputError
 from leannorm.saving import lean
-from leannorm.saving.policy import check
 from leannorm.saving.small import NEVER_SMALL
 
 AGAINST = ("checkpoint", "compile")
@@ -33,20 +32,27 @@ class Setting(NamedTuple):
 
 
 def settings_for(
-    model: nn.Module, recompute: Sequence[str], budgets: Sequence[float], against: Sequence[str]
+    model: nn.Module, recompute: Sequence[str], budgets: Sequence[float] = (), against: Sequence[str] = ()
 ) -> list[Setting]:
     """Stock first, then lean by kind and by budget, then the others. Raises InputError for unknown names."""
     made = [Setting("stock", model)]
-    for kind in recompute:
-        check(kind, None)
-        made.append(Setting(kind, model, partial(_lean, recompute=kind)))
-    for budget in budgets:
-        check("norm", budget)
-        made.append(Setting(f"budget {budget:g}", model, partial(_lean, budget=budget)))
+    for name in (*recompute, *(f"budget {budget:g}" for budget in budgets)):
+        leaner(name)  # raises where there is no such setting
+        made.append(Setting(name, model, partial(_at_any_size, name)))
     check_methods(against)
     for other in against:
         made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
     return made
+
+
+def leaner(name: str, **more: Any) -> lean:
+    """`lean()` by the name of a setting: what to recompute, or an option and its number.
+
+    >>> leaner("conv"), leaner("budget 0.5")  # doctest: +ELLIPSIS
+    (<leannorm.saving.context.lean object at ...>, <leannorm.saving.context.lean object at ...>)
+    """
+    option, _, value = name.partition(" ")
+    return lean(**{option: float(value)}, **more) if value else lean(option, **more)  # type: ignore[arg-type]
 
 
 def check_methods(against: Sequence[str]) -> None:
@@ -56,9 +62,9 @@ def check_methods(against: Sequence[str]) -> None:
             raise InputError(f"against is one of {', '.join(AGAINST)}; got {other!r}")
 
 
-def _lean(**settings: Any) -> lean:
-    """`lean()` that also rebuilds in small passes: a small model or batch mostly stands for a larger one."""
-    context = lean(**settings)
+def _at_any_size(name: str) -> lean:
+    """It also rebuilds in small passes: a small model or batch mostly stands for a larger one."""
+    context = leaner(name)
     context.place = NEVER_SMALL
     return context
 

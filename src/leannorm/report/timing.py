@@ -27,10 +27,7 @@ def time_step(step: Callable[[], object], device: torch.device | str = "cpu") ->
 
 
 def device_seconds(
-    calls: Sequence[Callable[[], object]],
-    device: torch.device | str,
-    turns: int,
-    head_start: bool = True,
+    calls: Sequence[Callable[[], object]], device: torch.device | str, turns: int, head_start: bool = True
 ) -> list[float]:
     """Seconds of each of `turns` calls. They cycle through `calls`: the same work on different tensors.
 

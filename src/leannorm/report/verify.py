@@ -14,14 +14,10 @@ from torch import Tensor, nn
 
 from leannorm.report.loss import mean_square
 from leannorm.report.numerics import Check
-from leannorm.saving import lean
+from leannorm.report.settings import leaner
 from leannorm.saving.verify import RebuildError
 
-SETTINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "norm": partial(lean, "norm", verify=True),
-    "conv": partial(lean, "conv", verify=True),
-    "budget 0.5": partial(lean, budget=0.5, verify=True),
-}
+SETTINGS = ("norm", "conv", "budget 0.5")
 
 
 def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]:
@@ -39,8 +35,8 @@ def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]
     repeats = [_different(*pair) == 0 for pair in zip(expected, again, strict=True)]
     for i, pair in enumerate(zip(expected, again, strict=True)):
         yield Check(f"stock, step {i + 1}", float(_different(*pair)), math.inf, "stock again")
-    for name, context in SETTINGS.items():
-        seen = _steps(model, x, steps, context)
+    for name in SETTINGS:
+        seen = _steps(model, x, steps, partial(leaner, name, verify=True))
         for i, stock in enumerate(expected):
             try:
                 ours = next(seen)

@@ -29,6 +29,7 @@ class CallArguments(NamedTuple):
     eps: float | None
     bias: Tensor | None
     reads_buffers: bool  # or has frozen parameters: what it saves, others have too and may edit
+    moves_affine: bool = False  # the call writes running statistics into its own weight or bias
 
 
 _SOFTMAXES = _codes(F.cross_entropy, F.log_softmax, F.softmax)
@@ -52,6 +53,22 @@ def is_compiled(frame: FrameType) -> bool:
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
 
+# what saves its output where it works in place, by the arguments that it takes
+_IN_PLACE = {
+    **dict.fromkeys(_codes(F.relu), ("ReluBackward0", ())),
+    **dict.fromkeys(_codes(F.leaky_relu), ("LeakyReluBackward1", ("negative_slope",))),
+    **dict.fromkeys(_codes(F.celu), ("CeluBackward1", ("alpha",))),
+}
+
+
+def written_by(frame: FrameType, tensor: Tensor) -> tuple[str, tuple[Any, ...]] | None:
+    """The kind and constants of the activation that the call in `frame` has just written over `tensor`."""
+    kind, names = _IN_PLACE.get(frame.f_code, ("", ()))
+    if not kind or frame.f_locals.get("input") is not tensor or not frame.f_locals.get("inplace"):
+        return None
+    return kind, tuple(frame.f_locals[name] for name in names)
+
+
 _LINEAR = _codes(torch.nn.Linear.forward)
 _CONVOLUTIONS = _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3)))
 
@@ -70,12 +87,20 @@ def call_of(frame: FrameType) -> CallArguments | None:
     arguments = frame.f_locals
     bias = arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
-    reads_buffers = not training or _frozen(arguments["weight"]) or _frozen(bias)
-    return CallArguments(arguments["eps"], None if bias is None else bias.detach().clone(), reads_buffers)
+    weight = arguments["weight"]
+    reads_buffers = not training or _frozen(weight) or _frozen(bias)
+    moved = (arguments.get("running_mean"), arguments.get("running_var")) if training else ()
+    moves_affine = any(share_memory(t, v) for t in moved for v in (weight, bias))
+    copy = None if bias is None else bias.detach().clone()
+    return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:
     return CallArguments(None, bias.clone(), True) if bias is not None and _frozen(bias) else None
+
+
+def share_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def _frozen(parameter: Tensor | None) -> bool:

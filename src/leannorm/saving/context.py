@@ -114,9 +114,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             if error is None:
                 self.plan = passed.learn()
                 found = passed.reasons(self.plan)
-                self.reasons += [reason for reason in found if reason not in self.reasons]
                 for reason in found:
                     reasons.warn_once(reason)
+                found += passed.why_held(self.plan)
+                self.reasons += [reason for reason in found if reason not in self.reasons]
         finally:
             passed.forget()
 

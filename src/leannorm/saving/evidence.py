@@ -1,5 +1,4 @@
-"""Checks that a tensor still holds what a node read: by its version counter, a sample of its bytes, a leaf's
-contents at the start of the pass.
+"""Checks that a tensor still holds what a node read: by its version counter, and a sample of its bytes.
 
 Every in-place edit raises autograd's version counter, except edits through `.data`. Those are found by the
 sample if they change a sampled byte, as an optimizer's step or a weight average does.
@@ -8,16 +7,11 @@ sample if they change a sampled byte, as an optimizer's step or a weight average
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Callable
 from ctypes import string_at
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
-from leannorm.saving.device import asynchronous
 
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
@@ -81,40 +75,6 @@ def _fills_its_memory(tensor: Tensor) -> bool:
         return True
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()
-
-
-class Leaves:
-    """The leaves that steps read, and their contents when a forward pass began.
-
-    If a leaf has not changed since, every node made in this pass read what the leaf holds now. A node made
-    before the pass (a cast that autocast or the user keeps) may have read something else.
-    """
-
-    _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
-    _lock = threading.Lock()  # passes may run in several threads
-
-    def __init__(self) -> None:
-        self._since = sequence_number()
-        with self._lock:
-            leaves = list(self._known)
-        self._before = {id(leaf): (leaf, leaf._version, Sample.of(leaf)) for leaf in leaves}
-
-    def proves(self, node: int, leaf: Tensor) -> bool:
-        """Did the node with this sequence number read what the leaf holds now?"""
-        if id(leaf) in self._before:
-            _, version, sample = self._before[id(leaf)]
-            unchanged = leaf._version == version and (sample is None or sample.matches(leaf))
-            return unchanged and self._since <= node
-        with self._lock:
-            self._known[leaf] = None  # sampled from the next pass on
-        return leaf._version == 0 and asynchronous(leaf)  # never edited; a sample would stall the step
-
-    def forget(self) -> None:
-        """Drop what was recorded when the pass began: the pass is over."""
-        self._before.clear()
-
-
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread's next node
 
 
 def owner_of(tensor: Tensor, made_by: str) -> str:

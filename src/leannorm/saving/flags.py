@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,40 +12,117 @@ import torch
 
 
 class _Flag(NamedTuple):
+    """`get()` is what kernels see, `set` makes them see it; `restore(state())` leaves the flag as it is."""
+
     get: Callable[[], Any]
     set: Callable[[Any], None]
+    state: Callable[[], Any]
+    restore: Callable[[Any], None]
+
+    @staticmethod
+    def plain(get: Callable[[], Any], set_: Callable[[Any], None]) -> _Flag:
+        return _Flag(get, set_, get, set_)
 
 
-def _plain(get: str, set_: str) -> list[_Flag]:
-    """A flag of `torch._C`; an empty list where this release of torch lacks it."""
-    there = hasattr(torch._C, get) and hasattr(torch._C, set_)
-    return [_Flag(getattr(torch._C, get), getattr(torch._C, set_))] if there else []
+def _plain(*names: str) -> list[_Flag]:
+    """Flags of `torch._C`, by what follows `_get_` and `_set_`; those that this release of torch has."""
+    found = []
+    for name in names:
+        get, set_ = (getattr(torch._C, f"_{verb}_{name}", None) for verb in ("get", "set"))
+        if get is not None and set_ is not None:
+            found.append(_Flag.plain(get, partial(_give, set_)))
+    return found
 
 
-def _precision(backend: str, operation: str) -> list[_Flag]:
-    """The precision inside float32 products (TF32, bfloat16 or full)."""
-    get = getattr(torch._C, "_get_fp32_precision_getter", None)
-    set_ = getattr(torch._C, "_set_fp32_precision_setter", None)
-    if get is None or set_ is None:
+def _give(set_: Callable[..., None], value: Any) -> None:
+    set_(*value) if isinstance(value, tuple) else set_(value)
+
+
+_get_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+_set_precision = getattr(torch._C, "_set_fp32_precision_setter", None)
+_OTHER = {"ieee": "tf32"}  # a precision unlike a given one; unlike all others is "ieee"
+
+
+def _precision(*places: tuple[str, str]) -> list[_Flag]:
+    """The precision inside float32 products (TF32, bfloat16 or full) of (backend, operation)."""
+    if _get_precision is None or _set_precision is None:
         return []
-    return [_Flag(partial(get, backend, operation), partial(set_, backend, operation))]
+    return [
+        _Flag(
+            partial(_get_precision, *at),
+            partial(_prescribe, *at),
+            partial(_own, *at),
+            partial(_set_precision, *at),
+        )
+        for at in places
+    ]
+
+
+def _prescribe(backend: str, operation: str, precision: str) -> None:
+    """Full precision that nobody has asked for is "none"; where another would be inherited, it is "ieee"."""
+    assert _get_precision is not None
+    assert _set_precision is not None
+    _set_precision(backend, operation, precision)
+    if _get_precision(backend, operation) != precision:
+        _set_precision(backend, operation, "ieee")
+
+
+def _own(backend: str, operation: str) -> str:
+    """The precision that is set here, or "none" if it is that of the backend, or of all backends.
+
+    Torch tells only which precision is in force. So the one that would be inherited is changed for a moment.
+    """
+    assert _get_precision is not None
+    assert _set_precision is not None
+    now: str = _get_precision(backend, operation)
+    above = (backend, "all") if operation != "all" else ("generic", "all")
+    if (backend, operation) == above or _get_precision(*above) != now:
+        return now
+    before = _own(*above)
+    _set_precision(*above, _OTHER.get(now, "ieee"))
+    try:
+        inherited = _get_precision(backend, operation) != now
+    finally:
+        _set_precision(*above, before)
+    return "none" if inherited else now
+
+
+_deterministic = torch._C._get_deterministic_algorithms
+_only_warns = torch._C._get_deterministic_algorithms_warn_only  # of what has no deterministic kernel
+
+
+def _set_deterministic(value: bool) -> None:
+    torch._C._set_deterministic_algorithms(value, warn_only=_only_warns())
+
+
+def _set_only_warns(value: bool) -> None:
+    torch._C._set_deterministic_algorithms(_deterministic(), warn_only=value)
+
+
+# Torch does not tell whether this thread flushes denormal numbers: the smallest of them is equal to 0 then
+_flushes: Callable[[], bool] = partial(struct.unpack("<d", (1).to_bytes(8, "little"))[0].__eq__, 0.0)
+
+
+def _set_flushes(value: bool) -> None:
+    torch.set_flush_denormal(value)
 
 
 _FLAGS: list[_Flag] = [
-    *_plain("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    _Flag(torch.get_num_threads, torch.set_num_threads),
-    _Flag(torch._C._get_deterministic_algorithms, torch._C._set_deterministic_algorithms),
-    *_plain("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    *_plain("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    *_precision("mkldnn", "matmul"),
-    *_precision("mkldnn", "conv"),
+    *_plain("cudnn_benchmark"),
+    _Flag.plain(torch.get_num_threads, torch.set_num_threads),
+    _Flag.plain(_deterministic, _set_deterministic),
+    _Flag.plain(_only_warns, _set_only_warns),
+    _Flag.plain(_flushes, _set_flushes),
+    *_plain("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled"),
+    *_plain("cpu_allow_fp16_reduced_precision_reduction"),
+    *_precision(("mkldnn", "matmul"), ("mkldnn", "conv")),
 ]
 if torch.backends.cuda.is_built():
     _FLAGS += [
-        *_plain("_get_cudnn_enabled", "_set_cudnn_enabled"),
-        *_plain("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-        *_precision("cuda", "matmul"),
-        *_precision("cuda", "conv"),
+        *_plain("cudnn_enabled", "cudnn_deterministic", "cublas_allow_fp16_accumulation"),
+        *_plain("cublas_allow_fp16_reduced_precision_reduction"),
+        *_plain("cublas_allow_bf16_reduced_precision_reduction"),
+        *_precision(("cuda", "matmul"), ("cuda", "conv")),
     ]
 _GETTERS = tuple(flag.get for flag in _FLAGS)
 
@@ -64,18 +141,15 @@ class Flags(tuple[Any, ...]):
     @contextmanager
     def set(self) -> Iterator[None]:
         """Set these flags within the context; those that have the value already are not touched."""
-        changes = [
-            (flag, ours, theirs)
-            for flag, ours, theirs in zip(_FLAGS, self, current(), strict=True)
-            if ours != theirs
-        ]
+        pairs = zip(_FLAGS, self, current(), strict=True)
+        changes = [(flag, ours, flag.state()) for flag, ours, theirs in pairs if ours != theirs]
         try:
             for flag, ours, _ in changes:
                 flag.set(ours)
             yield
         finally:
-            for flag, _, theirs in changes:
-                flag.set(theirs)
+            for flag, _, state in reversed(changes):
+                flag.restore(state)
 
 
 _KNOWN: dict[tuple[Any, ...], Flags] = {}
@@ -86,36 +160,3 @@ def current() -> Flags:
     now = tuple([get() for get in _GETTERS])
     known = _KNOWN.get(now)
     return known if known is not None else _KNOWN.setdefault(now, Flags(now))
-
-
-class FlagLog:
-    """The flags during one forward pass, by the sequence numbers of its nodes.
-
-    A norm or a product saves its inputs while it runs. So the flags read at each save are those under which
-    the saving node ran.
-    """
-
-    def __init__(self, since: int) -> None:
-        self._since = since
-        self._from, self._flags = [-1], [current()]
-        self._last = -1
-
-    def record(self, number: int) -> None:
-        """Record the flags while a tensor is saved; `number` is the next node's sequence number."""
-        if number == self._last:  # the same node saves another tensor
-            return
-        self._last, now = number, current()
-        if now is not self._flags[-1]:
-            self._from.append(number)
-            self._flags.append(now)
-
-    def of(self, node: int) -> tuple[Flags, bool]:
-        """The flags under which the node with this sequence number ran, and True.
-
-        If that is not sure: the flags now, and False. While a node runs, the next number is 1 above the
-        node's, or a little more if it made inner nodes.
-        """
-        i = bisect_right(self._from, node + 1) - 1
-        soon = i + 1 < len(self._from) and self._from[i + 1] <= node + 3
-        sure = not soon and node >= self._since
-        return self._flags[i if sure else -1], sure

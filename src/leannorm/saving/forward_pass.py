@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm.saving import reasons
+from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.packing import Packing, unpack
@@ -48,6 +48,7 @@ class ForwardPass:
         self._packing: Packing | None = None
         self._small: SmallPass | None = None
         self._refused: str | None = None
+        self._set: PassHooks | None = None
 
     def open(self) -> None:
         """Set the hooks, unless `_refusal` has a reason against it."""
@@ -56,19 +57,18 @@ class ForwardPass:
             return
         if self._place is not None and was_small(self._place):
             self._small = SmallPass(self._begin)
-            self._stack.enter_context(saved_tensors_hooks(self._small.pack, unpack))
-        else:
-            self._stack.enter_context(saved_tensors_hooks(self._begin(0), unpack))
+        pack = self._begin() if self._small is None else self._small.pack
+        self._set = self._stack.enter_context(PassHooks(pack, unpack))
 
-    def _begin(self, since: int) -> Callable[[Tensor], Any]:
-        """The pack hook that searches steps, which read outputs only of nodes from number `since` on."""
+    def _begin(self, from_here: bool = False) -> Callable[[Tensor], Any]:
+        """The pack hook that searches steps; `from_here`: they read outputs of nodes that come after this."""
         layers = None
         if self._settings.verify:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
         self._packing = Packing(
-            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, since
+            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
         )
         return self._packing.pack
 
@@ -100,29 +100,45 @@ class ForwardPass:
             return None
         return following.plan
 
+    def _ratio(self, plan: RebuildPlan | None) -> float:
+        """Held bytes of stock's."""
+        kept, stock = self._ledger.kept(), self._ledger.kept() + self._ledger.rebuilt()
+        return kept / max(stock, 1) if plan is None else plan.ratio
+
+    def missed_budget(self, plan: RebuildPlan | None) -> float | None:
+        """The budget, if more is held."""
+        budget = None if self._settings.goal is None else self._settings.goal.budget
+        return None if budget is None or self._ratio(plan) <= 1.01 * budget else budget
+
+    def why_held(self, plan: RebuildPlan | None) -> list[str]:
+        """Which operations' outputs are held, and why; not where a plan holds as much as was asked for."""
+        if self._settings.goal is not None and self.missed_budget(plan) is None:
+            return []
+        return list(reasons.by_bytes(self._ledger.rows()))
+
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""
         found: Counter[str] = Counter() if self._packing is None else self._packing.reasons
         whole = [reason for reason in found if reason in reasons.OF_THE_PASS]
         if self._refused is not None:
             whole.append(self._refused)
+        if self._set is not None and self._set.stepped_aside:
+            whole.append(reasons.TRANSFORMED_WITHIN)
         seen_by_small = self._small is not None and self._small.kept
         seen = seen_by_small or (self._packing is not None and self._packing.seen)
         if not (seen or whole) and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
         if seen_by_small and self._packing is None:
             whole.append(reasons.SMALL)
-        budget = None if self._settings.goal is None else self._settings.goal.budget
+        budget = self.missed_budget(plan)
         if budget is not None:
-            kept, stock = self._ledger.kept(), self._ledger.kept() + self._ledger.rebuilt()
-            ratio = kept / max(stock, 1) if plan is None else plan.ratio
-            if ratio > 1.01 * budget:
-                whole.append(reasons.out_of_reach(budget, ratio))
-        return whole + [
+            whole.append(reasons.out_of_reach(budget, self._ratio(plan)))
+        of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in found.items()
             if reason not in reasons.OF_THE_PASS
         ]
+        return whole + of_tensors
 
 
 def _refusal() -> str | None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from ctypes import string_at
+from functools import lru_cache
 from struct import unpack
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
-_KEY, _WAITING = "leannorm", "leannorm waiting"
+_KEY, _WAITING, _IN_VIEW = "leannorm", "leannorm waiting", "leannorm in view"
 _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
 
@@ -66,6 +68,78 @@ def number(node: Any, name: str) -> Any:
         return None
     number = getattr(node, f"_saved_{name}")  # read by address: a dispatch mode would be given no tensor here
     return unpack(_OF_NUMBERS[value.dtype], string_at(number.data_ptr(), number.itemsize))[0]
+
+
+@lru_cache(maxsize=1024)
+def saved_names(kind: Any) -> tuple[str, ...]:
+    """The attributes by which nodes of this class show the tensors that they saved, as they are packed."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def saved_values(node: Any) -> Iterator[Value]:
+    """All that the node saved and that is packed as a value."""
+    kind: Any = type(node)
+    for name in saved_names(kind):
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # freed
+            return
+        for one in raw if isinstance(raw, (list, tuple)) else (raw,):
+            packed = getattr(one, "data", None)
+            if type(packed) is Value:
+                yield packed
+
+
+@lru_cache(maxsize=1024)
+def _constant_names(kind: Any) -> tuple[str, ...]:
+    names = dir(kind)
+    return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+
+
+def identity(node: Any) -> Hashable:
+    """All that a node tells of what it computes, but for tensors: its class, what it keeps, and the shape,
+    dtype and device of each output and input. Nodes of one identity differ only in the values that they read
+    and the layout of these. None where a node keeps what cannot be compared."""
+    kind: Any = type(node)
+    outputs = tuple([_metadata(m) for m in node._input_metadata])
+    inputs = tuple([None if p is None else _metadata(p._input_metadata[i]) for p, i in node.next_functions])
+    try:
+        if isinstance(node, BackwardCFunction):
+            kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
+        else:
+            kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
+        told = kind, kept, outputs, inputs
+        hash(told)
+    except (TypeError, RuntimeError):  # torch has no Python form of it
+        return None
+    return told
+
+
+def exact(value: Any) -> Any:
+    """The value as a key of a dict: 0.0 is not -0.0, and neither 1 nor True is 1.0."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return tuple([exact(v) for v in value])
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a tensor is no key")
+    return (kind, repr(value)) if kind in (float, complex, bool) else value
+
+
+def _metadata(of: Any) -> Hashable:
+    return tuple(of.shape), of.dtype, of.device
+
+
+def in_view(node: Any) -> tuple[Any, tuple[str, tuple[Any, ...]] | None]:
+    """What an operation in place has done to a view of all of a base, whose node this CopySlices is: its own
+    node (None without the C++ nodes), or its kind and constants (None if those were not noted)."""
+    inner = None if NODES is None else NODES.in_view(node)
+    return inner, None if inner is not None else node.metadata.get(_IN_VIEW)
+
+
+def note_in_view(tensor: torch.Tensor, node: Any, written: tuple[str, tuple[Any, ...]] | None) -> None:
+    """`tensor`, whose node is an AsStrided, was just written in place by what is told."""
+    if written is not None and tensor._base is not None and tensor._base.numel() == tensor.numel():
+        node.next_functions[0][0].metadata[_IN_VIEW] = written
 
 
 def is_saving(node: Any, name: str) -> bool:

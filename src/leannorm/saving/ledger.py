@@ -18,6 +18,7 @@ class Record(NamedTuple):
 
     `bytes`: of its storage, or 0 if an earlier record has counted that storage; so records add up to
     `kept_bytes` and `rebuilt_bytes`. `seconds`: of one rebuild, measured at the first step of its kind.
+    `why`: of an operation's output that is held, the reason.
     """
 
     node: str
@@ -26,9 +27,10 @@ class Record(NamedTuple):
     bytes: int
     rebuilt: bool
     seconds: float | None
+    why: str = ""
 
 
-_Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None]  # the fields of a Record
+Row = tuple[str, torch.Size, torch.dtype, int, bool, float | None, str]  # the fields of a Record
 
 
 class Ledger:
@@ -37,8 +39,8 @@ class Ledger:
     def __init__(self) -> None:
         self._values: list[weakref.ref[Value]] = []
         self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
-        self._closed: list[_Row] | None = None
-        self._plain: list[_Row] = []
+        self._closed: list[Row] | None = None
+        self._plain: list[Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
@@ -76,17 +78,17 @@ class Ledger:
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
-        return [Record._make(row) for row in self._all_rows()]
+        return [Record._make(row) for row in self.rows()]
 
     def kept(self) -> int:
         """Bytes held for the backward pass."""
-        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._all_rows() if not rebuilt)
+        return sum(row[3] for row in self.rows() if not row[4])
 
     def rebuilt(self) -> int:
         """Bytes that the backward pass rebuilds."""
-        return sum(nbytes for _, _, _, nbytes, rebuilt, _ in self._all_rows() if rebuilt)
+        return sum(row[3] for row in self.rows() if row[4])
 
-    def _all_rows(self) -> list[_Row]:
+    def rows(self) -> list[Row]:
         return [*self._plain, *self._rows()] if self._closed is None else self._closed
 
     def alive(self) -> dict[int, int]:
@@ -102,7 +104,7 @@ class Ledger:
             if value is not None:
                 yield value
 
-    def _rows(self) -> Iterator[_Row]:
+    def _rows(self) -> Iterator[Row]:
         """Every value that is alive; the first of each storage has that storage's bytes, the others 0."""
         seen: set[object] = set()
         for value in self.values():
@@ -113,22 +115,22 @@ class Ledger:
                     storage = tensor.untyped_storage()
                     nbytes = 0 if storage._cdata in seen else storage.nbytes()
                     seen.add(storage._cdata)
-                yield value.name, tensor.shape, tensor.dtype, nbytes, False, None
+                yield value.name, tensor.shape, tensor.dtype, nbytes, False, None, value.why
             elif value not in seen:  # a value that was held first is listed twice
                 root = _root(value)
                 nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
                 seen.update((value, (root, "memory")))
                 seconds = None if value.is_held else value.seconds
-                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds
+                yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds, value.why
 
 
-def _plain_rows(kept: Iterable[Kept]) -> Iterator[_Row]:
+def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
     seen = set()
     for tensor, _ in kept:
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
         nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
         seen.add(None if storage is None else storage._cdata)
-        yield "", tensor.shape, tensor.dtype, nbytes, False, None
+        yield "", tensor.shape, tensor.dtype, nbytes, False, None, ""
 
 
 def _root(value: Value) -> Value:

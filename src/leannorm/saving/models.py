@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import sys
 import threading
 import weakref
 from typing import Any, Literal, TypeVar
@@ -12,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from leannorm._errors import InputError
 from leannorm.ops.modes import leaving
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
@@ -42,6 +45,7 @@ class _LeanForward:
         self.inner = model.__dict__.get("forward")  # a `forward` that other code has set on the instance
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
         self._model, self._local = weakref.ref(model), threading.local()
+        self._references = 0  # to this object, when it was last found to have one owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -62,9 +66,23 @@ class _LeanForward:
     def _run(self, module: nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         if self.inner is not None:
             return self.inner(*args, **kwargs)
-        module = self._model() if module is None else module
-        assert module is not None
+        module = self._only_model() if module is None else module
         return type(module).forward(module, *args, **kwargs)  # torch 2.10 compiles no method bound by hand
+
+    def _only_model(self) -> nn.Module:
+        """The model whose `forward` was called by name, past the pre-hook that records which one it is."""
+        model = self._model()
+        if not torch.compiler.is_compiling() and sys.getrefcount(self) > self._references:
+            owners = [d for d in gc.get_referrers(self) if isinstance(d, dict) and d.get(_ATTRIBUTE) is self]
+            if len(owners) > 1:
+                raise InputError(
+                    f"{len(owners)} modules share this lean forward, as copy.copy(model) makes them, and"
+                    " .forward(...) does not tell which one is meant: call the module itself, or"
+                    " leannorm.make_lean(copy)"
+                )
+            self._references = sys.getrefcount(self)  # others hold it, too
+        assert model is not None
+        return model
 
     def _forward(self) -> Any:
         """The model's own, for who looks at it."""
@@ -95,7 +113,9 @@ class _LeanForward:
         return {**kept, "_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _model=weakref.ref(state["_model"]), _local=threading.local())
+        self.__dict__.update(
+            state, _model=weakref.ref(state["_model"]), _local=threading.local(), _references=0
+        )
 
 
 def _warn_compiled() -> None:

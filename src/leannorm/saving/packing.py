@@ -14,10 +14,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of
-from leannorm.saving.evidence import Sample, sequence_number, version_of
+from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
+from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.flags import current
-from leannorm.saving.graph import Packed, find, kind_of, pop_waiting, register, registered, saved, wait
+from leannorm.saving.graph import (
+    Packed,
+    find,
+    kind_of,
+    note_in_view,
+    pop_waiting,
+    register,
+    registered,
+    saved,
+    wait,
+)
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
@@ -33,10 +43,11 @@ from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.price import of_rebuild, of_step
-from leannorm.saving.recipes.activations import SAVE_THEIR_OUTPUT
+from leannorm.saving.provenance import sequence_number
+from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
-from leannorm.saving.search import Missing, Search, as_made, is_view_of_held
+from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
 from leannorm.saving.values import EditedError, Step, Value, held, is_parameter
@@ -56,7 +67,7 @@ class Packing(CountingHook):
         following: Following | None,
         layers: Layers | None = None,
         hooks: Hooks | None = None,
-        since: int = 0,
+        from_here: bool = False,
     ) -> None:
         self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
         self.hooks = hooks
@@ -65,23 +76,28 @@ class Packing(CountingHook):
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
-        self.search = Search(policy, self._narrow_positions, self.reasons, since)
+        self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits = False
         self._largest = 0
         self._call: tuple[int, CallArguments | None] = -1, None
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
-        self.seen += 1
+        self.seen = self.search.provenance.order = self.seen + 1
         try:
             alone = tensor.grad_fn is None or tensor.dtype is torch.int64
             alone = alone and references <= references_when_alone()
-            return self._pack(tensor, alone, frame).used()
+            return self._of_this_pass(self._pack(tensor, alone, frame))
         except EditedError:  # a tensor that the step would read was edited after its node read it
-            return self._hold(tensor).used()
+            return self._of_this_pass(self._hold(tensor))
         except Exception as error:
             self.reasons[reasons.failed(tensor, error)] += 1
-            return self._hold(tensor).used()
+            return self._of_this_pass(self._hold(tensor))
+
+    def _of_this_pass(self, value: Value) -> Value:
+        if value.provenance is None:
+            value.provenance, value.order = self.search.provenance, self.seen
+        return value.used()
 
     def _pack(self, tensor: Tensor, alone: bool, frame: FrameType) -> Value:
         node, number = tensor.grad_fn, sequence_number()
@@ -95,6 +111,8 @@ class Packing(CountingHook):
             value = self._hold(tensor, kind or node.name())
             value.call = self._call_of(frame, number)
             return value
+        if kind == "AsStridedBackward0":
+            note_in_view(tensor, node, written_by(frame, tensor))
         output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
         lookup = registered(node, output)
         known = lookup() if lookup else None
@@ -107,12 +125,13 @@ class Packing(CountingHook):
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, tensor)
-        unedited = version == 0 or as_made(node, output, version)
-        if known is None and type(lookup) is Packed:  # the nodes that saved it are gone
-            unedited = unedited and (lookup.sample is None or lookup.sample.matches(tensor))
+        unedited = as_made(node, output, version)
+        before = lookup.sample if known is None and type(lookup) is Packed else None
+        if before is not None and not before.matches(tensor):  # the nodes that saved it are gone
+            unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
-            worth = self.policy.is_worth(size, self._largest) and unedited
+            worth = self.policy.is_worth(size, self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
@@ -121,6 +140,8 @@ class Packing(CountingHook):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
             found = self.search.step(node, output, tensor)
+            if unedited is None and isinstance(found, Step):
+                found = found._replace(proved=False)
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
@@ -144,8 +165,12 @@ class Packing(CountingHook):
         else:
             value = self._hold(tensor, kind or node.name())
             value.sample = Sample.of(tensor)  # it may be edited through .data before a step reads it
+            if worth or unedited is False:
+                value.why = reasons.EDITED if unedited is False else self._why(node, found)
+        unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
-        value.made_at, value.call = node._sequence_nr(), self._call_of(frame, number)
+        value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
+        value.call = self._call_of(frame, number)
         self._mark(value, tensor)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
@@ -191,6 +216,19 @@ class Packing(CountingHook):
                 self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
 
+    def _why(self, node: Node, found: Step | Missing) -> str:
+        """Why an output of the node is held."""
+        if isinstance(found, Step):
+            if is_view_of_held(found):
+                return reasons.VIEW
+            return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
+        at_fault: Any = found.outputs[0][0] if found.outputs else node
+        if self.search.considers(kind_of(at_fault)):
+            return reasons.NOT_AT_HAND
+        has_recipe = kind_of(at_fault) in RECIPES
+        why = reasons.NOT_REPEATED if has_recipe else reasons.NO_RECIPE
+        return why if at_fault is node else f"{why}: {at_fault.name()}"
+
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
         if is_view_of_held(step) or not self.policy.allows(step):
@@ -228,8 +266,8 @@ class Packing(CountingHook):
         # if the caller holds the tensor too, a narrow copy would add memory
         step = narrowed(tensor) if alone and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST else None
         if step is not None:
-            value = Value(None, 0, step)
-            value.shape, value.dtype = tensor.shape, tensor.dtype
+            value = Value(None, tensor._version, step)
+            value.shape, value.dtype, value.watch = tensor.shape, tensor.dtype, version_of(tensor)
             self._narrow(value, step, tensor)
             return value
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
@@ -284,7 +322,8 @@ class Packing(CountingHook):
             return False
         if find(base.grad_fn, base.output_nr) is None:
             value.whole = whole = held(base, kind_of(base.grad_fn))
-            whole.as_made = as_made(base.grad_fn, base.output_nr, base._version)
+            whole.as_made = as_made(base.grad_fn, base.output_nr, base._version) is True
+            whole.provenance, whole.order = self.search.provenance, self.seen
             whole.seen_at, whole.sample = value.seen_at, Sample.of(base)
             register(base.grad_fn, base.output_nr, weakref.ref(whole))
             self._retry(base.grad_fn, base.output_nr)
@@ -298,7 +337,9 @@ class Packing(CountingHook):
 
         Attention scales q and k before v is saved, which is a view of the memory that q and k came from.
         """
-        if len(missing) == 1 and kind not in SAVE_THEIR_OUTPUT:
+        # a node that keeps its own output would hold itself, where autograd and the collector see nothing
+        keeps_it = node._sequence_nr() + 1 == value.seen_at
+        if len(missing) == 1 and not keeps_it:
             value.origin = node, output
             wait(*missing[0], weakref.ref(value))
             self._anything_waits = True

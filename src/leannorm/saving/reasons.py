@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
+
+from leannorm.saving.graph import saved_names
+from leannorm.saving.ledger import Row
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
@@ -15,6 +19,10 @@ COMPILED = (
 TRANSFORMED = (
     "lean() was entered under a torch.func transform, which admits no saved-tensor hooks: nothing was done;"
     " use torch.autograd, or leave lean() out"
+)
+TRANSFORMED_WITHIN = (
+    "torch admitted no saved-tensor hooks in a part of this pass (a torch.func transform within it): what was"
+    " saved there is held as without lean(), and not counted"
 )
 HOOKS_AROUND = (
     "saved-tensor hooks were there first (offloading or a checkpoint around lean()): nothing was done, they"
@@ -48,16 +56,45 @@ SUBCLASSES = (
     "tensors of a subclass were saved (DTensor in tensor parallelism, jagged tensors): they are held, as"
     " lean() rebuilds plain tensors alone; checkpoint the blocks that hold most of them"
 )
+# Why an operation's output is held, as records say it
+NO_RECIPE = "lean() has no recipe for it"
+NOT_REPEATED = "this setting does not repeat it"
+NOT_AT_HAND = "what it was made of is not at hand"
+OTHER_BITS = "a rebuild had other bits"
+EDITED = "it was edited where its operation does not tell"
+VIEW = "it is a view of what is held"
+_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED  # of the others, where they are nearly all
+
 OF_THE_PASS = {
     BACKWARD_WITHIN,
     BENCHMARK,
     COMPILED,
     TRANSFORMED,
+    TRANSFORMED_WITHIN,
     HOOKS_AROUND,
     HOOKS_WITHIN,
     COMPILED_WITHIN,
     SUBCLASSES,
 }
+
+
+_LEAST = 0.05  # of all bytes
+
+
+def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
+    """A sentence for each kind of node and reason, of which a twentieth of all bytes is held."""
+    groups, stock, rebuilt = Counter[tuple[str, str]](), 1, 0
+    for node, _, _, nbytes, is_rebuilt, _, why in rows:
+        stock += nbytes
+        rebuilt += nbytes * is_rebuilt
+        if why:
+            groups[node, why] += nbytes
+    for (node, why), nbytes in groups.most_common():
+        share = nbytes / stock
+        if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):
+            reason, _, at_fault = why.partition(": ")
+            made_of = f", made of outputs of {at_fault}" if at_fault else ""
+            yield f"{share:.2f} of the bytes are outputs of {node}{made_of}, and held: {reason}"
 
 
 def failed(tensor: Tensor, error: Exception) -> str:
@@ -85,17 +122,12 @@ _MODULES = ("leannorm.saving.packing", "torch.utils.checkpoint")
 def of_hooks_within(node: Any) -> list[str]:
     """The reason if other hooks packed what the node saved. A checkpoint's do not count: they save memory."""
     kind: Any = type(node)
-    for name in _saved_names(kind):
+    for name in saved_names(kind):
         raw = getattr(node, name)
         hook = getattr(raw, "unpack_hook", None)
         if hook is not None and hook.__module__ not in _MODULES:
             return [HOOKS_WITHIN]
     return []
-
-
-@lru_cache(maxsize=1024)
-def _saved_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 _WARNED: set[str] = set()

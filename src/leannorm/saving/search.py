@@ -13,25 +13,26 @@ from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
 from leannorm.saving.device import asynchronous
-from leannorm.saving.evidence import Leaves, sequence_number
-from leannorm.saving.flags import FlagLog
 from leannorm.saving.graph import (
     ACCUMULATES,
     Packed,
     find,
+    identity,
     is_saving,
     kind_of,
     register,
     registered,
     saved,
 )
+from leannorm.saving.leaves import Leaves
 from leannorm.saving.narrowed import POOLS
 from leannorm.saving.policy import Policy
+from leannorm.saving.provenance import FlagLog, Provenance, sequence_number
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.activations import ACTIVATIONS
 from leannorm.saving.recipes.norms import NORMS
 from leannorm.saving.recipes.products import CONVOLUTIONS
-from leannorm.saving.recipes.views import ALIASES, cat_of_copied_parts
+from leannorm.saving.recipes.views import ALIASES, VIEWS, cat_of_copied_parts
 from leannorm.saving.values import Step, Value, held
 
 _MAX_DEPTH = 20  # nodes of one chain
@@ -43,11 +44,26 @@ _MAY_BE_IN_PLACE = ACTIVATIONS | {
     "MulBackward1",
     "DivBackward0",
 }
+# nodes that move elements, or round each of them once: their bits depend on no tensor's layout
+_IN_ANY_LAYOUT = {
+    *(ALIASES | VIEWS),
+    *(
+        "CloneBackward0",
+        "ToCopyBackward0",
+        "CatBackward0",
+        "RollBackward0",
+        "IndexBackward0",
+        "RepeatBackward0",
+    ),
+    *("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", "NegBackward0", "ReluBackward0"),
+    *("LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0", "ConstantPadNdBackward0"),
+}
+_CONTIGUOUS = torch.empty(())
 _WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits depend on no global flag
 
 
 class Missing(NamedTuple):
-    """No step was found; these outputs of nodes had no value."""
+    """No step was found; these outputs of nodes had no value, the one that the others are made of first."""
 
     outputs: tuple[tuple[Node, int], ...] = ()
 
@@ -56,12 +72,14 @@ class Search:
     """Finds steps by one policy, during one forward pass; `at_pool` is called with each max pooling node."""
 
     def __init__(
-        self, policy: Policy, at_pool: Callable[[Node], None], found: Counter[str], since: int = 0
+        self, policy: Policy, at_pool: Callable[[Node], None], found: Counter[str], from_here: bool = False
     ) -> None:
-        """Of nodes that ran before `since`, nothing is known. `found`: the reasons of this pass."""
+        """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons."""
         self._policy, self._at_pool, self._reasons = policy, at_pool, found
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
-        self.leaves, self.flags, self._since = Leaves(), FlagLog(sequence_number()), since
+        self.provenance, self._from_here = Provenance(), from_here
+        self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
+        self._base: Tensor | None = None  # of which the tensor in question is a view
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
@@ -70,7 +88,11 @@ class Search:
     def step(self, node: Node, output: int, like: Tensor) -> Step | Missing:
         """How to rebuild `like`, an output of the node that was not edited since."""
         missing: list[tuple[Node, int]] = []
-        step = self._step(node, output, like, 0, missing)
+        self._base = like._base
+        try:
+            step = self._step(node, output, like, 0, missing)
+        finally:
+            self._base = None
         return Missing(tuple(missing)) if step is None else step
 
     def _step(
@@ -101,19 +123,36 @@ class Search:
             elif given(len(edges) - 1) is None:  # the new part is mostly the last one
                 return None
         step = recipe(node, output, given, like)
-        if step is None:
+        if step is None or (
+            kind == "CloneBackward0"
+            and is_copied_to_edit(node, sequence_number())
+            and is_held(step.inputs[0])
+        ):
             return None
         for value in step.inputs:
+            if value.provenance is None:
+                value.provenance, value.order = self.provenance, self.provenance.order
             if value.sample is None and value.users and _is_leaf_on_cpu(value.tensor):
                 assert value.tensor is not None  # not sampled when the node saved it
-                proved = proved and self.leaves.proves(node._sequence_nr(), value.tensor)
+                proved = proved and self.leaves.proves(node, value.tensor)
+        told = identity(node)
+        proved = proved and step.proved and told is not None
+        told = (told, step.identity) if step.identity else told  # a norm and its activation
+        step = step._replace(proved=proved, identity=told, in_any_layout=kind in _IN_ANY_LAYOUT)
         if step.flags is not None or step.kind in _WITHOUT_FLAGS:
-            return step if proved else step._replace(proved=False)
-        flags, sure = self.flags.of(node._sequence_nr())
+            return step
+        flags, sure = self.flags.of(node)
         if kind in CONVOLUTIONS and flags.benchmark and asynchronous(node._input_metadata[0]):
             self._reasons[reasons.BENCHMARK] = 1
             return None
         return step._replace(flags=flags, proved=proved and sure)
+
+    def _laid_out_as(self, reader: Any, producer: Any) -> Tensor | None:
+        """A tensor of the producer's layout, where what it has put out was not packed."""
+        if self._base is not None and self._base.grad_fn is producer:
+            return self._base
+        copied_by_reshape = kind_of(producer) == "CloneBackward0" and kind_of(reader) == "UnsafeViewBackward0"
+        return _CONTIGUOUS if copied_by_reshape else None
 
     def _may_add(self, node: Node) -> bool:
         """May this sum be rebuilt? Asked first, since the search for steps of its inputs takes time."""
@@ -137,16 +176,17 @@ class Search:
             return None, True
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
-            return held(leaf), self.leaves.proves(reader._sequence_nr(), leaf)
-        if producer._sequence_nr() < self._since:
+            return held(leaf), self.leaves.proves(reader, leaf)
+        if self._from_here and not self.provenance.made(producer):
             return None, True
         lookup = registered(producer, number)
         known = lookup() if lookup else None
         if known is not None:
-            sure = known.current and known.memory is None
-            sure = sure and (known.as_made or reader._sequence_nr() >= known.seen_at)
-            return (known, True) if sure else (None, True)
-        step = self._step(producer, number, None, depth, missing)
+            if not known.current or known.memory is not None:
+                return None, True
+            after = known.as_made or self.provenance.made_after(reader, known)
+            return (None, True) if after is False else (known, after is True)
+        step = self._step(producer, number, self._laid_out_as(reader, producer), depth, missing)
         if step is None or not (step.kind == "norm" or self._policy.allows(step)):
             missing.append((producer, number))
             return None, True
@@ -157,54 +197,59 @@ class Search:
         return value, type(lookup) is not Packed or lookup.sample is None
 
 
-def as_made(node: Any, output: int, version: int) -> bool:
+def as_made(node: Any, output: int, version: int, depth: int = 0) -> bool | None:
     """Does a tensor of this version hold the node's output, without edits made while autograd was off?
 
     Version 0 does. A later version does if nodes that work in place account for every step of the counter.
+    None where a node may have worked in place and does not tell.
     """
     if version == 0:
         return True
-    known = find(node, output)
-    if known is not None:
-        return known.version == version and known.as_made
-    kind = kind_of(node)
-    if not kind or not node.next_functions:
-        return False
-    producer, number = node.next_functions[0]
-    if hasattr(type(node), "_saved_result"):
-        result = saved(node, "result")
-        if result is not None:
-            return result.version == version and result.as_made
-        # an in-place node that is saving its output now
-        return is_saving(node, "result") and version - 1 in _versions_as_made(producer, number)
-    if kind in ALIASES:
-        return as_made(producer, number, version)
-    if hasattr(type(node), "_saved_self"):
-        source = saved(node, "self")
-        # an in-place node saves a copy of its input, made after the node; so may a view's node be
-        copied = source is not None and source.name == "CloneBackward0"
-        copied = copied and source is not None and source.made_at > node._sequence_nr()
-        return copied and version - 1 in _versions_as_made(producer, number)
-    return False
-
-
-def _versions_as_made(node: Any, output: int, depth: int = 0) -> set[int]:
-    """The versions that a node's output can have if only nodes have edited it."""
     kind = "" if node is None else kind_of(node)
-    if not kind or kind in (ACCUMULATES, "CopySlices") or depth > _MAX_DEPTH:
-        return set()
+    if not kind or kind == ACCUMULATES or not node.next_functions or depth > _MAX_DEPTH:
+        return False
     known = find(node, output)
-    if known is not None and known.as_made:
-        return {known.version}
-    if kind not in ALIASES and kind not in _MAY_BE_IN_PLACE:
-        return {0}
+    was_packed = known is not None and (known.step is None or known.layout is not None)
+    if known is not None and was_packed and (known.as_made or depth == 0):
+        return known.version == version and known.as_made
     producer, number = node.next_functions[0]
-    before = _versions_as_made(producer, number, depth + 1)
-    return before if kind in ALIASES else {0} | {version + 1 for version in before}
+    if kind in ALIASES or kind == "AsStridedBackward0":
+        return as_made(producer, number, version, depth + 1)
+    result = saved(node, "result") if hasattr(type(node), "_saved_result") else None
+    if result is not None:
+        return result.version == version and result.as_made
+    in_place = _works_in_place(node, kind)
+    if in_place is False or (in_place is None and depth == 0):
+        return False
+    before = as_made(producer, number, version - 1, depth + 1)
+    return before if in_place or not before else None
+
+
+def _works_in_place(node: Any, kind: str) -> bool | None:
+    """Did the node edit its first input? None where it does not tell."""
+    if kind == "CopySlices":
+        return True
+    if hasattr(type(node), "_saved_result") and is_saving(node, "result"):
+        return True  # what it has put out has a version above 0 already
+    source = saved(node, "self") if hasattr(type(node), "_saved_self") else None
+    if source is not None:
+        return source.copied_to_edit
+    return None if kind in _MAY_BE_IN_PLACE else False
+
+
+def is_copied_to_edit(node: Any, number: int) -> bool:
+    """Is this copy made by a node that keeps it and then edits its source? Then its node is the newest of the
+    thread, and `number` is that of the next."""
+    return bool(node._sequence_nr() + 1 == number)
 
 
 def _is_leaf_on_cpu(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and tensor.device.type == "cpu"
+
+
+def is_held(value: Value) -> bool:
+    """Is it held, or a view of what is held?"""
+    return value.step is None or is_view_of_held(value.step)
 
 
 def is_view_of_held(step: Step) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from leannorm.saving.evidence import sequence_number
 from leannorm.saving.values import is_parameter
 
 SMALL = 4 << 20
@@ -50,9 +49,9 @@ def note(place: Hashable, nbytes: int) -> None:
 class SmallPass:
     """The pack hook of a small pass, and the tensors that it has held."""
 
-    def __init__(self, pack_from: Callable[[int], Callable[[Tensor], Any]]) -> None:
-        """`pack_from(number)` makes the hook for the rest of a pass that turns out not to be small."""
-        self._pack_from = pack_from
+    def __init__(self, pack_from_here: Callable[[bool], Callable[[Tensor], Any]]) -> None:
+        """`pack_from_here(True)` makes the hook for the rest of a pass that turns out not to be small."""
+        self._pack_from_here = pack_from_here
         self._pack: Callable[[Tensor], Any] | None = None
         self.kept: list[Kept] = []
         self.nbytes = 0
@@ -65,7 +64,7 @@ class SmallPass:
         if not of_parameter:
             self.nbytes += tensor.nbytes
         if self.nbytes > SMALL:
-            self._pack = self._pack_from(sequence_number())
+            self._pack = self._pack_from_here(True)
             return self._pack(tensor)
         kept = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
         if not of_parameter:

@@ -1,7 +1,8 @@
-"""Does a step rebuild its tensor bit for bit? Tried once for every kind of step, layout and dtype.
+"""Does a step rebuild its tensor bit for bit? Tried on two tensors of every kind of step, layout and dtype.
 
-Rounding depends on kernels, compilers and processors. So the first step of each kind is run, and its result
-is compared with the saved tensor; if they differ, tensors of that kind are held. A step that is not proved to
+Rounding depends on kernels, compilers and processors. So the first steps of each kind are run, and the
+results are compared with the saved tensors; if they differ, tensors of that kind are held. A tensor of one
+value, or of zeros, tells nothing of others: its trial counts for itself alone. A step that is not proved to
 read what its node read is compared every time.
 """
 
@@ -10,17 +11,36 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.saving.device import asynchronous, capturing, synchronize
-from leannorm.saving.evidence import bits
+from leannorm.saving.evidence import Sample, bits
 from leannorm.saving.flags import current
+from leannorm.saving.graph import exact
 from leannorm.saving.values import Owner, Step, Value, run
 
-_SEEN: dict[Hashable, float | None] = {}
+_ENOUGH = 2  # tensors of other values
+
+
+class _Tried(NamedTuple):
+    """The outcome for one kind of step: the seconds of a rebuild, None if the bits differed, and on what."""
+
+    seconds: float | None
+    on: tuple[Sample | None, ...] = ()
+
+    def speaks_for(self, tensor: Tensor) -> bool:
+        """Is no further trial needed for this tensor?"""
+        if self.seconds is None or len(self.on) == _ENOUGH:
+            return True
+        sample = Sample.of(tensor)
+        return sample is not None and sample in self.on
+
+
+_SEEN: dict[Hashable, _Tried] = {}
 _MAX_SEEN = 1 << 14
 _AS_IT_IS = nullcontext()
 
@@ -34,21 +54,43 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
     if isinstance(tensor, FakeTensor):
         return 0.0
     key = (_key(step), seen_as, tensor.device)
-    proved = _proved(step)
-    if key not in _SEEN or not proved:
-        if capturing(tensor):
-            raise NotTriedError(
-                f"a step for shape {tuple(tensor.shape)} was not tried before this CUDA graph's capture: run"
-                " a forward and backward pass with the same settings and shapes before it"
-            )
-        found = _try(step, tensor)
-        if found is None and not (proved or asynchronous(tensor)):
-            return None  # not stored: the step may be exact, its input stale; a device is not asked twice
-        if len(_SEEN) >= _MAX_SEEN:  # shapes that never repeat: start over rather than grow
-            _SEEN.clear()
-        _SEEN[key] = found
-        return found
-    return _SEEN[key]
+    proved, tried = _proved(step), _SEEN.get(key)
+    if tried is not None and proved and tried.speaks_for(tensor):
+        return tried.seconds
+    if capturing(tensor):
+        raise NotTriedError(
+            f"a step for shape {tuple(tensor.shape)} was not tried before this CUDA graph's capture: run"
+            f" {_ENOUGH} forward and backward passes with the same settings and shapes before it"
+        )
+    with torch.no_grad(), without_autocast():
+        middle = _middle(step)
+        found = _try(step, tensor) if middle.as_told else None
+    if found is None:
+        if proved or asynchronous(tensor):  # else the step may be exact, its input stale
+            _store(key, _Tried(None))
+    elif middle.bits_told and _tells_of_others(tensor):
+        on = () if tried is None else tried.on
+        _store(key, _Tried(found, (*on, Sample.of(tensor))[-_ENOUGH:]))
+    return found
+
+
+def _store(key: Hashable, tried: _Tried) -> None:
+    if len(_SEEN) >= _MAX_SEEN:  # shapes that never repeat: start over rather than grow
+        _SEEN.clear()
+    _SEEN[key] = tried
+
+
+_SOME = 256
+
+
+def _tells_of_others(tensor: Tensor) -> bool:
+    """Has the tensor several values, of which some are normal numbers?"""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: max(len(flat) // _SOME, 1)].cpu()
+    if not len(some) or bool((bits(some) == bits(some[:1])).all()):
+        return False
+    normal = torch.finfo(some.dtype).tiny if some.is_floating_point() or some.is_complex() else 1
+    return bool((some.abs() >= normal).any()) if some.dtype is not torch.bool else True
 
 
 def layout(tensor: Tensor) -> tuple[Hashable, ...]:
@@ -71,20 +113,56 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _try(step: Step, tensor: Tensor) -> float | None:
-    with torch.no_grad(), without_autocast():
-        packed = [value.look() if value.layout or value.step is None else None for value in step.inputs]
+    packed = [value.look() if value.layout or value.step is None else None for value in step.inputs]
 
-        def rebuilt() -> Tensor:
-            pairs = zip(packed, step.inputs, strict=True)  # an input that was not packed is rebuilt here
-            inputs = [(value.look() if tensor is None else tensor, Owner.HELD) for tensor, value in pairs]
-            return run(step, inputs, current())[0]
+    def rebuilt() -> Tensor:
+        pairs = zip(packed, step.inputs, strict=True)  # an input that was not packed is rebuilt here
+        inputs = [(value.look() if tensor is None else tensor, Owner.HELD) for tensor, value in pairs]
+        return run(step, inputs, current())[0]
 
-        spent, again = _timed(rebuilt, tensor)
-        if layout(again) != layout(tensor) or not same_bits(again, tensor.detach()):
-            return None
-        del again
-        second, _ = _timed(rebuilt, tensor)  # the first call may have compiled or selected its kernel
-        return min(spent, second)
+    spent, again = _timed(rebuilt, tensor)
+    if layout(again) != layout(tensor) or not same_bits(again, tensor.detach()):
+        return None
+    del again
+    second, _ = _timed(rebuilt, tensor)  # the first call may have compiled or selected its kernel
+    return min(spent, second)
+
+
+class _Middle(NamedTuple):
+    """The tensors in the middle of a rebuild, which were not packed: do their nodes tell all of them?
+
+    `as_told`: is each of the shape and dtype that its node tells? `layout_told`: is its layout known?
+    `bits_told`: do no bits depend on a layout that is not known?
+    """
+
+    as_told: bool = True
+    layout_told: bool = True
+    bits_told: bool = True
+    tensor: Tensor | None = None
+
+
+def _middle(step: Step, value: Value | None = None) -> _Middle:
+    """What the step reads; with `value`, which it rebuilds, also what it makes."""
+    before = [_middle(v.step, v) for v in step.inputs if v.layout is None and v.step is not None]
+    as_told = all(one.as_told for one in before)
+    layout_told = all(one.layout_told for one in before)
+    bits_told = all(one.bits_told for one in before) and (layout_told or step.in_any_layout)
+    if value is None or not as_told:
+        return _Middle(as_told, layout_told, bits_told)
+    made = iter(before)
+    inputs = [next(made).tensor if v.layout is None and v.step is not None else v.look() for v in step.inputs]
+    tensors = [tensor for tensor in inputs if tensor is not None]
+    tensor = run(step, [(tensor, Owner.HELD) for tensor in tensors], current())[0]
+    if "shape" in value.__dict__:
+        as_told = (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
+    if not step.tells_layout:
+        layout_told = layout_told and _has_one_layout(tensors[0])
+    return _Middle(as_told, layout_told, bits_told, tensor)
+
+
+def _has_one_layout(x: Tensor) -> bool:
+    """Do copies of this tensor, and casts, have one layout, whatever memory format they ask for?"""
+    return x.is_contiguous() and x.dim() not in (4, 5)
 
 
 def _timed(rebuilt: Callable[[], Tensor], like: Tensor) -> tuple[float, Tensor]:
@@ -96,10 +174,10 @@ def _timed(rebuilt: Callable[[], Tensor], like: Tensor) -> tuple[float, Tensor]:
 
 
 def _key(step: Step) -> Hashable:
-    """All that decides the bits of a rebuild, except its inputs' values."""
+    """All that decides the bits of a rebuild, except its inputs' values; and all that its node tells."""
     captured = tuple([None if t is None else layout(t) for t in step.captured])
     inputs = tuple([_signature_of(value) for value in step.inputs])
-    return step.function, step.constants, captured, inputs, step.flags
+    return step.function, exact(step.constants), captured, inputs, step.flags, step.identity
 
 
 def _signature_of(value: Value) -> Hashable:

@@ -38,7 +38,8 @@ class Step(NamedTuple):
     those of a rebuild; it is `costly` if that is much for what it frees. `then_act(act)` returns the step
     with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
     `proved` is False where the step may read something else than the node read: then it is compared every
-    time.
+    time. `identity` is all that the node tells of its operation. `tells_layout` is False where a node may
+    have put out another layout than the step does; `in_any_layout`: the result's bits depend on no layout.
     """
 
     function: Callable[..., Tensor]
@@ -52,6 +53,9 @@ class Step(NamedTuple):
     then_act: Callable[[str], Step | None] | None = None
     flags: Flags | None = None
     proved: bool = True
+    identity: Hashable = ()
+    tells_layout: bool = True
+    in_any_layout: bool = False
 
     @property
     def view(self) -> bool:
@@ -74,14 +78,17 @@ class Value:
     if_held = 0  # bytes that holding it would take, perhaps in a narrower dtype
     place = -1  # index among the packed tensors
     as_made = True  # when it was packed, did it hold its node's output, unedited?
-    seen_at = 0  # sequence number of the first node made after it was packed
-    made_at = -1  # sequence number of the node that made it
+    provenance: object = None  # the pass that packed it
+    order = 0  # of its packing among those of the pass
+    seen_at = 0  # sequence number, in its thread, of the first node made after it was packed
+    copied_to_edit = False  # is it the copy that a node makes of what it then edits in place?
     products = 0  # the longest chain of convolutions and matrix products in its rebuild
     whole: Value | None = None  # the base, if this is a view
     origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
     call: Hashable = None  # the arguments of the norm call that saved this
     from_narrow = False  # is it rebuilt from a copy of its own in a narrower dtype?
     alone = False  # does only autograd hold the tensor?
+    why = ""  # it is held, in words
     where = ""  # the layer that was running when it was packed; under `verify` only
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
     sample: Sample | None = None  # of the packed tensor's bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import mmap
 import struct
@@ -28,6 +29,21 @@ def load(path: Path = PATH) -> str | None:
     except (OSError, RuntimeError) as error:
         why = " ".join(str(error).split())
     return None if why is None else f"the C++ kernels cannot be loaded: {why}"
+
+
+def last_cache(machine: Path | None = None) -> str:
+    """The last cache before memory as the loaded kernels see it, in words; or of what a folder describes.
+
+    The folder is one like Linux's /sys/devices/system/cpu.
+    """
+    ask = ctypes.CDLL(str(PATH)).leannorm_last_cache
+    ask.restype = ctypes.c_char_p
+    found = (ctypes.c_int64 * 2)()
+    source = ask(None if machine is None else bytes(machine), found)
+    if source is None:
+        return "unknown"
+    sharing = f" that {found[1]} processors share" if found[1] > 1 else ""
+    return f"{found[0] / 2**20:g} MiB{sharing} ({source.decode()})"
 
 
 def why_unfit(path: Path, stamp: bytes, others: str) -> str | None:

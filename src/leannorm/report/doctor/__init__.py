@@ -1,1 +1,1 @@
-"""`doctor`: what is wrong with a model's norms; one file per kind of check, `checks.py` is their table."""
+"""What is wrong with a model's norms? One file per kind of check, `checks.py` is their table."""

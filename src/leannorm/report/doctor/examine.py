@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from leannorm._catalog import norms_of
 from leannorm._errors import InputError
-from leannorm.report.doctor.checks import CHECKS, SEVERITIES, Check
+from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.measured import gap_of
-from leannorm.report.doctor.norms import norms_of
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
-from leannorm.report.doctor.subject import Subject
+from leannorm.report.doctor.subject import SEVERITIES, Check, Subject
 
 
 def doctor(
@@ -66,36 +66,41 @@ def examine(
     checks: Sequence[Check] = CHECKS,
 ) -> DoctorReport:
     """`doctor` by some of the checks."""
-    subject = Subject(model, norms_of(model), optimizers)
-    given: list[Any] = []
+    norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
+    subject = Subject(model, norms, optimizers)
+    taken: list[Any] = []
     if batches is not None:
         for name, module in model.named_modules():
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            if _is_lazy(module):
                 raise InputError(
                     f"{name!r} has no parameters yet: run the model once before doctor, or give no batches"
                 )
-        given = first_batches(batches, model)
-        if not given:
+        taken = first_batches(batches, model)
+        if not taken:
             raise InputError(
                 "batches must have at least one batch, got none; leave them out to check without data"
             )
-        subject.batches = len(given)
+        subject.batches = len(taken)
         if subject.norms:
-            subject.seen, subject.difference = observe(model, subject.norms, given, forward)
+            subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
     findings = [
-        Finding(check.name, one.layer, one.value, one.consequence, one.remedy, check.severity, _size(one))
+        Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
         for check in checks
         for one in check.find(subject)
     ]
     order = {check.name: place for place, check in enumerate(CHECKS)}
     findings.sort(key=lambda f: (SEVERITIES.index(f.severity), order[f.check], -f.size))
-    report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=len(given))
+    report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=len(taken))
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
     return report
 
 
-def _optimizers(given: Any) -> tuple[torch.optim.Optimizer, ...]:
-    several = (given,) if hasattr(given, "param_groups") else tuple(given)
+def _is_lazy(module: Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+
+
+def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+    several = (optimizers,) if hasattr(optimizers, "param_groups") else tuple(optimizers)
     for one in several:
         if not hasattr(one, "param_groups"):
             raise InputError(

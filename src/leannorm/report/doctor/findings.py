@@ -1,12 +1,16 @@
-"""What `doctor` returns: findings, ranked, and a line for every norm layer."""
+"""What `doctor` returns: findings, ranked, and every norm layer; as text and as one HTML page."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from leannorm._files import write_text
+from leannorm._report import Line, Part, Table, counted
+from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
+
+_STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,7 @@ class Finding:
     """One fault of one layer: `value` is the number by which it is known, `remedy` the line that mends it.
 
     `severity` is "error" (outputs are wrong), "warning" (they may be) or "note" (it costs something). `size`
+    ranks it among those of its check, `title` heads them, `unit` says what `value` counts.
 
     >>> Finding("momentum", "bn1", 0.99, "statistics forget", "bn1.momentum = 0.01").severity
     'warning'
@@ -26,6 +31,8 @@ class Finding:
     remedy: str
     severity: str = "warning"
     size: float = 0.0
+    title: str = ""
+    unit: str = ""
 
 
 @dataclass
@@ -48,8 +55,8 @@ class LayerState:
     findings: int = 0
 
 
-@dataclass
-class DoctorReport:
+@dataclass(repr=False)
+class DoctorReport(PagedReport):
     """What `doctor` found, most severe first; true where there is nothing.
 
     `layers` has every norm layer in the model's order. `batches` is the number of batches that were run.
@@ -71,25 +78,107 @@ class DoctorReport:
     def __bool__(self) -> bool:
         return not self.findings
 
-    def to_json(self) -> str:
-        """Every number, as indented JSON."""
-        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+    def summary(self) -> str:
+        seen = f" and {counted(self.batches, 'batch', 'batches')}" if self.batches else ""
+        examined = f"{counted(len(self.layers), 'norm layer')}{seen} of {self.model}"
+        if not self.layers:
+            return f"{self.model} has no norm layer that is known"
+        return f"{examined}: {counted(len(self.findings), 'finding') if self.findings else 'nothing found'}"
 
-    def to_html(self, path: str | Path) -> None:
-        """Write one self-contained page: a bar for every layer, and every finding with its remedy.
+    def parts(self) -> Iterator[Part]:
+        """For each check its first layers, why it matters, what mends it."""
+        for title, findings in _grouped(self):
+            first = findings[0]
+            yield Line(f"{first.severity}: {title} ({first.check})", _STYLES[first.severity])
+            for finding in findings[:_SHOWN]:
+                yield Line(f"  {finding.layer}: {_value(finding)}")
+            if len(findings) > _SHOWN:
+                yield Line(f"  and {len(findings) - _SHOWN} more layers")
+            yield Line(f"  why:    {first.consequence}")
+            yield Line(f"  remedy: {first.remedy}")
+            yield Line("")
+        if self.difference is not None:
+            yield Line(f"outputs of the two modes differ by {self.difference:.2g} of their size")
+        yield Line(self.summary(), "bold green" if self else "bold")
 
-        Raises: MissingDependencyError without jinja2 and plotly, InputError for a folder that is not there.
-        """
-        from leannorm.report.doctor.page import html
+    def html(self) -> str:
+        """A bar for every layer, and every finding with its remedy."""
+        return _page(self)
 
-        write_text(path, html(self))
 
-    def print(self) -> None:
-        """The findings on the terminal, one paragraph for each check."""
-        from rich.console import Console
+def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
+    """The findings of each check and severity, under its title, in their order."""
+    groups: dict[tuple[str, str], list[Finding]] = defaultdict(list)
+    for finding in report.findings:
+        groups[finding.title or finding.check, finding.severity].append(finding)
+    return [(title, findings) for (title, _), findings in groups.items()]
 
-        from leannorm.report.doctor.page import text
 
-        console = Console(soft_wrap=True)
-        for style, line in text(self):
-            console.print(line, style=style, highlight=False, markup=False)
+def _value(finding: Finding) -> str:
+    value = f"{finding.value:.3g}" if isinstance(finding.value, float) else str(finding.value)
+    return f"{value} {finding.unit}".rstrip()
+
+
+def _page(report: DoctorReport) -> str:
+    counts = {severity: sum(f.severity == severity for f in report.findings) for severity in _STYLES}
+    facts = [Fact(str(count), f"{name}s") for name, count in counts.items()]
+    facts.append(Fact(str(len(report.layers)), "norm layers"))
+    if report.difference is not None:
+        facts.append(Fact(f"{report.difference:.2g}", "of the outputs' size is between the two modes"))
+    sections = [_bars(report)] if report.layers else []
+    for title, findings in _grouped(report):
+        first = findings[0]
+        rows = [[finding.layer, _value(finding)] for finding in findings]
+        sections.append(
+            Section(
+                f"{title}: {counted(len(findings), 'layer')}",
+                f"{first.layer}: {first.consequence}. Remedy: {first.remedy}",
+                table=Table(["layer", "value"], rows, numbers_from=2),
+            )
+        )
+    if report.layers:
+        sections.append(Section("Layer by layer", "", table=_layer_table(report)))
+    foot = {"batches": str(report.batches)}
+    return page(f"{report.model}: its norms", f"{report.summary()}.", facts, sections, foot)
+
+
+def _bars(report: DoctorReport) -> Section:
+    """A bar for each layer; those with an error or a warning in a colour of their own."""
+    if any(state.gap is not None for state in report.layers):
+        heading, unit = "Gap between training and evaluation", "standard deviations"
+        lead = (
+            "How far the batches' statistics are from the running ones, in the order of the model; at 0 the "
+            "two modes agree. No bar: there are no running statistics, or they are not finite."
+        )
+        values = [state.gap for state in report.layers]
+    else:
+        heading, unit = "Findings per layer", "findings"
+        lead = "In the order of the model. With batches the bars are the gap between the two modes."
+        values = [float(state.findings) for state in report.layers]
+    faulty = {finding.layer for finding in report.findings if finding.severity != "note"}
+    shown = list(zip(values, report.layers, strict=True))
+    bars = {
+        "no error or warning": [None if state.name in faulty else value for value, state in shown],
+        "error or warning": [value if state.name in faulty else None for value, state in shown],
+    }
+    figure = bar_figure(bars, [state.name for state in report.layers], unit, written=len(shown) <= 12)
+    return Section(heading, lead, figure.update_layout(barmode="overlay"))
+
+
+def _layer_table(report: DoctorReport) -> Table:
+    columns = ["layer", "class", "findings"]
+    cells = [[state.name, state.cls, str(state.findings)] for state in report.layers]
+    if report.batches:
+        columns += ["values", "gap", "of means", "std ratio", "dead"]
+        cells = [[*row, *_numbers(state)] for row, state in zip(cells, report.layers, strict=True)]
+    return Table(columns, cells, numbers_from=2)
+
+
+def _numbers(state: LayerState) -> list[str]:
+    measured = (state.gap, state.mean_gap, state.spread)
+    texts = ["" if value is None else f"{value:.2g}" for value in measured]
+    return [
+        "" if state.values is None else f"{state.values:,}",
+        *texts,
+        "" if state.dead is None else str(state.dead),
+    ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
-from leannorm.report.doctor.norms import Norm, values_of
+from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
 from leannorm.report.doctor.settings import SHARE
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
 HANDFUL = 8
 LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 20.0
@@ -27,7 +27,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     if norm.kind not in ("batch", "frozen") or len(running) < 2 or seen.mean is None or seen.std is None:
         return None
     mean, var = running
-    if mean is None or var is None or mean.shape != seen.mean.shape:
+    if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
         return None
     eps = norm.eps or 0.0
     std = (var.double().cpu() + eps).sqrt().clamp_min(1e-30)
@@ -40,6 +40,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     )
 
 
+@check("warning", "Few values behind each statistic", "values")
 def few_values(subject: Subject) -> Iterator[Found]:
     """Statistics of fewer than a handful of values."""
     for norm in subject.norms:
@@ -56,20 +57,22 @@ def few_values(subject: Subject) -> Iterator[Found]:
                 seen.values,
                 f"a variance of {seen.values} values is off by {error:.0%} or so, and so is every output"
                 if seen.values > 1
-                else "one value is its own mean: the output does not depend on the input",
+                else "one value is its own mean: the layer raises, or its output is beta whatever the input",
                 _REMEDY.get(norm.kind, "normalize over more features"),
                 -float(seen.values),
+                "error" if seen.values == 1 else None,
             )
 
 
 _REMEDY = {
-    "batch": 'larger batches, leannorm.convert(model, to="sync") over ranks, or leannorm.nn.GroupNorm, which '
-    "needs no batch",
+    "batch": "larger batches (drop_last=True, where the last is small), "
+    'leannorm.convert(model, to="sync") over ranks, or leannorm.nn.GroupNorm, which needs no batch',
     "instance": "leannorm.nn.GroupNorm, whose groups have more values",
     "group": "fewer groups",
 }
 
 
+@check("warning", "Batches are far from the running statistics", "standard deviations", of_data=True)
 def train_eval_gap(subject: Subject) -> Iterator[Found]:
     """Batches whose statistics are far from the running ones: further than so many samples explain."""
     for norm in subject.norms:
@@ -89,6 +92,7 @@ def train_eval_gap(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Dead channels", "channels", of_data=True)
 def dead_channels(subject: Subject) -> Iterator[Found]:
     """Channels whose input is one number everywhere."""
     for norm in subject.norms:
@@ -107,6 +111,7 @@ def dead_channels(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Padding in the statistics", "of the positions", of_data=True)
 def padding_in_statistics(subject: Subject) -> Iterator[Found]:
     """Positions that repeat one another to the end, in runs whose lengths differ from sample to sample."""
     for norm in subject.norms:
@@ -121,6 +126,7 @@ def padding_in_statistics(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "The two modes give different outputs", "of the output's size", of_data=True)
 def modes_differ(subject: Subject) -> Iterator[Found]:
     """Outputs of the two modes that differ by more than half of their size, on one batch, without dropout.
 
@@ -129,7 +135,7 @@ def modes_differ(subject: Subject) -> Iterator[Found]:
     known = subject.difference
     if known is None or not isfinite(known) or subject.untouched:
         return
-    gap = any(train_eval_gap(subject))
+    gap = any(train_eval_gap.find(subject))
     counted = [seen.samples for seen in subject.seen.values() if seen.samples]  # rows have no samples
     samples = min(counted, default=0) / max(subject.batches, 1)
     if known > max(LEAST_DIFFERENCE, 0.0 if gap else AMPLIFIED * (1.5 / max(samples, 1)) ** 0.5):

@@ -6,22 +6,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
-from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
 
+from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
-from leannorm.functional.valid import valid_positions
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
-from leannorm.report.doctor.norms import Norm
 from leannorm.report.doctor.untouched import random_state, untouched
-from leannorm.transforms.pooling import call
+from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
+from leannorm.transforms.statistics.pooling import call
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8
@@ -60,9 +58,14 @@ class Seen:
         return (self.pool.m2 / (self.pool.counts[1] - 1).clamp_min(1)).sqrt()
 
     @property
+    def pooled(self) -> int:
+        """The values of each channel in the pool."""
+        return 0 if self.pool is None else int(self.pool.counts[1])
+
+    @property
     def dead(self) -> int:
         """The channels that had one and the same value everywhere, up to rounding."""
-        if self.pool is None or self.least is None or self.largest is None or self.pool.counts[1] < 2:
+        if self.pool is None or self.least is None or self.largest is None or self.pooled < 2:
             return 0
         size = torch.maximum(self.least.abs(), self.largest.abs())
         return int((self.largest - self.least <= 4 * self.rounding * size).sum())
@@ -98,23 +101,24 @@ def observe(
     seen = {norm.name: Seen() for norm in norms}
     place = _place_of(core)
     with torch.no_grad(), _eager(core):
-        with untouched(core), _watched(norms, seen) as begin:
+        with untouched(core), one_value_passes(norms), _watched(norms, seen) as begin:
             if not core.training:
                 core.train()
             by_batch = [n.module for n in norms if n.tracks and n.kind == "batch" and n.module.training]
             for batch in batches:
                 begin()
                 run(core, _moved(batch, place))
+        seen = {name: one for name, one in seen.items() if one.calls}
         outputs = []
         for trained in ([], by_batch):
-            with untouched(core):
+            with untouched(core), one_value_passes(norms) as alone:
                 for module in core.modules():
                     module.training = False
                 for module in core.modules():
                     if module in trained or (isinstance(module, _ConvBatchNorm) and module.bn in trained):
                         module.training = True
                 outputs.append([t.double() for t in _tensors(run(core, _moved(batches[0], place)))])
-    return {name: one for name, one in seen.items() if one.calls}, _difference(*outputs)
+    return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
 
 
 def unwrapped(model: Module) -> Module:
@@ -150,16 +154,14 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
 
     def watch(norm: Norm) -> Any:
         def before(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = args[0] if args else next(iter(kwargs.values()), None)
-            if not isinstance(given, Tensor) or not given.is_floating_point():
+            x = input_of(module, args, kwargs)
+            if x is None:
                 return
-            if isinstance(module, _ConvBatchNorm):
-                given = module.conv(given)
             one = seen[norm.name]
-            one.source = outputs.get(id(given), (None, None))[0]
+            one.source = outputs.get(id(x), (None, None))[0]
             calls[norm.name] = calls.get(norm.name, 0) + 1
             one.calls = max(one.calls, calls[norm.name])
-            data = _data(norm, given.detach(), kwargs.get("mask"), kwargs.get("lengths"))
+            data = data_in(norm, x, kwargs)
             if data is not None:
                 _add(one, norm, data)
 
@@ -168,8 +170,7 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
     handles = []
     try:
         for norm in norms:
-            joined = [parent for parent, _, _ in norm.parents if isinstance(parent, _ConvBatchNorm)]
-            for module in list[Module](joined) or [norm.module]:
+            for module in watched(norm):
                 handles.append(module.register_forward_pre_hook(watch(norm), with_kwargs=True))
             for parent, _, _ in norm.parents:
                 for child in parent.children():
@@ -181,80 +182,40 @@ def _watched(norms: list[Norm], seen: dict[str, Seen]) -> Iterator[Callable[[], 
             handle.remove()
 
 
-def _data(norm: Norm, given: Tensor, mask: Any, lengths: Any) -> Tensor | None:
-    """What is data: with a mask the valid positions, as samples; None where these are not looked into."""
-    if given.is_nested:
-        return None
-    if mask is None and lengths is None:
-        return given
-    if norm.kind not in ("batch", "frozen"):
-        return None
-    valid = valid_positions(given, mask, lengths)
-    return given if valid is None else given.movedim(1, -1).reshape(*valid.mask.shape, -1)[valid.mask]
-
-
-def _add(one: Seen, norm: Norm, given: Tensor) -> None:
+def _add(one: Seen, norm: Norm, x: Tensor) -> None:
     """Merges the moments of an input into those seen before."""
-    values = _values(norm, given)
+    values = values_behind(norm, x)
     if values is not None:
         one.values = min(one.values or values, values)
-    if norm.kind not in ("batch", "frozen", "instance", "group") or given.dim() < 2 or given.numel() == 0:
+    if norm.kind not in ("batch", "frozen", "instance", "group") or x.dim() < 2 or x.numel() == 0:
         return
     if getattr(norm.module, "data_layout", "NCHW") == "NHWC":
-        given = given.movedim(-1, 1)
-    one.samples += given.shape[0]
-    _find_padding(one, given)
-    if norm.channels != given.shape[1]:
+        x = x.movedim(-1, 1)
+    one.samples += x.shape[0]
+    _find_padding(one, x)
+    if norm.channels != x.shape[1]:
         return
-    others = [axis for axis in range(given.dim()) if axis != 1]
-    wide = given if given.dtype == torch.float64 else given.float()
+    others = [axis for axis in range(x.dim()) if axis != 1]
+    wide = x if x.dtype == torch.float64 else x.float()
     var, mean = torch.var_mean(wide, others, correction=0)
-    count, mean, var = given.numel() // given.shape[1], mean.double().cpu(), var.double().cpu()
+    count, mean, var = x.numel() // x.shape[1], mean.double().cpu(), var.double().cpu()
     one.pool = one.pool or Pool(norm.channels, mean.device)
     merge_into(one.pool, Moments(mean, var * count, count))
-    least, largest = given.amin(others).double().cpu(), given.amax(others).double().cpu()
-    one.rounding = torch.finfo(given.dtype).eps
+    least, largest = x.amin(others).double().cpu(), x.amax(others).double().cpu()
+    one.rounding = torch.finfo(x.dtype).eps
     one.least = least if one.least is None else torch.minimum(one.least, least)
     one.largest = largest if one.largest is None else torch.maximum(one.largest, largest)
 
 
-def _values(norm: Norm, given: Tensor) -> int | None:
-    """How many values are behind one statistic of this call."""
-    if norm.kind in ("layer", "rms"):
-        shape = getattr(norm.module, "normalized_shape", None)
-        return prod(shape) if isinstance(shape, (tuple, list, torch.Size)) else None
-    channels = norm.channels
-    if norm.kind == "group":
-        return (
-            int(given.numel() // given.shape[0] // getattr(norm.module, "num_groups", 1)) if len(given) else 0
-        )
-    if not channels or given.dim() < 2 or not len(given):
-        return None
-    each = given[0].numel() // channels
-    if norm.kind == "instance":
-        return each
-    samples = len(given)
-    ghost = getattr(norm.module, "group_size", None)
-    if isinstance(ghost, int):
-        samples = min(samples, ghost)
-    return each * samples * _ranks(norm.module)
-
-
-def _ranks(module: Module) -> int:
-    if not hasattr(module, "process_group") or not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(module.process_group)  # type: ignore[arg-type]
-
-
-def _find_padding(one: Seen, given: Tensor) -> None:
+def _find_padding(one: Seen, x: Tensor) -> None:
     """Looks for runs of equal positions whose lengths differ between samples, along the last two axes."""
-    if given.dim() < 3 or given.shape[0] < 2:
+    if x.dim() < 3 or x.shape[0] < 2:
         return
-    for axis in range(max(2, given.dim() - 2), given.dim()):
-        length = given.shape[axis]
+    for axis in range(max(2, x.dim() - 2), x.dim()):
+        length = x.shape[axis]
         if length < 4:
             continue
-        same = given.narrow(axis, 1, length - 1) == given.narrow(axis, 0, length - 1)
+        same = x.narrow(axis, 1, length - 1) == x.narrow(axis, 0, length - 1)
         same = same.movedim(axis, 1).flatten(2).all(2)
         longest = torch.zeros(len(same), dtype=torch.int64, device=same.device)
         run = longest.clone()

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from leannorm.report.doctor.norms import child_of, values_of
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm.report.doctor.subject import Found, Subject, check, child_of, layer, values_of
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_MOMENTUM = 0.5
 
 
+@check("error", "Running statistics are not finite", "not finite")
 def nonfinite_statistics(subject: Subject) -> Iterator[Found]:
     """NaN, infinity or a negative variance: no later batch removes the first two."""
     for norm in subject.norms:
@@ -31,6 +31,7 @@ def nonfinite_statistics(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("error", "Gamma or beta is not finite", "not finite")
 def nonfinite_parameters(subject: Subject) -> Iterator[Found]:
     """NaN or infinity in gamma or beta."""
     for norm in subject.norms:
@@ -45,6 +46,7 @@ def nonfinite_parameters(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("error", "Running statistics were never updated", "batches")
 def never_updated_statistics(subject: Subject) -> Iterator[Found]:
     """Mean 0 and variance 1, as made, where others have moved or gamma has been trained.
 
@@ -70,6 +72,7 @@ def never_updated_statistics(subject: Subject) -> Iterator[Found]:
             yield Found(norm.name, 0, consequence, remedy)
 
 
+@check("warning", "Running statistics in 16 bits")
 def half_precision_statistics(subject: Subject) -> Iterator[Found]:
     """Running statistics in 16 bits, which momentum cannot move by less than half of their last digit."""
     for norm in subject.norms:
@@ -86,6 +89,7 @@ def half_precision_statistics(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Momentum forgets at once, or never learns")
 def momentum(subject: Subject) -> Iterator[Found]:
     """Momentum above 0.5, which is mostly the decay of another framework; or 0, by which nothing moves."""
     for norm in subject.norms:

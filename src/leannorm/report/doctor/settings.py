@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from leannorm.report.doctor.norms import Norm, values_of
-from leannorm.report.doctor.subject import Found, Subject, layer
+from leannorm._catalog import Norm
+from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
 # an eps is another's neighbour within this factor: 1e-5 and 1e-6 stand side by side in published models
 NEIGHBOURS = 10.5
@@ -16,6 +16,7 @@ NEIGHBOURS = 10.5
 SHARE = 0.1
 
 
+@check("warning", "eps is out of place")
 def eps(subject: Subject) -> Iterator[Found]:
     """An eps too small for its dtype, or far from that of most norms of the same kind."""
     kinds: dict[str, list[Norm]] = {}
@@ -67,6 +68,7 @@ def _least_eps(norm: Norm) -> float:
     return rounding**2
 
 
+@check("warning", "Half frozen")
 def half_frozen(subject: Subject) -> Iterator[Found]:
     """Statistics move and gamma and beta do not, or the other way round. Asked of models in training mode."""
     if not subject.training:
@@ -111,6 +113,7 @@ def _left_out(subject: Subject, norm: Norm, parameters: list[torch.Tensor]) -> b
     return any(id(p) in known for parent, _, _ in norm.parents for p in parent.parameters())
 
 
+@check("note", "Weight decay on gamma or beta")
 def weight_decay(subject: Subject) -> Iterator[Found]:
     """Gamma or beta in a group of an optimizer that decays."""
     for norm in subject.norms:
@@ -125,6 +128,7 @@ def weight_decay(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Gamma is 0", "channels")
 def gamma_zero(subject: Subject) -> Iterator[Found]:
     """Channels that gamma has switched off in a trained model; a new model may begin with gamma at 0."""
     for norm in subject.norms:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -11,16 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from leannorm.report.doctor.norms import Norm, initial, learned
+from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
 
 Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
 
 
-class Found(NamedTuple):
-    """A layer in which a check found its fault; `check`, severity and unit stand in the table of checks.
+SEVERITIES = ("error", "warning", "note")
 
-    `size` ranks it among the others of its check: the value, where it has none of its own.
+
+class Found(NamedTuple):
+    """A layer in which a check found its fault; what all findings of the check share stands in `Check`.
+
+    `size` ranks it among the others of its check: the value, where it has none of its own. `severity` is that
+    of its check, where it has none of its own.
     """
 
     layer: str
@@ -28,6 +32,7 @@ class Found(NamedTuple):
     consequence: str
     remedy: str
     size: float | None = None
+    severity: str | None = None
 
 
 @dataclass
@@ -77,11 +82,63 @@ class Subject:
         }
 
 
+class Check(NamedTuple):
+    """A check by its name, which stays; `title` heads its findings, `unit` says what their value is.
+
+    `of_data`: it judges the values of the batches, which says nothing where these are made up.
+    """
+
+    name: str
+    severity: str
+    title: str
+    unit: str
+    find: Callable[[Subject], Iterator[Found]]
+    of_data: bool = False
+
+
+def check(
+    severity: str, title: str, unit: str = "", *, of_data: bool = False
+) -> Callable[[Callable[[Subject], Iterator[Found]]], Check]:
+    """Make a function that finds a fault a check of its name."""
+    return lambda find: Check(find.__name__, severity, title, unit, find, of_data)
+
+
 def layer(name: str) -> str:
     """A layer as an expression in a line of code."""
     return "model" if name in ("", "(model)") else f'model.get_submodule("{name}")'
 
 
-def number(value: Tensor) -> float:
-    """The one number of a tensor, as Python's."""
-    return float(value)
+def values_of(tensor: Tensor) -> Tensor | None:
+    """A tensor's values on this rank, detached; None where there are none to read (meta, fake)."""
+    local = tensor.detach()
+    if hasattr(local, "to_local"):
+        local = local.to_local()
+    if local.is_meta or isinstance(local, torch._subclasses.FakeTensor) or local.numel() == 0:
+        return None
+    return local
+
+
+def initial(norm: Norm) -> bool:
+    """Are its running statistics those that it was made with: mean 0, variance 1, no batch counted?"""
+    mean, var = (None if t is None else values_of(t) for t in (norm.mean, norm.var))
+    if mean is None or var is None:
+        return False
+    counted = None if norm.batches is None else values_of(norm.batches)
+    if counted is not None and bool(counted != 0):
+        return False
+    return bool((mean == 0).all()) and bool((var == 1).all())
+
+
+def learned(norm: Norm) -> bool:
+    """Has it been trained: has its beta, or gamma where there is none, two different values?
+
+    Not gamma beside beta: some models begin with gamma at random.
+    """
+    part = norm.weight if norm.bias is None else norm.bias
+    values = None if part is None else values_of(part)
+    return values is not None and bool((values != values.flatten()[0]).any())
+
+
+def child_of(norm: Norm) -> str:
+    """The child of the model that it stands in; nothing for a norm of the model itself."""
+    return norm.name.split(".")[0] if "." in norm.name else ""

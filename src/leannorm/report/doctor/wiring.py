@@ -16,14 +16,15 @@ from torch.nn import Linear, Module, ModuleDict, ModuleList
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
+from leannorm._catalog import Norm
 from leannorm.nn import SyncBatchNorm
-from leannorm.report.doctor.norms import Norm
-from leannorm.report.doctor.subject import Call, Found, Subject, layer
+from leannorm.report.doctor.subject import Call, Found, Subject, check, layer
 from leannorm.report.doctor.untouched import untouched
 
 SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
 
 
+@check("note", "A bias that the norm removes", "values")
 def removed_bias(subject: Subject) -> Iterator[Found]:
     """A bias of a convolution or linear layer whose output only a norm over each channel reads."""
     names = {module: name for name, module in subject.model.named_modules()}
@@ -49,6 +50,7 @@ def removed_bias(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "One batch norm in several places", "places")
 def shared_norm(subject: Subject) -> Iterator[Found]:
     """One batch norm that stands in several places and is called in more than one of them."""
     for norm in subject.norms:
@@ -71,6 +73,7 @@ def shared_norm(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Called more than once a step", "calls")
 def repeated_call(subject: Subject) -> Iterator[Found]:
     """A batch norm that one step calls more than once, in a loop or for several inputs."""
     traced: Counter[str] = Counter()
@@ -89,6 +92,7 @@ def repeated_call(subject: Subject) -> Iterator[Found]:
             )
 
 
+@check("warning", "Ranks have statistics of their own", "layers")
 def unsynchronized_buffers(subject: Subject) -> Iterator[Found]:
     """DistributedDataParallel with `broadcast_buffers=False` around batch norms of each rank's own."""
     for name, module in subject.model.named_modules():

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm.saving.graph import constant, kind_of, saved
-from leannorm.saving.recipes.attention import ATTENTIONS
+from leannorm.saving.graph import constant, exact, in_view, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step, Value
 
@@ -47,7 +46,6 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]
     "LogSoftmaxBackward0": (torch.log_softmax, None, ("dim",)),
 }
 ACTIVATIONS = {*_FROM_SAVED_INPUT, *_FROM_PRODUCER}
-SAVE_THEIR_OUTPUT = set(_FROM_PRODUCER) | ATTENTIONS
 
 
 @recipe(*_FROM_SAVED_INPUT)
@@ -88,6 +86,29 @@ def _with_norm(x: Value, key: Hashable) -> Step | None:
     if fused is None or step is None:
         return None
     return fused._replace(flags=step.flags, proved=proved and step.proved)
+
+
+_IN_PLACE: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
+    **{kind: found for kind, found in _FROM_PRODUCER.items() if "Softmax" not in kind},
+    **{kind: (f, None, names) for kind, (f, names) in _FROM_SAVED_INPUT.items() if kind != "GluBackward0"},
+}
+
+
+@recipe("CopySlices")
+def activation_in_a_view(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """An activation in place on a view of a whole base, such as instance norm puts out: the base after it."""
+    inner, written = in_view(node)
+    kind, constants = written or ("" if inner is None else kind_of(inner), ())
+    if kind not in _IN_PLACE:
+        return None
+    function, in_place, names = _IN_PLACE[kind]
+    if inner is not None:
+        constants = tuple(constant(inner, name) for name in names)
+    x = given(0)
+    if x is None:
+        return None
+    step = _with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
+    return step._replace(identity=(step.identity, kind, exact(constants)))
 
 
 @recipe("PreluKernelBackward0")

@@ -28,7 +28,6 @@ def mul_by_number(node: Any, output: int, given: Given, like: Tensor | None) -> 
 _OF_ONE: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "NegBackward0": (torch.neg, ()),
     "PowBackward0": (torch.pow, ("exponent",)),
-    "MeanBackward1": (torch.mean, ("dim", "keepdim")),
     "RsqrtBackward0": (torch.rsqrt, ()),
 }
 
@@ -39,6 +38,17 @@ def of_one(node: Any, output: int, given: Given, like: Tensor | None) -> Step | 
     function, names = _OF_ONE[kind_of(node)]
     x = given(0)
     return None if x is None else Step(function, (x,), (), tuple(constant(node, name) for name in names))
+
+
+def _mean(x: Tensor, dim: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return torch.mean(x, dim, keepdim, dtype=dtype)
+
+
+@recipe("MeanBackward1")
+def mean(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    x = given(0)
+    constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
+    return None if x is None else Step(_mean, (x,), (), constants)
 
 
 @recipe("DivBackward0")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.calls import CallArguments
+from leannorm.saving.calls import CallArguments, share_memory
 from leannorm.saving.graph import kind_of, saved
 from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
@@ -36,6 +36,8 @@ def _bias(node: Any, call: CallArguments | None, given: Given) -> tuple[bool, Te
 
     Without the call's arguments, a missing edge may mean no bias or a frozen one, so it is not known.
     """
+    if call is not None and call.moves_affine:
+        return False, None
     if call is not None:
         if call.bias is None:
             return True, None
@@ -44,6 +46,11 @@ def _bias(node: Any, call: CallArguments | None, given: Given) -> tuple[bool, Te
         return True, call.bias if times == 1 else call.bias.repeat(times)
     value = given(2)
     return value is not None, copy_of(value)
+
+
+def _share_memory(a: Value | None, b: Value | None) -> bool:
+    """A call that moves its own weight or bias normalizes with other values than were there before it."""
+    return a is not None and b is not None and share_memory(a.tensor, b.tensor)
 
 
 def _first(outputs: tuple[Tensor, ...]) -> Tensor:
@@ -72,8 +79,9 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     native = kind == "NativeBatchNormBackward0"
     mean_value, rstd_value = saved(node, "result1"), saved(node, "result2")
     running = saved(node, "running_mean"), saved(node, "running_var")
-    known, bias = _bias(node, _call(mean_value, rstd_value, *running), given)
-    if not known:
+    call = _call(mean_value, rstd_value, *running)
+    known, bias = _bias(node, call, given)
+    if not known or (training and any(_share_memory(v, weight) for v in running)):
         return None
     eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
     if not training:

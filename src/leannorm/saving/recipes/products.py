@@ -47,8 +47,11 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
     constants = tuple(constant(node, name) for name in names)
     if constants[3]:
         return None
-    flops = 2 * weight.look()[0].numel() * prod(node._input_metadata[0].shape)
-    costly = flops > MOST * prod(node._input_metadata[0].shape)
+    sizes, outputs = _sizes(weight, *node.next_functions[1]), prod(node._input_metadata[0].shape)
+    if sizes is None:
+        return None
+    each = 2 * prod(sizes[1:])
+    flops, costly = each * outputs, each > MOST
     return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops, costly=costly)
 
 

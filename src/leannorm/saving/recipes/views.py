@@ -22,7 +22,7 @@ def _view(function: Callable[..., Tensor], x: Value | None, *constants: Any) -> 
     return None if x is None else Step(function, (x,), (), constants, kind="view")
 
 
-@recipe(
+VIEWS = {
     "ViewBackward0",
     "UnsafeViewBackward0",
     "ReshapeAliasBackward0",
@@ -30,8 +30,22 @@ def _view(function: Callable[..., Tensor], x: Value | None, *constants: Any) -> 
     "SqueezeBackward0",
     "SqueezeBackward1",
     "SqueezeBackward2",
-)
+}
+
+
+@recipe(*VIEWS)
 def reshape(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    return _view(torch.reshape, given(0), _shape(node, output))
+
+
+@recipe("AsStridedBackward0")
+def as_strided(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A view of all of its base, both contiguous: autograd makes such a node where a view was written to."""
+    base = None if like is None else like._base
+    if like is None or base is None or not (like.is_contiguous() and base.is_contiguous()):
+        return None
+    if base.numel() != like.numel() or base.storage_offset() != like.storage_offset():
+        return None
     return _view(torch.reshape, given(0), _shape(node, output))
 
 
@@ -147,12 +161,17 @@ def _contiguous(x: Tensor, form: torch.memory_format) -> Tensor:
 def clone(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """A copy in the layout of `like`; without it (inside a chain) contiguous, as `reshape` makes it."""
     x = given(0)
+    if x is None:
+        return None
     form = torch.contiguous_format
     if like is not None and not like.is_contiguous():
-        form = torch.preserve_format
-        if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
-            form = torch.channels_last
-    return None if x is None else Step(_contiguous, (x,), (), (form,), kind="copy")
+        form = _CHANNELS_LAST.get(like.dim(), torch.preserve_format)
+        if not (form is torch.preserve_format or like.is_contiguous(memory_format=form)):
+            form = torch.preserve_format
+    return Step(_contiguous, (x,), (), (form,), kind="copy", tells_layout=like is not None)
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def cast_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -170,7 +189,7 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     if made_from.device != to.device:
         return None
     kind = "copy" if made_from.dtype == to.dtype else "norm"
-    return Step(cast_to, (x,), (), (to.dtype,), kind=kind)
+    return Step(cast_to, (x,), (), (to.dtype,), kind=kind, tells_layout=like is not None)
 
 
 @recipe("CatBackward0")
@@ -259,6 +278,7 @@ def _slice(
             return None
         value = Value(None, 0, Step(_narrow, (whole,), (), (dim, start, length), kind="view"))
         value.as_made, value.seen_at = False, seen_at
+        value.provenance, value.order = whole.provenance, whole.order
         return value
 
     return lookup

@@ -1,0 +1,50 @@
+// What autograd knows of a node and Python cannot ask: the thread that made it, and what it does to a view.
+#pragma once
+
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/python_function.h>
+
+namespace leannorm {
+
+using torch::autograd::Node;
+
+// Python objects of functions hold their nodes in another way in other releases of torch.
+template <class Pointer> Node* pointed_to(const Pointer& pointer) {
+  if constexpr (requires { pointer.lock(); }) return pointer.lock().get();
+  else return pointer.get();
+}
+
+// The node behind one of autograd's Python objects; null for any other object.
+inline Node* node_of(PyObject* object) {
+  using torch::autograd::THPCppFunction;
+  if (THPFunction_Check(object)) return pointed_to(reinterpret_cast<THPFunction*>(object)->cdata);
+  return torch::autograd::THPCppFunction_Check(object) ? pointed_to(reinterpret_cast<THPCppFunction*>(object)->cdata)
+                                                       : nullptr;
+}
+
+// thread_of(node): numbers of threads never come again within a process.
+inline PyObject* thread_of(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  Node* const node = node_of(object);
+  if (node == nullptr) Py_RETURN_NONE;
+  return PyLong_FromUnsignedLongLong(node->thread_id());
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* this_thread(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(at::RecordFunction::currentThreadId());
+}
+
+// in_view(node): the node of the operation that wrote into a view of all of a base, where `node` is the base's
+// CopySlices.
+inline PyObject* in_view(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const auto* const slices = dynamic_cast<torch::autograd::CopySlices*>(node_of(object));
+  if (slices == nullptr || !slices->fn || slices->view.numel() != slices->base.numel()) Py_RETURN_NONE;
+  return torch::autograd::functionToPyObject(slices->fn);
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace leannorm

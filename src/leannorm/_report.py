@@ -1,0 +1,148 @@
+"""How is a result told? As data, and by it as JSON, text, tables on the terminal and in a notebook."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from html import escape
+from io import StringIO
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header; columns from `numbers_from` on are right-aligned."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    numbers_from: int = 1
+
+    def rich(self) -> RenderableType:
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD)
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if i >= self.numbers_from else "left")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def html(self) -> str:
+        head, *rows = (
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
+            for tag, row in (("th", self.columns), *(("td", row) for row in self.rows))
+        )
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        title = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+class Line(NamedTuple):
+    """A line of text between the tables; its style is one of rich's."""
+
+    text: str
+    style: str = ""
+
+
+Part = Table | Line
+
+
+class Report:
+    """What one of leannorm's measurements returns: a dataclass that says its parts in words.
+
+    `print(report)` prints them as plain text, `report.print()` on the terminal, a notebook shows them. The
+    repr is one line, `summary`.
+    """
+
+    def parts(self) -> Iterable[Part]:
+        """The tables and lines, in their order."""
+        raise NotImplementedError
+
+    def summary(self) -> str:
+        """A few words."""
+        raise NotImplementedError
+
+    def data(self) -> Any:
+        """What `to_json` writes."""
+        return as_data(self)
+
+    def to_json(self) -> str:
+        """Every number, as indented JSON."""
+        return json.dumps(self.data(), indent=1, allow_nan=False) + "\n"
+
+    def print(self) -> None:
+        """The report on the terminal."""
+        from rich.console import Console
+
+        _tell(self.parts(), Console())
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = StringIO()
+        _tell(self.parts(), Console(file=text, width=10_000, no_color=True))
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary()})"
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            part.html() if isinstance(part, Table) else f"<div>{escape(part.text)}</div>"
+            for part in self.parts()
+        )
+
+
+def _tell(parts: Iterable[Part], console: Console) -> None:
+    for part in parts:
+        if isinstance(part, Table):
+            console.print(part.rich())
+        else:
+            console.print(part.text, style=part.style, highlight=False, markup=False, soft_wrap=True)
+
+
+def as_data(value: Any) -> Any:
+    """Records, mappings and sequences as what JSON has; numbers that are not finite become null.
+
+    >>> as_data({"line": Line("text"), "several": (1, float("nan"))})
+    {'line': {'text': 'text', 'style': ''}, 'several': [1, None]}
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_data(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return as_data(value._asdict())
+    if isinstance(value, Mapping):
+        return {str(key): as_data(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_data(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """A count with its noun.
+
+    >>> counted(1, "layer"), counted(2, "batch", "batches")
+    ('1 layer', '2 batches')
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def bytes_in_words(nbytes: float) -> str:
+    """Decimal megabytes (10^6 bytes), or kilobytes where those would be few.
+
+    >>> bytes_in_words(12_345_678), bytes_in_words(12_345), bytes_in_words(0)
+    ('12.3 MB', '12.3 KB', '0.0 MB')
+    """
+    return f"{nbytes / 1e3:,.1f} KB" if 0 < nbytes < 1e5 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,214 @@
+"""Matching: which tensor of a model is which entry of a checkpoint, with the axes converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from leannorm._catalog import torchs_kind
+from leannorm._errors import InputError
+from leannorm.interop.checkpoints.conventions import TORCH_AXES, Convention, permuted
+
+# what the frameworks' tables of names call a norm, by its kind; and the other layers, by their class
+OF_NORMS = {
+    "batch": "batch_norm",
+    "instance": "batch_norm",
+    "group": "norm",
+    "layer": "norm",
+    "rms": "rms_norm",
+}
+OTHERS: tuple[tuple[type[torch.nn.Module], str], ...] = (
+    (torch.nn.Linear, "linear"),
+    (_ConvTransposeNd, "conv_transpose"),
+    (_ConvNd, "conv"),
+    (torch.nn.Embedding, "embedding"),
+)
+
+# classes of torch that are no layers: their parameters are the model's own
+HOLDERS = (torch.nn.ParameterList, torch.nn.ParameterDict)
+STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of the model; `candidates` are the keys that may hold it in a checkpoint, best first."""
+
+    module_name: str
+    module: torch.nn.Module
+    role: str
+    tensor: Tensor
+    kind: str | None
+    candidates: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return joined(self.module_name, self.role)
+
+    @property
+    def optional(self) -> bool:
+        """Is it a counter or an index table? Other frameworks do not save those."""
+        return not self.tensor.is_floating_point()
+
+
+def joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    norm = torchs_kind(module)
+    return OF_NORMS[norm] if norm else next((kind for cls, kind in OTHERS if isinstance(module, cls)), None)
+
+
+def foreign_names(name: str, names: Mapping[str, str | Sequence[str]]) -> tuple[str, ...]:
+    """The module's names in the checkpoint: from its entry in `names`, or that of its nearest ancestor."""
+    ancestor = name
+    while ancestor not in names and ancestor:
+        ancestor = ancestor.rpartition(".")[0]
+    if ancestor not in names:
+        return (name,)
+    theirs = names[ancestor]
+    rest = name[len(ancestor) :].lstrip(".")
+    prefixes = (theirs,) if isinstance(theirs, str) else tuple(theirs)
+    return tuple(joined(prefix.replace("/", "."), rest) for prefix in prefixes)
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for role, parameter in module._parameters.items():
+        if parameter is not None:
+            yield role, parameter
+    for role, buffer in module._buffers.items():
+        if buffer is not None and role not in module._non_persistent_buffers_set:
+            yield role, buffer
+
+
+def _leaves(
+    module: torch.nn.Module, role: str, learned: Sequence[str], theirs: Convention
+) -> tuple[str, ...]:
+    """The names that the framework may give this tensor of this layer."""
+    kind = kind_of(module)
+    if theirs.framework == "torch":
+        return (role,)
+    if kind is not None:
+        leaves = theirs.names.get(kind, {}).get(role, ())
+    elif type(module).__module__.startswith("torch.") and not isinstance(module, HOLDERS):
+        return ()  # a layer that is not in the table of conventions
+    else:
+        leaves = (role,)  # a model's own parameter: there is no convention for it
+    if theirs.framework == "keras" and role in learned:
+        leaves += (str(learned.index(role)),)  # .weights.h5 and lists number their arrays
+    return leaves
+
+
+def slots_of(
+    model: torch.nn.Module, convention: Convention, names: Mapping[str, str | Sequence[str]]
+) -> list[Slot]:
+    """Every parameter and saved buffer of the model, in the model's order."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unknown = sorted(set(names) - set(modules))
+    if unknown:
+        raise InputError(
+            f"names must map modules of the model, got {unknown}; it has {sorted(filter(None, modules))}"
+        )
+    slots = []
+    for name, module in modules.items():
+        own = dict(own_tensors(module))
+        for role, tensor in own.items():
+            if tensor.is_meta or isinstance(tensor, (UninitializedBuffer, UninitializedParameter)):
+                raise InputError(
+                    f"{joined(name, role)} has no memory yet (meta device or a lazy layer); "
+                    "materialize it with to_empty() or one forward pass"
+                )
+        learned = [role for role, tensor in own.items() if tensor.is_floating_point()]
+        for role, tensor in own.items():
+            leaves = _leaves(module, role, learned, convention)
+            prefixes = foreign_names(name, names)
+            candidates = tuple(joined(p, leaf.replace("/", ".")) for p in prefixes for leaf in leaves)
+            slots.append(Slot(name, module, role, tensor, kind_of(module), candidates))
+    return slots
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """`pairs` of a slot and its key in the checkpoint; `problems` are errors also with strict=False."""
+
+    pairs: list[tuple[Slot, str]]
+    missing: list[str]
+    surplus: list[str]
+    problems: list[str]
+
+
+def _number_of(key: str) -> str | None:
+    """The layer, if the key ends in the number of one of its arrays."""
+    layer, _, leaf = key.rpartition(".")
+    return layer if leaf.isdigit() else None
+
+
+def match(slots: Sequence[Slot], keys: Sequence[str]) -> Pairing:
+    """Pair slots and keys by name; a tensor that the model uses twice needs only one key."""
+    present = set(keys)
+    pairs, problems = [], []
+    for slot in slots:
+        key = next((candidate for candidate in slot.candidates if candidate in present), None)
+        if key is not None:
+            pairs.append((slot, key))
+    found = {id(slot.tensor) for slot, _ in pairs}
+    missing = [
+        f"{s.key} (looked for {' or '.join(s.candidates)})"
+        if s.candidates
+        else f"{s.key} (no rule for {type(s.module).__name__})"
+        for s in slots
+        if id(s.tensor) not in found and not s.optional
+    ]
+    used = {key for _, key in pairs}
+    surplus = [key for key in keys if key not in used]
+    # numbers do not name the arrays: if the count differs, each of them may be another array
+    numbered = {_number_of(key) for slot, key in pairs if key != slot.candidates[0]}
+    for prefix in sorted(layer for layer in numbered if layer is not None):
+        there = [key for key in keys if _number_of(key) == prefix]
+        ours = [slot.candidates[0] for slot in slots if prefix in map(_number_of, slot.candidates)]
+        if len(there) != len(ours):
+            problems.append(
+                f"{prefix} holds {len(there)} numbered arrays, the model {len(ours)}: {', '.join(ours)}"
+            )
+    return Pairing(pairs, missing, surplus, problems)
+
+
+def _is_depthwise(slot: Slot, convention: Convention) -> bool:
+    module = slot.module
+    return (
+        convention.framework == "keras"
+        and slot.kind == "conv"
+        and slot.role == "weight"
+        and isinstance(module, _ConvNd)
+        and module.groups == module.in_channels > 1
+    )
+
+
+def _axes(slot: Slot, convention: Convention) -> str | None:
+    return convention.axes.get(slot.kind or "") if slot.role == "weight" else None
+
+
+def to_ours(value: Tensor, slot: Slot, convention: Convention) -> Tensor:
+    """The checkpoint's array with the model's order of axes; unchanged if the number of axes differs."""
+    axes = _axes(slot, convention)
+    if value.dim() != slot.tensor.dim() or axes is None:
+        return value
+    if _is_depthwise(slot, convention) and value.shape[-2] != 1:
+        value = value.flatten(-2).unsqueeze(-2)  # DepthwiseConv2D: (*, input channels, multiplier)
+    return permuted(value, axes, TORCH_AXES[slot.kind or ""])
+
+
+def to_theirs(slot: Slot, convention: Convention) -> Tensor:
+    """The model's tensor with the framework's order of axes, on the CPU."""
+    value, axes = slot.tensor.detach().cpu(), _axes(slot, convention)
+    if axes is None:
+        return value
+    value = permuted(value, TORCH_AXES[slot.kind or ""], axes)
+    if _is_depthwise(slot, convention):
+        value = value.squeeze(-2).unflatten(-1, (slot.module.groups, -1))
+    return value.contiguous()

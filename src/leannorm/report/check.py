@@ -1,0 +1,72 @@
+"""Does this installation compute correct results? Every check that was made, and every recipe of `lean()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from leannorm._report import Line, Part, Report, Table, as_data
+from leannorm.report.numerics import Check
+from leannorm.report.recipes import ALIVE, WRONG, RecipeState
+
+
+@dataclass(repr=False)
+class CheckReport(Report):
+    """Checks against their budgets, and what became of each recipe; true where nothing falls short.
+
+    >>> report = CheckReport([Check("a sum", 0.0, 1.0, "float64")])
+    >>> bool(report), report
+    (True, CheckReport(all 1 checks keep within their budget))
+    """
+
+    checks: list[Check]
+    recipes: list[RecipeState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.recipes:
+            wrong = [one.kind for one in self.recipes if one.state == WRONG]
+            name = "lean(), gradients by recipe"
+            self.checks.append(Check(name, len(wrong), 0.0, "stock", ", ".join(wrong)))
+
+    def __bool__(self) -> bool:
+        return not self._short()
+
+    def _short(self) -> list[str]:
+        return [one.name for one in self.checks if not one.passed]
+
+    def summary(self) -> str:
+        if short := self._short():
+            return f"{len(short)} of {len(self.checks)} checks fell short: {', '.join(short)}"
+        return f"all {len(self.checks)} checks keep within their budget"
+
+    def data(self) -> dict[str, Any]:
+        checks = [{**as_data(one), "passed": one.passed} for one in self.checks]
+        recipes = {"recipes": as_data(self.recipes)} if self.recipes else {}
+        return {"passed": bool(self), "checks": checks, **recipes}
+
+    def parts(self) -> Iterator[Part]:
+        rows = [
+            [
+                "ok" if one.passed else "FELL SHORT",
+                one.name,
+                f"{one.error:.1e}",
+                f"{one.budget:.1e}",
+                one.against,
+            ]
+            for one in self.checks
+        ]
+        yield Table(["", "check", "error", "budget", "against"], rows, numbers_from=2)
+        if self.recipes:
+            yield _table_of(self.recipes)
+        yield from (Line(f"{one.name}: {one.detail}") for one in self.checks if one.detail)
+        yield Line(self.summary(), "bold green" if self else "bold red")
+
+
+def _table_of(recipes: list[RecipeState]) -> Table:
+    """One row for all that are alive, one for each that is not, with the reason."""
+    named = [(one.kind.removesuffix("Backward0"), one) for one in recipes]
+    alive = [name for name, one in named if one.state == ALIVE]
+    rows = [[ALIVE, f"{len(alive)} of {len(recipes)}", ", ".join(alive)]]
+    rows += [[one.state, "1", f"{name}: {one.why}"] for name, one in named if one.state != ALIVE]
+    return Table(["", "recipes of lean()", "on this torch"], rows, numbers_from=3)

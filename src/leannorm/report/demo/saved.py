@@ -1,0 +1,96 @@
+"""What `lean()` saves on networks as people train them: bytes, time, and the batch that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from leannorm._report import Table
+from leannorm.report.demo.networks import VisionTransformer, resnet50
+from leannorm.report.fit import FitReport, fit
+from leannorm.report.memory_report import Measured, MemoryReport, setting_table
+from leannorm.report.profile import profile
+
+MEMORY = "16GB"  # in which the largest batch is looked for, in images of 224×224
+
+
+class Network(NamedTuple):
+    """A network, the images that it is measured on, and one of those whose largest batch is looked for."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    images: tuple[int, int, int, int]
+    sample: tuple[int, int, int] = (3, 224, 224)
+
+
+NETWORKS = (
+    Network("ResNet-50", resnet50, (8, 3, 128, 128)),
+    Network("vision transformer", VisionTransformer, (4, 3, 224, 224)),
+)
+
+
+class Saved(NamedTuple):
+    """One network's step, stock and under each setting of `lean()`, and the largest batches in `MEMORY`."""
+
+    network: str
+    steps: MemoryReport
+    batches: FitReport
+
+    @property
+    def leanest(self) -> Measured:
+        """The setting that holds least."""
+        return min(self.steps.settings, key=lambda setting: setting.kept)
+
+    @property
+    def larger_batch(self) -> float:
+        """The largest batch under the leanest setting, of stock's."""
+        sizes = {one.name: one.batch for one in self.batches.fits}
+        return sizes[self.leanest.name] / sizes["stock"]
+
+    @property
+    def memory(self) -> str:
+        return f"{self.batches.memory / 1e9:g} GB"
+
+    def table(self) -> Table:
+        """The settings: bytes, time, gradients, and the largest batch."""
+        table = setting_table(self.steps)
+        batches = {fit.name: str(fit.batch) for fit in self.batches.fits}
+        rows = [[*row, batches.get(row[0], "–")] for row in table.rows]
+        return Table([*table.columns, f"batch in {self.memory}"], rows, table.title)
+
+    def in_words(self) -> str:
+        """One line: bytes, time, batch, and the setting.
+
+        >>> from leannorm.report.demo.saved import Network, measured
+        >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+        >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))
+        >>> next(measured("cpu", [small], "1MB")).in_words().split(":")[0]
+        'small'
+        """
+        stock, lean = self.steps.settings[0], self.leanest
+        equal, off = "equal bit for bit", f"off by {lean.gradient_difference:.0e}"
+        return (
+            f'{self.network}: lean("{lean.name}") holds {lean.kept / stock.kept:.2f} of stock\'s bytes, '
+            f"peaks at {lean.peak / stock.peak:.2f} and takes {lean.time_ratio:.2f} of the time; "
+            f"{self.memory} hold a batch {self.larger_batch:.1f} times as large; "
+            f"gradients are {off if lean.gradient_difference else equal}"
+        )
+
+
+def measured(
+    device: str,
+    networks: Sequence[Network] = NETWORKS,
+    memory: str = MEMORY,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> Iterator[Saved]:
+    """Each network's few steps on random images, then the largest batches on fake tensors."""
+    for name, make, images, sample in networks:
+        torch.manual_seed(0)
+        progress(f"{name}: stock and under lean()")
+        report = profile(make().to(device), torch.randn(images, device=device), steps=3)
+        report.model = name
+        progress(f"{name}: the largest batch in {memory}")
+        yield Saved(name, report, fit(make, sample, memory))

@@ -1,0 +1,224 @@
+"""What `profile` measured, as tables and as one HTML page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from leannorm._report import Part, Table, bytes_in_words, milliseconds
+from leannorm.report.layers import LayerBytes, Operation
+from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_figure, page
+
+_MAX_POINTS = 3000
+_SETTINGS = (
+    "Ratios are to stock, in the same run. Times are medians; a ratio of times is the median of the turns' "
+    "own ratios, which other work on the machine moves less than the times themselves."
+)
+
+
+@dataclass
+class Measured:
+    """One setting: a step's bytes above those at its start, its seconds, and the ratio to stock's seconds.
+
+    `gradient_difference`: the largest difference from stock's gradients, relative to the largest gradient of
+    the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot be counted.
+    """
+
+    name: str
+    kept: int = 0
+    peak: int = 0
+    seconds: float = 0.0
+    time_ratio: float = 1.0
+    gradient_difference: float = 0.0
+    timeline: list[tuple[float, int]] = field(default_factory=list)
+    forward_end: float = 0.0
+    layers: list[LayerBytes] = field(default_factory=list)
+    rebuilt: list[Operation] = field(default_factory=list)
+
+
+@dataclass(repr=False)
+class MemoryReport(PagedReport):
+    """What `profile` measured; `settings[0]` is stock.
+
+    >>> import torch, leannorm
+    >>> report = leannorm.profile(torch.nn.Linear(8, 8), torch.randn(4, 8), recompute=[], steps=1)
+    >>> report.model, report.settings[0].name
+    ('Linear', 'stock')
+    """
+
+    model: str
+    inputs: list[str]
+    device: str
+    threads: int
+    torch: str
+    freed_memory: str
+    parameter_bytes: int
+    settings: list[Measured]
+
+    def summary(self) -> str:
+        return f"{self.model}: {', '.join(one.name for one in self.settings)}"
+
+    def parts(self) -> Iterator[Part]:
+        yield setting_table(self)
+        yield kind_table(self)
+
+    def html(self) -> str:
+        """Memory over the step, bars and numbers for each layer; checkboxes show and hide a setting."""
+        return _page(self)
+
+
+def setting_table(report: MemoryReport) -> Table:
+    """One row per setting: kept, peak and step time with their ratios to stock, and the gradients."""
+    stock = report.settings[0]
+
+    def row(s: Measured) -> list[str]:
+        return [
+            s.name,
+            f"{bytes_in_words(s.kept)}  {s.kept / stock.kept:.2f}",
+            f"{bytes_in_words(s.peak)}  {s.peak / stock.peak:.2f}",
+            f"{milliseconds(s.seconds)}  {s.time_ratio:.2f}",
+            "equal" if s.gradient_difference == 0 else f"off by {s.gradient_difference:.0e}",
+        ]
+
+    title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
+    return Table(
+        ["", "kept", "peak", "step time", "gradients"], [row(s) for s in report.settings], title=title
+    )
+
+
+def layer_table(report: MemoryReport) -> Table:
+    """One row per layer: the bytes held in stock, and under each setting the bytes held and rebuilt."""
+    counted, names = _counted(report)
+
+    def cells(name: str) -> list[str]:
+        texts = []
+        for i, (_, layers) in enumerate(counted):
+            layer = layers.get(name)
+            texts.append(bytes_in_words(layer.kept if layer else 0))
+            if i:
+                texts.append(bytes_in_words(layer.rebuilt if layer else 0))
+        return texts
+
+    columns = ["layer", "kind"]
+    for i, (setting, _) in enumerate(counted):
+        columns += [f"{setting} keeps"] + ([f"{setting} rebuilds"] if i else [])
+    return Table(columns, [[name, kind, *cells(name)] for name, kind in names.items()], numbers_from=2)
+
+
+def kind_table(report: MemoryReport) -> Table:
+    """One row per layer type, most bytes first: the bytes that all its layers hold under each setting."""
+    counted, names = _counted(report)
+    sums = {kind: [0] * len(counted) for kind in names.values()}
+    for i, (_, layers) in enumerate(counted):
+        for layer in layers.values():
+            sums[layer.kind][i] += layer.kept
+    rows = sorted(sums.items(), key=lambda row: -row[1][0])
+    columns = ["kept by", *(setting for setting, _ in counted)]
+    return Table(columns, [[kind, *map(bytes_in_words, kept)] for kind, kept in rows])
+
+
+def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes]]], dict[str, str]]:
+    """The layers of every setting whose layers were counted; and the type of every layer, in model order."""
+    settings = [s for s in report.settings if s.layers]
+    names = {layer.name: layer.kind for s in settings for layer in s.layers}
+    return [(s.name, {layer.name: layer for layer in s.layers}) for s in settings], names
+
+
+def operation_table(report: MemoryReport) -> Table:
+    """One row per setting and kind of operation: the rebuilt tensors, their bytes, the time to rebuild."""
+    rows = [
+        [s.name, _in_words(op.node), str(op.tensors), bytes_in_words(op.nbytes), milliseconds(op.seconds)]
+        for s in report.settings
+        for op in s.rebuilt
+    ]
+    return Table(["setting", "made by", "tensors", "bytes", "time to rebuild"], rows, numbers_from=2)
+
+
+_WORDS = {"t": "transpose", "clone": "copy", "mm": "matrix product", "addmm": "linear layer"}
+
+
+def _in_words(node: str) -> str:
+    """The operation that a node of autograd's is named after.
+
+    >>> _in_words("NativeBatchNormBackward0"), _in_words("CloneBackward0"), _in_words("AddmmBackward0")
+    ('batch norm', 'copy', 'linear layer')
+    """
+    name = re.sub(r"Backward\d*$", "", node)
+    parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*|\d+\w*|[a-z]+", name)]
+    words = " ".join(part for part in parts if part not in ("native", "cudnn", "mkldnn", "aten"))
+    return _WORDS.get(words, words or "no gradient: indices, masks")
+
+
+def _page(report: MemoryReport) -> str:
+    stock = report.settings[0]
+    best = min(report.settings, key=lambda s: s.peak)
+    quickest = min(report.settings[1:] or [stock], key=lambda s: s.time_ratio)
+    facts = [
+        Fact(
+            bytes_in_words(stock.peak),
+            f"peak of a stock step; {bytes_in_words(stock.kept)} kept after forward",
+        ),
+        Fact(
+            f"{best.peak / stock.peak:.2f} ×",
+            f"lowest peak, by {best.name}, at {best.time_ratio:.2f} × the time",
+        ),
+        Fact(
+            f"{quickest.time_ratio:.2f} ×",
+            f"least time (median of the turns' ratios), by {quickest.name}, "
+            f"at {quickest.peak / stock.peak:.2f} × the peak",
+        ),
+        Fact(bytes_in_words(report.parameter_bytes), "parameters (not in the other numbers)"),
+    ]
+    sections = [Section("Settings", _SETTINGS, table=setting_table(report))]
+    if any(s.timeline for s in report.settings):
+        sections.append(timeline_section(report, "Memory over one step"))
+    counted, names = _counted(report)
+    bars = {setting: _per_layer(layers, names) for setting, layers in counted}
+    sections += [
+        Section(
+            "What each layer keeps",
+            "In the order of the model. Most operations keep their inputs.",
+            bar_figure(bars, list(names), "MB", written=len(names) <= 12),
+        ),
+        Section("Layer by layer", table=layer_table(report)),
+    ]
+    if any(s.rebuilt for s in report.settings):
+        sections.append(
+            Section("What is rebuilt", "Time of the rebuilds alone, measured.", table=operation_table(report))
+        )
+    foot = {
+        "device": report.device,
+        "threads": str(report.threads),
+        "torch": report.torch,
+        "memory": report.freed_memory,
+    }
+    title = f"{report.model}: memory of a training step"
+    lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to keep less for the backward pass."
+    return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
+
+
+def timeline_section(report: MemoryReport, heading: str) -> Section:
+    """The bytes over one step, a line for each setting."""
+    timelines = {s.name: _thinned(s) for s in report.settings if s.timeline}
+    figure = line_figure(timelines, "forward: 0–1, backward: 1–2", "MB", steps=True)
+    return Section(heading, "Bytes above the step's start. The forward pass ends at 1.", figure)
+
+
+def _per_layer(layers: Mapping[str, LayerBytes], names: Iterable[str]) -> list[float]:
+    return [layers[name].kept / 1e6 if name in layers else 0.0 for name in names]
+
+
+def _thinned(measured: Measured) -> tuple[list[float], list[float]]:
+    """The timeline with the forward pass scaled to 0..1 and the backward pass to 1..2, to compare settings.
+
+    At most `_MAX_POINTS` points: of several neighbours only the highest is kept, so the peak stays.
+    """
+    timeline, middle = measured.timeline, measured.forward_end
+    length = max(timeline[-1][0] - middle, 1e-9)
+    stride = -(-len(timeline) // _MAX_POINTS)
+    kept = [
+        max(timeline[i : i + stride], key=lambda point: point[1]) for i in range(0, len(timeline), stride)
+    ]
+    places = [t / middle if t <= middle else 1 + (t - middle) / length for t, _ in kept]
+    return places, [nbytes / 1e6 for _, nbytes in kept]

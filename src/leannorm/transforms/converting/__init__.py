@@ -1,0 +1,1 @@
+"""What does a norm layer become, and how does it become what it was?"""

@@ -1,0 +1,60 @@
+"""Classes of batch norms that share their statistics over a process group, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from leannorm import nn
+from leannorm._catalog import OURS
+from leannorm.nn.sync import SHARING, Synchronized
+
+_SYNCHRONIZED: dict[type[Module], type[Module]] = {}
+
+
+def synchronized_class(cls: type[Module]) -> type[Module]:
+    """A subclass of `cls` whose `super().forward` shares statistics; `unsynced` is `cls`."""
+    if issubclass(cls, Synchronized):
+        return cls
+    if cls not in _SYNCHRONIZED:
+        ours = [OURS[base] for base in cls.__mro__ if base in OURS][:1]
+        bases = (cls, nn.SyncBatchNorm, *(o for o in ours if not issubclass(cls, o)))
+        body: dict[str, Any] = {
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce,
+            "unsynced": cls,
+        }
+        if issubclass(cls, LazyModuleMixin):
+            then: Any = cls.cls_to_become
+            body["cls_to_become"] = synchronized_class(OURS.get(then, then))
+        _SYNCHRONIZED[cls] = type(f"Sync{cls.__name__}", bases, body)
+    return _SYNCHRONIZED[cls]
+
+
+def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
+    parts: Any = object.__reduce_ex__(layer, max(protocol, 2))
+    return _rebuild, (layer.unsynced,), *parts[2:]
+
+
+def _rebuild(cls: type[Module]) -> Module:
+    return synchronized_class(cls).__new__(synchronized_class(cls))
+
+
+def why_not_sync(module: Module) -> str | None:
+    """Why this batch norm cannot share its statistics as it is."""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith(("leannorm.", "torch.nn.")):
+            break
+        code = getattr(vars(cls).get("forward"), "__code__", None)
+        if "forward" in vars(cls) and (code is None or "super" not in code.co_names):
+            return f"{type(module).__name__} computes its norm by itself, not by super().forward"
+    return None
+
+
+def unsync(module: Module) -> tuple[str, ...]:
+    """Undo `synchronized_class` for a layer; returns the names of the attributes that were deleted."""
+    module.__class__ = type(module).unsynced  # type: ignore[attr-defined]
+    return tuple(name for name in SHARING if vars(module).pop(name, SHARING) is not SHARING)

@@ -1,0 +1,1 @@
+"""Which batch norms are part of their neighbours in inference?"""

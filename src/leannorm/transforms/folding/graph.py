@@ -1,0 +1,114 @@
+"""Folding in a graph. Every call gets new variables, so a layer that is called twice can be folded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.transforms.folding.arithmetic import Affine, affine, into_layer_after, into_layer_before
+from leannorm.transforms.folding.match import Fold, NormCall, Skip, find
+
+
+def affine_of(norm: NormCall, variables: Mapping[str, Tensor]) -> Affine:
+    """The norm's call as scale and shift, from its variables' values."""
+
+    def value(node: fx.Node | None) -> Tensor | None:
+        return None if node is None else variables[str(node.target)]
+
+    mean, var = variables[str(norm.mean.target)], variables[str(norm.var.target)]
+    return affine(mean, var, value(norm.weight), value(norm.bias), norm.eps)
+
+
+def find_all(graph: fx.Graph, variables: Mapping[str, Tensor]) -> tuple[list[Fold], list[Skip]]:
+    """`find` for a graph whose variables have these values."""
+    return find(graph, lambda norm: not bool(affine_of(norm, variables).shift.any()))
+
+
+def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list[Skip]]:
+    """A folded copy of the module, with new variables where something was folded; `module` is unchanged."""
+    variables = all_variables(module)
+    matches, skips = find_all(module.graph, variables)
+    graph, new = _copied(module.graph)
+    result = fx.GraphModule(module, graph)
+    for number, match in enumerate(matches):
+        scale_shift = affine_of(match.norm, variables)
+        into = into_layer_before if match.before else into_layer_after
+        for layer in match.layers:
+            node = new[layer.node]
+            given: tuple[Any, ...] = node.args
+            x, weight, bias, *rest = (*given, None)[: max(3, len(given))]
+            values = all_variables(result)
+            bias_value = None if bias is None else values[str(bias.target)]
+            folded = into(scale_shift, layer.kind, values[str(weight.target)], bias_value, layer.groups)
+            nodes = []
+            with graph.inserting_before(node):
+                for what, tensor in zip(("weight", "bias"), folded, strict=True):
+                    name = f"folded_{number}_{node.name}_{what}"
+                    result.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+                    nodes.append(graph.get_attr(name))
+            node.args = (x, *nodes, *rest)
+        done, norm = new[match.norm.result], new[match.norm.node]
+        source: Any = norm.args[0]
+        with graph.inserting_before(norm):
+            source = _behind(result, graph, source, match.norm, new)
+        done.replace_all_uses_with(source)
+        for node in dict.fromkeys((done, norm)):
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return fx.GraphModule(result, graph), matches, skips
+
+
+def _behind(
+    module: fx.GraphModule, graph: fx.Graph, y: fx.Node, norm: NormCall, new: Mapping[fx.Node, fx.Node]
+) -> fx.Node:
+    """What the norm's operator computes of its normalized output: a sum, an activation."""
+    if norm.residual is not None:
+        y = graph.call_function(torch.ops.aten.add.Tensor, (y, new[norm.residual]))
+    if norm.act != "identity":
+        activation, name = ACTIVATIONS[norm.act], f"behind_{new[norm.node].name}"
+        module.add_submodule(name, activation.module(**activation.parameters))
+        y = graph.call_module(name, (y,))
+    return y
+
+
+def in_float64(module: fx.GraphModule) -> fx.GraphModule:
+    """The module with its floating-point variables in float64, and the same operators."""
+    values = {
+        str(n.target): _attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"
+    }
+    wide = {
+        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()
+    }
+    return fx.GraphModule(wide, _copied(module.graph)[0])
+
+
+def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    copied, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    copied.output(copied.graph_copy(graph, new))
+    copied.set_codegen(graph._codegen)
+    return copied, new
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module
+
+
+def owner(variable: Any) -> str:
+    """The path of the module that has this variable; "" for what is no node of a graph."""
+    return str(variable.target).rpartition(".")[0] if isinstance(variable, fx.Node) else ""
+
+
+def all_variables(module: torch.nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; a shared tensor is listed under each of its names."""
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }

@@ -1,0 +1,125 @@
+"""Folding in a model of modules: the layers get new parameters, and `Identity` replaces the norms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.modules.conv import _ConvNd
+
+from leannorm._catalog import name_of
+from leannorm.nn.act import BatchNormActBase
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.transforms.converting.norm_act import BatchNorm2dThenAct
+from leannorm.transforms.folding.arithmetic import into_layer_after, into_layer_before
+from leannorm.transforms.folding.graph import affine_of, all_variables, owner
+from leannorm.transforms.folding.match import Fold, LinearCall, Skip
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def fold_modules(
+    model: torch.nn.Module, graph: fx.Graph, matches: list[Fold], skips: list[Skip]
+) -> tuple[list[Fold], list[Skip]]:
+    """Fold, in place, every norm module all of whose calls match; returns the folded and the skipped."""
+    calls: dict[str, list[Fold]] = {}
+    for match in matches:
+        calls.setdefault(owner(match.norm.mean), []).append(match)
+    unmatched = {owner(s.norm.args[i]): s.reason for s in skips for i in _statistics(s.norm)}
+    folded = []
+    for path, own in calls.items():
+        reason = unmatched.get(path) or _why_not(model, graph, path, own)
+        if reason is not None:
+            skips = [*skips, *(Skip(m.norm.node, reason) for m in own)]
+            continue
+        variables = all_variables(model)
+        layers = {str(layer.weight.target): layer for match in own for layer in match.layers}
+        for layer in layers.values():
+            _fold_one(model, own[0], layer, variables)
+        _replace(model, model.get_submodule(path), _remainder(model.get_submodule(path)))
+        folded += own
+    return folded, skips
+
+
+def _fold_one(model: torch.nn.Module, match: Fold, layer: LinearCall, variables: Mapping[str, Any]) -> None:
+    module: Any = model.get_submodule(owner(layer.weight))
+    into = into_layer_before if match.before else into_layer_after
+    weight, bias = into(
+        affine_of(match.norm, variables), layer.kind, module.weight, module.bias, layer.groups
+    )
+    trained = module.weight.requires_grad
+    module.weight = torch.nn.Parameter(weight, requires_grad=trained)
+    module.bias = torch.nn.Parameter(bias, requires_grad=trained)
+
+
+def _why_not(model: torch.nn.Module, graph: fx.Graph, path: str, own: list[Fold]) -> str | None:
+    """Why the norm at `path`, whose calls are `own`, cannot be replaced; None if it can."""
+    if len({match.before for match in own}) > 1:
+        return "some of its calls come before a layer and some after one"
+    norm = model.get_submodule(path)
+    inside = {n for m in own for n in (m.norm.node, m.norm.result)}
+    others = [
+        n for n in graph.nodes if n.op == "call_function" and n not in inside and path in _scopes(n) and path
+    ]
+    more = bool(others) or not all(match.norm.only_normalizes for match in own)
+    if (more and _remainder(norm) is None) or not path or not hasattr(norm, "running_mean"):
+        return f"{type(norm).__name__} does more than normalize"
+    if any(match.norm.residual is not None for match in own):
+        return "it also adds in the same call"
+    modules = {path: norm}
+    own_calls = {layer.node for match in own for layer in match.layers}
+    for match in own:
+        for layer in match.layers:
+            where = owner(layer.weight)
+            modules[where] = module = model.get_submodule(where)
+            if not isinstance(module, _ConvNd | torch.nn.Linear):
+                return f"{where or 'the model'} ({type(module).__name__}) is no layer of torch.nn"
+            if any(user not in own_calls for user in layer.weight.users):
+                return f"{where} is also called without this norm"
+            if (layer.bias is None) != (module.bias is None):
+                return f"{where} does not always use its bias"
+    names: dict[int, set[int]] = {}
+    for _, module in model.named_modules():
+        for tensor in module._parameters.values():
+            if tensor is not None:
+                names.setdefault(id(tensor), set()).add(id(module))
+    for where, module in modules.items():
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            return f"{where} has hooks, which would see other values"
+        if torch.nn.utils.parametrize.is_parametrized(module):
+            return f"{where} is parametrized"
+        if any(len(names[id(p)]) > 1 for p in module._parameters.values() if p is not None):
+            return f"{where} shares its parameters with another module"
+    return None
+
+
+def _remainder(norm: Any) -> torch.nn.Module | None:
+    """The rest of a norm module without its normalization; None if that is not known."""
+    name = name_of(type(norm))
+    if name == "timm.layers.norm_act.BatchNormAct2d" or isinstance(norm, BatchNorm2dThenAct):
+        return torch.nn.Sequential(norm.drop, norm.act)
+    if isinstance(norm, BatchNormActBase):
+        activation = ACTIVATIONS[norm.activation]
+        return activation.module(**activation.parameters)
+    plain = ("torch.nn.modules.batchnorm.", "leannorm.nn.batch.", "leannorm.nn.sync.")
+    return torch.nn.Identity() if name.startswith(plain) else None
+
+
+def _replace(model: torch.nn.Module, old: torch.nn.Module, new: torch.nn.Module | None) -> None:
+    """Put `new`, or an Identity, into every place of `old`."""
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is old:
+                parent._modules[name] = (new or torch.nn.Identity()).train(old.training)
+
+
+def _statistics(norm: fx.Node) -> list[int]:
+    """The indices of the running statistics among a norm's arguments."""
+    return [i for i, a in enumerate(norm.args) if isinstance(a, fx.Node) and a.op == "get_attr"][:2]
+
+
+def _scopes(node: fx.Node) -> list[str]:
+    """The paths of the modules in whose forward the node was traced."""
+    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]

@@ -1,0 +1,87 @@
+"""Which Sequentials pass a norm's output straight to an activation, and the class that each of them gets.
+
+No layer changes: a norm stays a norm and an activation an activation, for every other caller, for hooks and
+for code that replaces them. Only the Sequential that calls both becomes an instance of a subclass of its
+class, whose forward makes the two calls as steps (`steps.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.nn
+from torch.nn import Module
+
+from leannorm.transforms.fusing.steps import FUSABLE, activation_of, runs_in_order, sequential_forward
+
+
+def find_fusions(model: Module, targets: Mapping[Module, type[Module]]) -> dict[Module, type[Module]]:
+    """The Sequentials of a model to change, and their new classes; `targets` are those that layers get."""
+
+    def is_norm(module: Module) -> bool:
+        if runs_in_order(module) and module._modules:
+            return is_norm(list(module.children())[-1])
+        return targets.get(module, type(module)) in FUSABLE
+
+    return {
+        block: fused_class(type(block))
+        for block in model.modules()
+        if runs_in_order(block)
+        and _can_be_subclassed(type(block))
+        and _has_norm_before_act(list(block.children()), is_norm)
+    }
+
+
+def _has_norm_before_act(layers: list[Module], is_norm: Callable[[Module], bool]) -> bool:
+    """Is one of the layers a norm, with an activation as the next one, identities aside?"""
+    layers = [layer for layer in layers if type(layer) is not torch.nn.Identity]
+    return any(is_norm(a) and activation_of(b) is not None for a, b in itertools.pairwise(layers))
+
+
+def _can_be_subclassed(cls: type[Module]) -> bool:
+    """Can instances get a subclass without side effects (no metaclass, no own pickling, not leannorm's)?"""
+    own = {name for base in cls.__mro__ if base not in (object, Module) for name in vars(base)}
+    return (
+        type(cls) is type
+        and not own & {"unfused", "__init_subclass__", "__reduce__", "__reduce_ex__", "__call__"}
+        and not cls.__module__.startswith("leannorm.")
+    )
+
+
+_FUSED_CLASSES: dict[type[Module], type[Module]] = {}
+
+
+def fused_class(cls: type[Module]) -> type[Module]:
+    """A subclass of `cls` that calls steps, with `unfused = cls`."""
+    if cls not in _FUSED_CLASSES:
+        body = {
+            "__module__": cls.__module__,
+            "__qualname__": cls.__qualname__,
+            "__doc__": cls.__doc__,
+            "__reduce_ex__": _reduce,
+            "forward": sequential_forward,
+            "unfused": cls,
+        }
+        _FUSED_CLASSES[cls] = type(cls.__name__, (cls,), body)
+    return _FUSED_CLASSES[cls]
+
+
+def unfused(model: Module) -> Module:
+    """The model, with every fused Sequential of the class that it had before."""
+    for block in model.modules():
+        before = getattr(type(block), "unfused", None)
+        if before is not None:
+            object.__setattr__(block, "__class__", before)
+    return model
+
+
+def _reduce(block: Any, protocol: int) -> tuple[Any, ...]:
+    parts: Any = object.__reduce_ex__(block, max(protocol, 2))
+    return _rebuild, (block.unfused,), *parts[2:]
+
+
+def _rebuild(cls: type[Module]) -> Module:
+    fused = fused_class(cls)
+    return fused.__new__(fused)

@@ -1,0 +1,83 @@
+"""Layers of classes that nobody has listed, run by leannorm where their own code computes a norm of ours.
+
+A layer gets a subclass of its class. At every call the subclass looks whether all is as in the run that found
+the formula: the attributes that it read, its methods, dtypes and sizes. If so, leannorm computes it; in every
+other case (further arguments, another dtype, a tensor subclass, an exported graph) the layer's own code runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, cast
+
+from torch.nn import Module
+
+from leannorm.nn._leaving import Leaving
+from leannorm.ops.modes import leaving
+from leannorm.transforms.recognizing.formula import UnknownFormError
+from leannorm.transforms.recognizing.formula_call import Formula, compute
+from leannorm.transforms.recognizing.recognition import formula_of
+
+
+class FormulaNorm(Leaving):
+    """Stands before the layer's own class."""
+
+    original: type[Module]
+    _formula: Formula
+
+    def _compute(self, args: Any, kwargs: Any) -> Any:
+        """The layer's output, by its formula where that holds, else by its own forward."""
+        formula = self._formula
+        inputs, layer = formula.inputs_of(args, kwargs), cast(Module, self)
+        if inputs and not leaving() and formula.holds(layer, self.original):
+            form_and_tensors = formula.find(layer, inputs)
+            if form_and_tensors is not None:
+                return compute(*form_and_tensors, *inputs)
+        return self.original.forward(layer, *args, **kwargs)
+
+    @property
+    def function(self) -> str:
+        """The name of the function of ours that computes this norm."""
+        return next(iter(self._formula.runs.values())).form.function
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Without the formula: it is read again where the layer's code may be another."""
+        parts: Any = object.__reduce_ex__(self, max(protocol, 2))
+        state = {k: v for k, v in parts[2].items() if k != "_formula"}
+        return _rebuild, (self.original,), state, *parts[3:]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self.read_again()
+
+    def read_again(self) -> None:
+        """Find the formula of a layer that was copied or loaded; without one it gets its class back."""
+        try:
+            vars(self)["_formula"] = formula_of(cast(Module, self), self.original)
+        except UnknownFormError:
+            vars(self).pop("_swapped", None)
+            self.__class__ = self.original  # type: ignore[assignment]
+
+
+def _rebuild(cls: type[Module]) -> Module:
+    made = formula_class(cls)
+    return made.__new__(made)
+
+
+_CLASSES: dict[type[Module], type[Module]] = {}
+
+
+def formula_class(cls: type[Module]) -> type[Module]:
+    """The subclass of `cls` that runs formulas; it has its name, by which others find norms."""
+    if cls not in _CLASSES:
+
+        @functools.wraps(cls.forward)  # with its signature, which tracers read
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._compute(args, kwargs)
+
+        body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls, "forward": forward}
+        new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
+        new.__qualname__ = cls.__qualname__
+        _CLASSES[cls] = new
+    return _CLASSES[cls]

@@ -1,0 +1,1 @@
+"""Which values are running statistics of, and when do they stay?"""

@@ -1,0 +1,147 @@
+"""`freeze`: norm layers that stay as they are in training, and `unfreeze`.
+
+A frozen layer is an ordinary one in evaluation mode whose `train` does not end that mode. Its class, buffers
+and parameters are its own, so whatever reads these (a state_dict, an exporter, `isinstance`) sees the same
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+from leannorm._catalog import norms_of
+from leannorm._errors import InputError
+
+
+class Frozen:
+    """Stands in the place of a layer's `train`, and knows what `unfreeze` restores."""
+
+    def __init__(self, layer: Module) -> None:
+        self.layer, self.mode = layer, layer.training
+        self.statistics = False
+        self.trained: list[str] = []  # the parameters that required a gradient
+
+    def __call__(self, mode: bool = True) -> Module:
+        """As `Module.train`, for the layer's children too, but for the mode of frozen statistics."""
+        type(self.layer).train(self.layer, mode)
+        self.mode = self.layer.training
+        if self.statistics:
+            self.layer.training = False
+        return self.layer
+
+    def hold_statistics(self) -> None:
+        if not self.statistics:
+            self.mode, self.statistics = self.layer.training, True
+            self.layer.training = False
+            vars(self.layer)["reset_running_stats"] = nothing  # what torch's `update_bn` calls first
+
+    def hold_affine(self) -> None:
+        for name, parameter in _affine(self.layer):
+            if parameter.requires_grad:
+                self.trained.append(name)
+            parameter.requires_grad_(False)
+            parameter.grad = None  # an optimizer with momentum moves whatever has a gradient, even of 0
+
+    def let_go(self) -> None:
+        parameters = dict(_affine(self.layer))
+        for name in self.trained:
+            if name in parameters:
+                parameters[name].requires_grad_(True)
+        if self.statistics:
+            self.layer.training = self.mode
+            del vars(self.layer)["reset_running_stats"]
+        del vars(self.layer)["train"]
+
+
+def nothing() -> None:
+    """What a frozen layer's `reset_running_stats` does."""
+
+
+def _affine(layer: Module) -> list[tuple[str, Parameter]]:
+    """The layer's own parameters; of parametrized ones what they are made from."""
+    own = list(layer.named_parameters(recurse=False))
+    made = layer._modules.get("parametrizations")
+    return own if made is None else own + list(made.named_parameters(prefix="parametrizations"))
+
+
+def freeze(
+    model: Module,
+    *,
+    statistics: bool = True,
+    affine: bool = True,
+    match: Callable[[str, Module], Any] | None = None,
+) -> Module:
+    """Make norm layers use and keep their running statistics, whatever `train()` says; returns the model.
+
+    For every layer with running statistics: leannorm's, torch's, timm's, torchvision's, and subclasses. Such
+    a layer is in evaluation mode until `unfreeze`, alone or in a model: `train()`, a trainer, torch's
+    `update_bn` do not change it. It is the same object of the same class with the same state_dict; deep
+    copies and pickles are frozen too. A gradient goes through it to its input.
+
+    Norms without running statistics (layer, group, RMS norm) are left alone. Freeze before
+    DistributedDataParallel is built, which expects a gradient of every parameter that had required one.
+
+    Args:
+        model: any module; a norm layer by itself too.
+        statistics: running mean, running variance and counter stay.
+        affine: weight and bias stay: they no longer require a gradient, and the one that they have is
+            dropped, so that no momentum of an optimizer moves them either. `torch.optim.LBFGS`, which moves
+            all parameters along a direction of the past, must be made anew.
+        match: called with each layer's name and the layer; those for which it is false are left alone.
+
+    Raises: `InputError` where there is nothing to freeze: neither statistics nor affine, or no layer that
+    matches.
+
+    >>> import torch, leannorm
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    >>> model = leannorm.freeze(model).train()
+    >>> model[1].training, model[1].weight.requires_grad
+    (False, False)
+    >>> leannorm.unfreeze(model)[1].training
+    True
+    """
+    if not (statistics or affine):
+        raise InputError(
+            "freeze needs something to freeze, got statistics=False and affine=False; set one of them"
+        )
+    layers = [(norm.path, norm.module) for norm in norms_of(model) if norm.mean is not None]
+    chosen = [layer for name, layer in layers if match is None or match(name, layer)]
+    if match is not None and not chosen:
+        names = ", ".join(repr(name) for name, _ in layers[:3]) or "none at all"
+        raise InputError(
+            "match must be true of a norm layer with running statistics, it is of none; their names are "
+            + names
+            + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        )
+    for layer in chosen:
+        frozen = vars(layer).get("train")
+        if not isinstance(frozen, Frozen):
+            frozen = vars(layer)["train"] = Frozen(layer)
+        if statistics:
+            frozen.hold_statistics()
+        if affine:
+            frozen.hold_affine()
+    return model
+
+
+def unfreeze(model: Module) -> Module:
+    """Undo `freeze`: every frozen layer is in the mode that `train()` last asked for; returns the model.
+
+    Parameters that required a gradient before `freeze` require one again. Layers that are not frozen are left
+    alone.
+
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> model = leannorm.freeze(torch.nn.Sequential(torch.nn.BatchNorm2d(8)))
+    >>> leannorm.unfreeze(model)[0].weight.requires_grad
+    True
+    """
+    for module in model.modules():
+        frozen = vars(module).get("train")
+        if isinstance(frozen, Frozen):
+            frozen.let_go()
+    return model

@@ -1,0 +1,116 @@
+"""Every report is told by one base: as text, as JSON, on the terminal, in a notebook, and in one line."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import leannorm
+from leannorm._report import Line, Report, Table
+from leannorm.report.bench import CASES
+from leannorm.report.check import CheckReport
+from leannorm.report.info import installation
+from leannorm.report.numerics import Check
+from leannorm.transforms import preview
+
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
+
+
+X = torch.randn(4, 3, 9, 9)
+MADE = {
+    "bench": lambda: leannorm.bench(turns=1, cases=[CASES[0]._replace(shape=(2, 64, 4, 4))]),
+    "check": lambda: CheckReport([Check("a sum", 0.0, 1.0, "float64", "a detail")]),
+    "doctor": lambda: leannorm.doctor(network(), X),
+    "fit": lambda: leannorm.fit(network, (3, 9, 9), "1MB", recompute=["norm"]),
+    "fold": lambda: leannorm.fold(network(), (X,)),
+    "info": installation,
+    "preview": lambda: preview(network()),
+    "profile": lambda: leannorm.profile(network(), X, recompute=["norm"], steps=1),
+    "recalibrate": lambda: leannorm.recalibrate(network(), [X]),
+}
+
+
+@pytest.fixture(scope="module", params=MADE)
+def report(request):
+    torch.manual_seed(0)
+    return MADE[request.param]()
+
+
+def test_no_report_stands_beside_the_base(report):
+    assert {type(report)} <= set(_all(Report))
+    made = {type(make()) for name, make in MADE.items() if name in ("check", "preview", "info")}
+    assert all("to_json" not in vars(cls) and "print" not in vars(cls) for cls in {type(report), *made})
+
+
+def _all(cls):
+    return [cls, *(each for sub in cls.__subclasses__() for each in _all(sub))]
+
+
+def test_text_terminal_and_notebook_have_the_same_cells(report, capsys):
+    cells = []
+    for part in report.parts():
+        rows = [part.columns, *part.rows] if isinstance(part, Table) else [[part.text]]
+        cells += [cell for row in rows for cell in row if cell]
+    assert cells
+    text, html = str(report), report._repr_html_()
+    for cell in cells:
+        assert cell.strip() in text
+    assert html.count("<table>") == sum(isinstance(part, Table) for part in report.parts())
+    report.print()
+    printed = "".join(capsys.readouterr().out.split())
+    assert all("".join(word.split()) in printed for cell in cells[:3] for word in cell.split())
+    assert text == text.strip("\n")
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_the_repr_is_one_line(report):
+    assert repr(report) == f"{type(report).__name__}({report.summary()})"
+    assert "\n" not in repr(report)
+    assert len(repr(report)) < 150
+
+
+def test_json_is_whole_and_indented(report):
+    text = report.to_json()
+    assert json.loads(text) == report.data()
+    assert text.endswith("}\n")
+    assert "\n " in text
+
+
+@dataclass(repr=False)
+class Odd(Report):
+    """What is in a report that no measurement should make, and does."""
+
+    name: str
+    error: float
+    moved: dict
+    lines: tuple
+
+    def parts(self):
+        yield Table(["[bold]", "<b>"], [["[red]x[/red]", "<i>"]], "a & b")
+        yield Line("[dim] < 1")
+
+    def summary(self):
+        return self.name
+
+
+def test_names_are_no_markup_and_numbers_that_are_not_finite_are_null(capsys):
+    odd = Odd("odd", math.nan, {1: math.inf}, (Line("a"), [0.5]))
+    assert json.loads(odd.to_json()) == {
+        "name": "odd",
+        "error": None,
+        "moved": {"1": None},
+        "lines": [{"text": "a", "style": ""}, [0.5]],
+    }
+    odd.print()
+    for told in (str(odd), capsys.readouterr().out):
+        assert "[red]x[/red]" in told
+        assert "[dim] < 1" in told
+    html = odd._repr_html_()
+    assert "<i>" not in html
+    assert "&lt;i&gt;" in html
+    assert "<caption>a &amp; b</caption>" in html

@@ -1,0 +1,239 @@
+"""Torch's settings are after a pass and its backward pass what they were; what a node's identity tells."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from leannorm import lean
+from leannorm.saving import flags, graph, small, trial
+from leannorm.saving.recipes import RECIPES
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setattr(trial, "_SEEN", {})
+    monkeypatch.setattr(small, "SMALL", -1)
+
+
+PLACES = [("generic", "all"), *itertools.product(("mkldnn", "cuda"), ("all", "matmul", "conv", "rnn"))]
+
+
+def own_precision(backend, operation):
+    """What is set at this place itself: found by setting what it would inherit from."""
+    return flags._own(backend, operation)
+
+
+def of_backends(module, prefix, seen):
+    """Every plain value in torch.backends and what lies below it."""
+    for name in sorted(dir(module)):
+        if name.startswith("_") or name in ("torch", "sys"):
+            continue
+        with contextlib.suppress(Exception):  # what this build of torch has not
+            value = getattr(module, name)
+            if isinstance(value, (bool, int, float, str)) or value is None:
+                yield f"{prefix}.{name}", value
+            elif "torch.backends" in f"{type(value).__module__}{getattr(value, '__name__', '')}":
+                known, _ = id(value) in seen, seen.add(id(value))
+                yield from () if known else of_backends(value, f"{prefix}.{name}", seen)
+
+
+def settings():
+    """All of torch's global settings that a kernel's choice or bits may depend on."""
+    found = dict(of_backends(torch.backends, "backends", {id(torch.backends)}))
+    for name in dir(torch._C):
+        if name.startswith("_get_") and hasattr(torch._C, f"_set_{name[5:]}"):
+            with contextlib.suppress(Exception):
+                found[name] = getattr(torch._C, name)()
+    for place in PLACES:
+        found[f"precision of {place}"] = own_precision(*place)
+    found |= {
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "denormals": flags._flushes(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": [torch.is_autocast_enabled(d) for d in ("cpu", "cuda")],
+        "autocast's dtype": torch.get_autocast_dtype("cpu"),
+        "autocast's cache": torch.is_autocast_cache_enabled(),
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+    return found
+
+
+def model():
+    return nn.Sequential(
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Conv2d(8, 8, 1), nn.GELU(), nn.Flatten(2)),
+        *(
+            nn.Linear(196, 256),
+            nn.GELU(),
+            nn.Linear(256, 196),
+            nn.LayerNorm(196),
+            nn.Softmax(-1),
+            nn.Linear(196, 4),
+        ),
+    )
+
+
+def set_precision(backend, operation, value):
+    torch._C._set_fp32_precision_setter(backend, operation, value)
+
+
+@contextlib.contextmanager
+def changed(setting):
+    """One setting changed, and brought back."""
+    change, back = setting
+    change()
+    try:
+        yield
+    finally:
+        back()
+
+
+def precision(*values):
+    """Set (backend, operation, value) each."""
+    return (
+        lambda: [set_precision(*v) for v in values],
+        lambda: [set_precision(backend, operation, "none") for backend, operation, _ in values],
+    )
+
+
+def deterministic(warn_only):
+    return (
+        lambda: torch.use_deterministic_algorithms(
+            not torch.are_deterministic_algorithms_enabled(), warn_only=warn_only
+        ),
+        lambda: torch.use_deterministic_algorithms(True),
+    )
+
+
+CHANGES = {
+    "nothing": (lambda: None, lambda: None),
+    "precision of all": precision(("generic", "all", "bf16")),
+    "precision of one backend": precision(("mkldnn", "all", "bf16")),
+    "precision of one operation": precision(("mkldnn", "matmul", "bf16")),
+    "precision of all and of one": precision(("generic", "all", "tf32"), ("mkldnn", "conv", "ieee")),
+    "precision of all and of a backend": precision(("generic", "all", "bf16"), ("mkldnn", "all", "bf16")),
+    "deterministic": deterministic(False),
+    "deterministic, warns": deterministic(True),
+    "denormals": (lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
+    "threads": (lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(1)),
+    "mkldnn": (lambda: torch._C._set_mkldnn_enabled(False), lambda: torch._C._set_mkldnn_enabled(True)),
+    "nnpack": (lambda: torch._C._set_nnpack_enabled(False), lambda: torch._C._set_nnpack_enabled(True)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("within", [True, False], ids=["in the forward pass", "before the backward pass"])
+def test_settings_are_as_they_were(change, within):
+    network, x = model(), torch.randn(4, 8, 16, 16)
+    for _ in range(2):
+        around, later = CHANGES[change], CHANGES["nothing"]
+        if not within:
+            around, later = later, around
+        with changed(around):
+            before = settings()
+            with lean("conv") as saved:
+                loss = network(x).square().mean()
+            assert settings() == before
+        assert saved.rebuilt_bytes > 0
+        with changed(later):
+            before = settings()
+            loss.backward()
+            assert settings() == before
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_rebuild_has_the_settings_of_its_forward_pass(change):
+    def gradients(context):
+        torch.manual_seed(0)
+        network, x, seen = model(), torch.randn(4, 8, 16, 16) * 1e-3, []
+        for forward, backward in itertools.product((False, True), repeat=2):
+            network.zero_grad()
+            with changed(CHANGES[change if forward else "nothing"]), context():
+                loss = network(x).square().mean()
+            with changed(CHANGES[change if backward else "nothing"]):
+                loss.backward()
+            seen += [p.grad.clone() for p in network.parameters()]
+        return seen
+
+    stock, ours = gradients(contextlib.nullcontext), gradients(lambda: lean("conv"))
+    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+
+
+# ---------------------------------------------------------------- identity
+
+
+FEW = (
+    "add addmm baddbmm bmm cat celu clone contiguous div elu expand gelu glu hardsigmoid hardswish hardtanh"
+    " leaky_relu logsigmoid log_softmax mean mish mm mul neg permute pow prelu relu repeat reshape roll rsqrt"
+    " select sigmoid silu slice softmax softplus split squeeze tanh to transpose unbind unsqueeze view"
+    " batch_norm conv2d group_norm layer_norm scaled_dot_product_attention"
+)
+
+
+def nodes(all_operators):
+    """Nodes of torch's own table of operators."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    for op in op_db:
+        if not (all_operators or op.name.split(".")[-1] in FEW.split()) or not op.supports_autograd:
+            continue
+        if torch.float32 not in op.supported_dtypes("cpu"):
+            continue
+        with contextlib.suppress(RuntimeError):  # needs a library that this torch lacks
+            for sample in itertools.islice(op.sample_inputs("cpu", torch.float32, requires_grad=True), 20):
+                try:
+                    made = op.op(sample.input, *sample.args, **sample.kwargs)
+                except (RuntimeError, TypeError, NotImplementedError):
+                    continue
+                for y in made if isinstance(made, (tuple, list)) else (made,):
+                    if isinstance(y, torch.Tensor) and y.grad_fn is not None:
+                        yield y.grad_fn
+
+
+def told_apart(a, b):
+    """Do two nodes of a class differ in anything that autograd shows of them, but for tensors?"""
+
+    def shown(node):
+        names = [n for n in dir(node) if n.startswith("_saved_") and not hasattr(node, f"_raw{n}")]
+        outputs = [(tuple(m.shape), m.dtype, m.device) for m in node._input_metadata]
+        return [repr(getattr(node, n)) for n in names], outputs
+
+    return shown(a) != shown(b)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("all_operators", [False, pytest.param(True, marks=pytest.mark.conformance)])
+def test_nodes_that_differ_in_anything_are_two(all_operators):
+    """Every attribute that torch's derivatives keep, with the values that torch's own tests put into it."""
+    by_class: dict[type, list] = {}
+    for node in nodes(all_operators):
+        by_class.setdefault(type(node), []).append(node)
+    pairs = 0
+    for some in by_class.values():
+        for a, b in itertools.combinations(some[:12], 2):
+            one, other = graph.identity(a), graph.identity(b)
+            if told_apart(a, b):
+                pairs += 1
+                assert one is None or one != other, (a, one, other)
+    ours = {cls.__name__: some[0] for cls, some in by_class.items() if cls.__name__ in RECIPES}
+    assert pairs > 1000
+    assert len(ours) > 40
+    assert not [kind for kind, node in ours.items() if graph.identity(node) is None]
+
+
+def test_the_dtype_of_what_comes_out_is_part_of_a_node():
+    x = torch.randn(4, 8, requires_grad=True)
+    assert graph.identity(x.mean(1).grad_fn) != graph.identity(x.mean(1, dtype=torch.float64).grad_fn)
+    assert graph.identity(F.silu(x).grad_fn) == graph.identity(F.silu(x).grad_fn)
+    assert graph.identity(F.silu(x).grad_fn) != graph.identity(F.silu(x[:2]).grad_fn)

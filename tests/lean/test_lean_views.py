@@ -1,0 +1,96 @@
+"""`lean()` behind in-place activations on views, and by bytes what it holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lean_cases import assert_as_stock
+from torch import nn
+
+from leannorm import lean
+from leannorm.saving import graph, provenance, reasons, small, trial
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setattr(trial, "_SEEN", {})
+    monkeypatch.setattr(small, "SMALL", -1)
+    monkeypatch.setattr(reasons, "_WARNED", set())
+
+
+NORMS = {
+    "instance": nn.InstanceNorm3d,
+    "instance, affine": lambda c: nn.InstanceNorm3d(c, affine=True),
+    "batch": nn.BatchNorm3d,
+    "group": lambda c: nn.GroupNorm(2, c),
+}
+IN_PLACE = {
+    "leaky relu": nn.LeakyReLU,
+    "relu": nn.ReLU,
+    "silu": nn.SiLU,
+    "elu": nn.ELU,
+    "hardswish": nn.Hardswish,
+    "celu": lambda inplace: nn.CELU(0.5, inplace),
+}
+
+
+@pytest.mark.parametrize("activation", IN_PLACE)
+@pytest.mark.parametrize("norm", NORMS)
+def test_an_activation_in_place_behind_a_norm_of_volumes(norm, activation):
+    """nnU-Net's block. Instance norm puts out a view, of which the activation hides the node."""
+
+    def program(context):
+        blocks = [(nn.Conv3d(8, 8, 3), NORMS[norm](8), IN_PLACE[activation](inplace=True)) for _ in range(3)]
+        model = nn.Sequential(*(layer for block in blocks for layer in block), nn.Conv3d(8, 2, 1))
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            with context() as saved:
+                loss = model(torch.randn(2, 8, 14, 14, 14)).square().mean()
+            loss.backward()
+            seen += [p.grad.clone() for p in model.parameters()]
+        if saved is not None:
+            assert saved.kept_bytes < 0.7 * (saved.kept_bytes + saved.rebuilt_bytes)
+        return seen
+
+    assert_as_stock(program)
+
+
+@pytest.mark.parametrize("activation", ["leaky relu", "relu", "celu"])
+def test_without_the_nodes_the_call_tells_what_was_done_to_a_view(activation, monkeypatch):
+    for module in (graph, provenance):
+        monkeypatch.setattr(module, "NODES", None)
+    test_an_activation_in_place_behind_a_norm_of_volumes("instance", activation)
+
+
+def test_what_is_done_in_place_to_a_part_of_a_norms_output_is_held():
+    def program(context):
+        conv, norm, seen = nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8), []
+        for slope in (0.1, 0.1, 0.3):
+            x = torch.randn(4, 8, 16, 16, requires_grad=True)
+            with context():
+                y = norm(x * 1.0)
+                F.silu(y[:, :4], inplace=True)
+                F.hardtanh(y, -slope, slope, inplace=True)
+                loss = conv(y).square().sum()
+            loss.backward()
+            seen.append(x.grad)
+        return seen
+
+    assert_as_stock(program)
+
+
+def test_what_is_held_has_a_reason_by_its_bytes():
+    block = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    x = torch.randn(4, 8, 32, 32)
+    with lean() as saved:
+        loss = block(x).square().sum()
+    (why,) = (r for r in saved.reasons if "ReluBackward0" in r)
+    assert "made of outputs of ConvolutionBackward0, and held: this setting does not repeat it" in why
+    loss.backward()
+    with lean() as saved:
+        loss = block(torch.cumsum(x.requires_grad_(), 0)).square().sum()
+    assert any("CumsumBackward0, and held: lean() has no recipe for it" in r for r in saved.reasons)
+    loss.backward()
+    assert {r.why for r in saved.records if r.rebuilt} <= {""}
