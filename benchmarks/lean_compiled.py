@@ -7,7 +7,7 @@ Held and peak are bytes of torch's allocator above the step's start, weights' gr
 are compared with eager code in float64: the largest error of a parameter's gradient, of the largest value in
 it; "stock" beside it is compiled stock's, "eager" that of eager code in the model's own dtype. The settings
 "torch .5" and so on are torch's `activation_memory_budget`. `--convert` converts the norms first, on both
-sides. Results go to a file of `benchmarks/results/`, from which `--plot FILE` draws peak against time.
+sides. Results go to a file of `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ class Side:
         self.options = leannorm.compile_options(**how) if isinstance(how, dict) else None
         if isinstance(how, float):
             torch._functorch.config.activation_memory_budget = how
+        torch._functorch.config.enable_autograd_cache = False  # a plan that comes from there has no report
         self.compiled = torch.compile(self.model, options=self.options)
 
     def forward(self, model: Any = None) -> Tensor:

@@ -140,6 +140,24 @@ class Squeezed(nn.Module):
         return torch.cat([F.max_pool2d(y, 2), F.avg_pool2d(y, 2)], 1)
 
 
+class Scaled(nn.Module):
+    """A buffer that the forward pass edits, before or after it was used."""
+
+    def __init__(self, width, first=False):
+        super().__init__()
+        self.linear, self.first = nn.Linear(width, width), first
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        if self.first:
+            self.scale.mul_(0.5)
+            return self.linear(x).relu() * self.scale
+        c = self.scale.view(2, -1).view(-1) * 1.5
+        y = F.gelu(self.linear(x) * c) * c.tanh()
+        self.scale.mul_(0.5)
+        return y
+
+
 def images(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 

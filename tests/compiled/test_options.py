@@ -1,6 +1,7 @@
 """`compile_options()`: what it takes, what it says, what it leaves as it was."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -74,7 +75,9 @@ def test_a_report_adds_up():
     assert report.held == ours.saved
     assert report.held <= 0.5 * report.stock_held
     assert report.reasons == []
-    assert f"({report.held / report.stock_held:.2f})" in str(report)
+    assert f" {report.held / report.stock_held:.2f} " in str(report)
+    (graph,) = json.loads(report.to_json())["graphs"]
+    assert (graph["held"], graph["stock_held"]) == (report.held, report.stock_held)
 
 
 @pytest.mark.parametrize(
@@ -184,3 +187,24 @@ def test_lean_says_what_to_type_for_compiled_code():
     with leannorm.lean() as saved:
         run_by_nodes(model)(torch.randn(4, 8)).sum()
     assert "torch.compile(model, options=leannorm.compile_options())" in " ".join(saved.reasons)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_another_backend_is_named_among_the_reasons(backend):
+    torch._dynamo.reset()
+    options = leannorm.compile_options("conv")
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend=backend, options=options)
+    model(torch.randn(4, 8)).sum().backward()
+    assert "a backend other than inductor" in options.report().reasons[0]
+
+
+def test_a_tensor_of_a_subclass():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model, x = Gated().double(), images(2, 24, 16).double()
+    options = leannorm.compile_options("conv")
+    both = TwoTensor(x.clone(), 2 * x).requires_grad_()
+    run_by_nodes(model, options)(both).square().sum().backward()
+    assert options.report().held < 0.7 * options.report().stock_held
+    for mine, given in ((both.grad.a, x), (both.grad.b, 2 * x)):
+        torch.testing.assert_close(mine, step(model, model, given).gradients["x"])

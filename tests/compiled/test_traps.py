@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from compiling import Residual, assert_same, images, run_by_nodes, saved_bytes, step
+from compiling import Residual, Scaled, assert_same, images, run_by_nodes, saved_bytes, step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -14,24 +14,6 @@ import leannorm
 LEANEST = {"budget": 0.01}
 
 
-class Scaled(nn.Module):
-    """A buffer that the forward pass edits, before or after it was used."""
-
-    def __init__(self, first):
-        super().__init__()
-        self.linear, self.first = nn.Linear(8, 8), first
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, x):
-        if self.first:
-            self.scale.mul_(0.5)
-            return self.linear(x).relu() * self.scale
-        c = self.scale.view(2, 4).view(8) * 1.5
-        y = F.gelu(self.linear(x) * c) * c.tanh()
-        self.scale.mul_(0.5)
-        return y
-
-
 @pytest.mark.parametrize("goal", [{}, LEANEST], ids=["norm", "leanest"])
 @pytest.mark.parametrize("first", [True, False])
 def test_what_reads_an_edited_buffer_reads_what_the_forward_pass_read(first, goal):
@@ -39,7 +21,7 @@ def test_what_reads_an_edited_buffer_reads_what_the_forward_pass_read(first, goa
     ran = []
     for options in (None, leannorm.compile_options(**goal)):
         torch.manual_seed(0)
-        model = Scaled(first).double()
+        model = Scaled(8, first).double()
         ran.append(
             step(model, model if options is None else run_by_nodes(model, options), images(4, 8).double())
         )

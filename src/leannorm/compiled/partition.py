@@ -17,6 +17,8 @@ from leannorm.planning.plan import Plan, plan
 from leannorm.saving.price import rates
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
+_NEARLY = 1.02
+"""What torch's partition makes of a plan may be that much more without a reason."""
 _NEVER_AGAIN = ("reduced", "pass", "product", "once")
 
 
@@ -50,7 +52,12 @@ def partition(
                 " left out"
             )
             return stock, Planned(place, chosen._replace(point=lines.stock), reason)
-        return ours, Planned(place, chosen._replace(point=made))
+        if made.held > _NEARLY * chosen.point.held or made.peak > _NEARLY * chosen.point.peak:
+            reason = (
+                f"torch's partition, given this plan, holds {made.held} bytes and peaks at {made.peak}, where"
+                f" {chosen.point.held} and {chosen.point.peak} were planned"
+            )
+        return ours, Planned(place, chosen._replace(point=made), reason)
     except Exception as error:
         return stock, Planned(place, reason=_failed(error))
 
