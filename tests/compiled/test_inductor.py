@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "inductor_steps.py"
 
 
@@ -18,17 +20,18 @@ def run(settings, cache):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.timeout(900)
 def test_a_setting_is_followed_whatever_the_caches_hold(tmp_path):
     """The same model under several settings, in one process and in a second that finds its caches."""
     (half,) = run([{"budget": 0.6}], tmp_path)
-    stock, third, again = run([None, {"budget": 0.35}, {"budget": 0.6}], tmp_path)
-    assert [half["hits"], stock["hits"], third["hits"], again["hits"]] == [0, 0, 0, 1]
+    third, again = run([{"budget": 0.35}, {"budget": 0.6}], tmp_path)
+    assert [half["hits"], third["hits"], again["hits"]] == [0, 0, 1]
     assert half["saved"] == half["planned"] == again["saved"]
     assert third["saved"] == third["planned"]
-    assert half["saved"] <= 0.6 * stock["saved"]
-    assert third["saved"] <= 0.35 * stock["saved"]
+    assert third["saved"] <= 0.35 * third["stock"]
+    assert 0.35 * half["stock"] < half["saved"] <= 0.6 * half["stock"]
     assert half["reasons"] == third["reasons"] == []
     assert "taken from torch's cache" in again["reasons"][0]
     for ours in (half, third, again):
-        assert ours["error"] < 1e-12  # and not that of `stock`, whose partition reads the edited buffer
+        assert ours["error"] < 1e-12  # where torch's own partition, which reads the edited buffer, has 0.2
         assert ours["buffers"]
