@@ -83,7 +83,7 @@ class Reader:
         self, graph: fx.Graph, num_fwd_outputs: int, rates: Rates, channels_last: bool = False
     ) -> None:
         """`channels_last`: will the compiler lay out convolutions so?"""
-        self.rates = rates
+        self.rates, self.channels_last = rates, channels_last
         self.nodes = [n for n in graph.nodes if n.op != "output"]
         returned = outputs(graph)
         self.outputs = {n for n in returned[:num_fwd_outputs] if isinstance(n, fx.Node)}
@@ -327,6 +327,10 @@ class Reader:
                 alive(node, first, max(first, last))
             elif node in until and node not in wanted:
                 alive(node, made[node], until[node])
+        for moment, node in enumerate(self.runs[1], self.start):
+            working = operators.working_bytes(node, channels_last=self.channels_last)
+            change[moment] += working
+            change[moment + 1] -= working
         total, found = 0, []
         for difference in change[: self.end]:
             total += difference

@@ -172,6 +172,20 @@ def seconds(node: fx.Node, read: int, written: int, rates: Rates) -> float:
     return total
 
 
+def working_bytes(node: fx.Node, channels_last: bool) -> int:
+    """Bytes that a kernel has for itself while it runs: on a CPU a convolution's gradients bring the weight, and
+    its gradient where that is laid out channels_last, into a layout of their own."""
+    if str(packet(node)).rpartition(".")[2] != "convolution_backward":
+        return 0
+    weight = node.args[2]
+    assert isinstance(weight, fx.Node)
+    (value,) = tensors(weight)
+    if value.device.type != "cpu":
+        return 0
+    last = channels_last or (value.dim() == 4 and not value.is_contiguous())
+    return nbytes(weight) * (2 if last else 1)
+
+
 def is_tensor(node: fx.Node) -> bool:
     """Does it give one tensor?"""
     return isinstance(node.meta.get("val"), torch.Tensor)
