@@ -142,9 +142,8 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
 @pytest.mark.parametrize("shape", [(3, 40, 9, 11), (2, 6, 30, 30), (40, 64)], ids=str)
 def test_where_a_gradient_waits_changes_no_bit(shape, groups, act):
     """Between its two passes it waits in the result, but for one that takes the input's place."""
-    call = call_on(
-        ChannelCase(shape, "channels_last" if len(shape) == 4 else "contiguous"), torch.float32, act
-    )
+    layout = "channels_last" if len(shape) == 4 else "contiguous"
+    call = call_on(ChannelCase(shape, layout), torch.float32, act)
     groups = groups if shape[1] % 4 == 0 else groups // 2
     y, mean, _, rstd = CPU.channel_forward(call.x, None, None, None, 1e-5, act, groups)
     given = mean, rstd, None, None, None, y if act == "elu" else None, act, groups, False
