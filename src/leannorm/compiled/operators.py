@@ -173,8 +173,8 @@ def seconds(node: fx.Node, read: int, written: int, rates: Rates) -> float:
 
 
 def working_bytes(node: fx.Node, channels_last: bool) -> int:
-    """Bytes that a kernel has for itself while it runs: on a CPU a convolution's gradients bring the weight, and
-    its gradient where that is laid out channels_last, into a layout of their own."""
+    """Bytes that a kernel has for itself while it runs: on a CPU a convolution's gradients bring the weight,
+    and its gradient where that is laid out channels_last, into a layout of their own."""
     if str(packet(node)).rpartition(".")[2] != "convolution_backward":
         return 0
     weight = node.args[2]
