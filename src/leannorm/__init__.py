@@ -18,6 +18,7 @@ from leannorm._errors import MissingDependencyError as MissingDependencyError
 from leannorm._errors import SyncError as SyncError
 from leannorm._freed_memory import FreedMemory as FreedMemory
 from leannorm._freed_memory import keep_freed_memory as keep_freed_memory
+from leannorm.compiled import compile_options as compile_options
 from leannorm.nn.lengths import conv_lengths as conv_lengths
 from leannorm.ops.running import no_stats_update as no_stats_update
 from leannorm.ops.select import backends as backends
@@ -61,6 +62,7 @@ __all__ = [
     "accumulate_stats",
     "backends",
     "bench",
+    "compile_options",
     "conv_lengths",
     "convert",
     "distributed",
