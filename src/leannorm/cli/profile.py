@@ -14,6 +14,7 @@ def profile(
     input: Inputs,
     budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
+    compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
     dtype: Dtype = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
@@ -44,7 +45,13 @@ def profile(
         network = model_named(model).to(device, dtype_named(dtype))
         inputs = tried(network, input, model, device, dtype)
         measured = measure(
-            network, inputs, budgets=budget, against=others, steps=steps, progress=status.update
+            network,
+            inputs,
+            budgets=budget,
+            against=others,
+            compiled=compiled,
+            steps=steps,
+            progress=status.update,
         )
     measured.model = model
     tell(measured, json, report)

@@ -31,6 +31,7 @@ def profile(
     recompute: Sequence[str] = ("norm", "conv"),
     budgets: Sequence[float] = (),
     against: Sequence[str] = (),
+    compiled: bool = False,
     loss: Callable[[Any], Tensor] = mean_square,
     steps: int = 5,
     progress: Callable[[str], None] = lambda doing: None,
@@ -39,9 +40,10 @@ def profile(
 
     `inputs` are a tensor, a tuple of all arguments, or a mapping of them by name. `recompute` and `budgets`
     are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around every block) and "compile"
-    (`torch.compile` keeping half of the activations). `loss` makes a scalar of the output: by default its own
-    `loss`, as models of transformers have it where they are given labels, else the mean square of what it
-    holds. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
+    (`torch.compile` keeping half of the activations). `compiled`: also `torch.compile` as it is, and with
+    `compile_options` for each lean setting. `loss` makes a scalar of the output: by default its own `loss`,
+    as models of transformers have it where they are given labels, else the mean square of what it holds.
+    The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
     memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
     before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB are
     measured with rebuilds, too, although `lean` leaves them as they are in training.
@@ -59,7 +61,7 @@ def profile(
     """
     _checks.module(model, "profile")
     arguments = inputs_of(inputs)
-    settings = settings_for(model, recompute, budgets, against)
+    settings = settings_for(model, recompute, budgets, against, compiled)
     learned = [p for p in model.parameters() if p.requires_grad]
     if not learned:
         raise InputError(
