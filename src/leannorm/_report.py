@@ -146,5 +146,15 @@ def bytes_in_words(nbytes: float) -> str:
     return f"{nbytes / 1e3:,.1f} KB" if 0 < nbytes < 1e5 else f"{nbytes / 1e6:,.1f} MB"
 
 
+def column_of_bytes(column: Sequence[float]) -> list[str]:
+    """The same for a column, all in the unit of its largest.
+
+    >>> column_of_bytes([12_345_678, 12_345, 0])
+    ['12.3 MB', '<0.1 MB', '0.0 MB']
+    """
+    unit, scale = ("KB", 1e3) if max(column, default=0) < 1e5 else ("MB", 1e6)
+    return [f"<0.1 {unit}" if 0 < one / scale < 0.05 else f"{one / scale:,.1f} {unit}" for one in column]
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f} ms"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from leannorm._batch import inputs_of
 from leannorm._errors import InputError
 from leannorm.cli import main
 from leannorm.report.fake import fake_model, fake_step
@@ -68,7 +69,7 @@ def test_fake_steps_need_what_real_ones_do(make, sample, batch):
         real.zero_grad()
         measured = measure_step(forward)
         real.zero_grad()
-        found = fake_step(fake, mode, pretended, x.shape)
+        found = fake_step(fake, mode, pretended, inputs_of(x))
         # where the gradients of q, k and v are added up: in place, but for fake tensors
         inexact = make is narrow_transformer and setting.name == "conv"
         assert found.peak == pytest.approx(measured.peak, rel=0.07 if inexact else 0.05), setting.name
@@ -99,7 +100,7 @@ def test_the_optimizers_state_is_counted():
 @pytest.mark.parametrize(
     ("make", "memory", "words"),
     [
-        (partial(nn.Linear, 1000, 1000), "20MB", "optimizer take 12.0 MB of 20.0 MB, which lean() leaves"),
+        (partial(nn.Linear, 1000, 1000), "20MB", "optimizer take 12.0 MB of 20MB, which lean() leaves"),
         (partial(nn.Linear, 10, 10), "1MB", "they rebuild nothing that is there at the step's peak"),
         (partial(nn.Linear, 1000, 1000), "1MB", "Not even 2 samples fit"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,12 +19,15 @@ def doctor(
             help="Run batches of the model's data, as doctor() takes them.", metavar="package.module:callable"
         ),
     ] = "",
+    fail_on: Annotated[
+        Literal["error", "warning", "note"], typer.Option(help="The least severity with exit status 1.")
+    ] = "note",
     json: JsonFile = None,
     html: Annotated[
         Path | None, typer.Option("--html", "--report", help="Write an HTML page here.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Look for what is wrong in a model's norm layers; exit status 1 where something is found.
+    """Look for what is wrong in a model's norm layers; exit status 1 for findings (see --fail-on).
 
     A package.module:callable may load weights. What a batch's values tell (the gap between the modes, dead
     channels, padding) is asked of --data alone: of random values it says nothing.
@@ -40,6 +43,7 @@ def doctor(
     from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
+    from leannorm.report.doctor.subject import SEVERITIES
     from leannorm.report.render import require_page
 
     if input and data:
@@ -66,5 +70,5 @@ def doctor(
         report = examine(network, batches, forward=forward, checks=checks)
     report.model = model
     tell(report, json, html)
-    if not report:
+    if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on) for one in report.findings):
         raise typer.Exit(CHECK_FELL_SHORT)

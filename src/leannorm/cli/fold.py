@@ -30,13 +30,14 @@ def fold(
 
     from leannorm._batch import positional
     from leannorm._errors import FoldError, InputError
-    from leannorm._files import check_writable
+    from leannorm._files import check_suffix, check_writable
     from leannorm.cli import CHECK_FELL_SHORT
     from leannorm.cli.inputs import specs_of, tried
     from leannorm.cli.models import model_named
     from leannorm.program import Program
     from leannorm.transforms import fold as folding
 
+    check_suffix(output, ".pt2")
     check_writable(json, output)
     console = Console(soft_wrap=True)
     is_file, inputs = Path(model).is_file(), None

@@ -26,11 +26,13 @@ def fork(
     import torch
     from rich.console import Console
 
-    from leannorm._files import check_writable, write_json
+    from leannorm._files import check_suffix, check_writable, write_json
     from leannorm.cli.inputs import specs_of, tried
     from leannorm.cli.models import model_named
     from leannorm.program import fork as forking
 
+    check_suffix(output, ".pt2")
+    check_suffix(draw, ".svg")
     check_writable(json, output, draw)
     specs = specs_of(input)
     varies = any_batch and all(spec.sizes[0] > 1 for spec in specs)

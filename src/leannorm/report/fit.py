@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
-from leannorm._report import Line, Part, Report, Table, bytes_in_words
+from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_of_bytes
 from leannorm.report.fake import fake_model, fake_step
 from leannorm.report.settings import Setting, code_of, settings_for
 
@@ -67,9 +67,9 @@ class FitReport(Report):
                 one.name,
                 str(one.batch) if one.batch else "none",
                 f"{one.batch / stock:.2f}" if stock else "–",
-                bytes_in_words(one.nbytes),
+                needed,
             ]
-            for one in self.fits
+            for one, needed in zip(self.fits, column_of_bytes([one.nbytes for one in self.fits]), strict=True)
         ]
         title = f"samples of {', '.join(self.sample)}, {self.optimizer}, {self.available}"
         yield Table(["", "largest batch", "of stock", "bytes needed"], rows, title)

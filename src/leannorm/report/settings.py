@@ -58,8 +58,8 @@ def settings_for(
 def leaner(name: str, **more: Any) -> lean:
     """`lean()` by the name of a setting: what to recompute, or an option and its number.
 
-    >>> leaner("conv"), leaner("budget 0.5")  # doctest: +ELLIPSIS
-    (<leannorm.saving.context.lean object at ...>, <leannorm.saving.context.lean object at ...>)
+    >>> leaner("conv"), leaner("budget 0.5")
+    (lean(no tensor saved), lean(no tensor saved))
     """
     return lean(**_arguments(name), **more)
 

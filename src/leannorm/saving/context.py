@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm._report import bytes_in_words
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
@@ -120,6 +121,19 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
                 self.reasons += [reason for reason in found if reason not in self.reasons]
         finally:
             passed.forget()
+
+    def __repr__(self) -> str:
+        """One line: what the last pass kept, what its backward pass rebuilds, the plan, and why no more."""
+        told = [
+            f"{bytes_in_words(self.kept_bytes)} kept, {bytes_in_words(self.rebuilt_bytes)} to rebuild"
+            if self.records
+            else "no tensor saved"
+        ]
+        if self.plan is not None:
+            told.append(
+                f"plan: {self.plan.ratio:.2f} of stock's bytes at {1 + self.plan.overhead:.2f} of its time"
+            )
+        return f"lean({'; '.join(told + self.reasons)})"
 
     @property
     def kept_bytes(self) -> int:

@@ -57,6 +57,7 @@ class _LeanForward:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)
+        self._local.saved = context
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
@@ -117,6 +118,12 @@ class _LeanForward:
         self.__dict__.update(
             state, _model=weakref.ref(state["_model"]), _local=threading.local(), _references=0
         )
+
+
+def last_pass(model: nn.Module) -> lean | None:
+    """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
+    around = model.__dict__.get(_ATTRIBUTE)
+    return None if around is None else around._local.__dict__.get("saved")
 
 
 def _warn_compiled() -> None:
