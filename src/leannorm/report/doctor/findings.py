@@ -120,8 +120,7 @@ def remedies(findings: Sequence[Finding]) -> list[str]:
 
     >>> lines = [f'model.get_submodule("{name}").eps = 0.1' for name in ("a", "b")]
     >>> print(*remedies([Finding("eps", name, 0.0, "", line) for name, line in zip("ab", lines)]), sep="\\n")
-    for name in ["a", "b"]:
-        model.get_submodule(name).eps = 0.1
+    for name in ["a", "b"]: model.get_submodule(name).eps = 0.1
     """
     named: dict[str, list[str]] = {}
     for finding in findings:
@@ -132,7 +131,7 @@ def remedies(findings: Sequence[Finding]) -> list[str]:
     for remedy, names in named.items():
         if len(names) > 1 and _NAMED in remedy:
             quoted = ", ".join(f'"{name}"' for name in dict.fromkeys(names))
-            lines += [f"for name in [{quoted}]:", f"    {remedy}"]
+            lines.append(f"for name in [{quoted}]: {remedy}")
         else:
             lines.append(remedy.replace(_NAMED, f'get_submodule("{names[0]}")'))
     return lines
