@@ -153,6 +153,7 @@ def test_inputs_are_read():
 UNREADABLE = {
     "2x8:int64": "whole numbers need a range",
     "2x8:int64<0": "whole numbers need a range",
+    "2x8:uint8<300": "uint8 holds whole numbers up to 255",
     "2x8:int65<3": "an input's dtype is one of float32",
     "2x8:float32<3": "a range is for whole numbers",
     "ids=": "an input is written as its sizes",

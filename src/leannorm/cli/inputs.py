@@ -82,6 +82,9 @@ def _spec_of(text: str) -> Spec:
     if sign == "<" and chosen not in _WHOLE.values():
         raise InputError(f"a range is for whole numbers; leave it out of {text!r}")
     value = None if number is None else int(number)
+    most = {torch.bool: 1, torch.uint8: 255, torch.int32: 2**31 - 1}.get(chosen)
+    if value is not None and most is not None and value > most + (sign == "<"):
+        raise InputError(f"{dtype.lower()} holds whole numbers up to {most}; got {text!r}")
     return Spec(name, sizes, chosen, *((value, None) if sign == "<" else (None, value)))
 
 

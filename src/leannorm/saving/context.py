@@ -23,6 +23,11 @@ from leannorm.saving.small import place_of
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
     """Hold less for the backward pass: what can be rebuilt from what is held anyway is not held.
 
+        lean()              rebuilds outputs of norms, activations, casts and views
+        lean("conv")        also of linear layers, attention and cheap convolutions
+        lean(budget=0.3)    keeps at most 0.3 of stock's bytes
+        lean(overhead=0.1)  keeps as little as a tenth more time allows
+
     Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
     looked at with the node that made it: the output of a norm follows from the norm's input, that of an
     activation from its input, a cast, view or copy from what it was made of. The backward pass rebuilds them

@@ -152,7 +152,9 @@ def _page(report: DoctorReport) -> str:
     facts = [Fact(str(count), f"{name}s") for name, count in counts.items()]
     facts.append(Fact(str(len(report.layers)), "norm layers"))
     if report.difference is not None:
-        facts.append(Fact(f"{report.difference:.2g}", "of the outputs' size is between the two modes"))
+        facts.append(
+            Fact(f"{report.difference:.2g}", "difference between the two modes' outputs, of their size")
+        )
     sections = [_bars(report)] if report.layers else []
     for title, findings in _grouped(report):
         first = findings[0]
