@@ -253,8 +253,8 @@ class LeanRun(Run):
         return sum(r() is not None for r in references)
 
     def _held_by_torch(self):
-        """After an error torch's engine keeps nodes that it had not come to, until it comes to the next of them;
-        save_on_cpu keeps a node that saves its own output, by the graph of its copy."""
+        """After an error torch's engine keeps nodes that it had not come to, until it comes to the next of
+        them; save_on_cpu keeps a node that saves its own output, by the graph of its copy."""
         raised = any(event.kind == "raised" and "backward pass" in event.where for event in self.trace)
         return raised or "save_on_cpu" in str(self.program)
 
