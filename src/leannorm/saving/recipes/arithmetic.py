@@ -51,6 +51,18 @@ def mean(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return None if x is None else Step(_mean, (x,), (), constants)
 
 
+def _sum(x: Tensor, dim: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return torch.sum(x, dim, keepdim, dtype=dtype)
+
+
+@recipe("SumBackward1")
+def sum_over(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A token's sum over its experts; the sum by which a router's weights are divided."""
+    x = given(0)
+    constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
+    return None if x is None else Step(_sum, (x,), (), constants)
+
+
 @recipe("DivBackward0")
 def div(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     return _of_two(torch.div, node, given)
@@ -87,3 +99,28 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     if a is None or b is None or node._saved_alpha != 1:
         return None
     return Step(torch.add, (a, b), in_place=add_to, kind="sum")
+
+
+def _subtract_from(a: Tensor, b: Tensor) -> Tensor:
+    return a.sub_(b) if a.shape == b.shape and a.dtype == b.dtype else a - b
+
+
+@recipe("SubBackward0")
+def sub(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Rotary embeddings of interleaved pairs; a volume's residual."""
+    a, b = given(0), given(1)
+    if a is None or b is None or node._saved_alpha != 1:
+        return None
+    return Step(torch.sub, (a, b), in_place=_subtract_from, kind="sum")
+
+
+@recipe("WhereBackward0")
+def where(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    a, b, condition = given(0), given(1), saved(node, "condition")
+    if a is None or b is None or condition is None:
+        return None
+    return Step(_where, (condition, a, b), kind="scale")
+
+
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(condition, a, b)
