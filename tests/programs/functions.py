@@ -137,15 +137,20 @@ def busy(count):
 
 def elsewhere(make, x, count=0):
     """`make(x)`, in a thread that has made `count` nodes before."""
-    made = []
+    made, raised = [], []
 
     def work():
-        busy(count)
-        made.append(make(x))
+        try:
+            busy(count)
+            made.append(make(x))
+        except Exception as error:  # of the line: an axis that x has not
+            raised.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    if raised:
+        raise raised[0]
     return made[0]
 
 

@@ -339,6 +339,7 @@ OPERATIONS = {
     copy: 7,
     layer: 18,
     product: 4,
+    routed: 4,
     view: 7,
     combine: 7,
     scale: 6,

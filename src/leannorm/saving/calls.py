@@ -83,7 +83,7 @@ def call_of(frame: FrameType) -> CallArguments | None:
     if code in _WITHOUT:
         return CallArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
     if code not in _WITH_BIAS:
-        return None
+        return _shift_of_frozen_norm(frame)
     arguments = frame.f_locals
     bias = arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
@@ -93,6 +93,21 @@ def call_of(frame: FrameType) -> CallArguments | None:
     moves_affine = any(share_memory(t, v) for t in moved for v in (weight, bias))
     copy = None if bias is None else bias.detach().clone()
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
+
+
+_WITH_FROZEN_NORMS = "torchvision.", "timm.", "transformers."
+
+
+def _shift_of_frozen_norm(frame: FrameType) -> CallArguments | None:
+    """What a frozen batch norm of these packages, `x * scale + bias`, is about to add."""
+    if frame.f_code.co_name != "forward":
+        return None
+    if not str(frame.f_globals.get("__name__")).startswith(_WITH_FROZEN_NORMS):
+        return None
+    arguments = frame.f_locals
+    known = "FrozenBatchNorm" in type(arguments.get("self")).__name__ and "scale" in arguments
+    bias = arguments.get("bias") if known else None
+    return _with_frozen_bias(bias) if isinstance(bias, Tensor) else None
 
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:

@@ -46,6 +46,7 @@ class _LeanForward:
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
         self._model, self._local = weakref.ref(model), threading.local()
         self._references = 0  # to this object, when it was last found to have one owner
+        self.saved: lean | None = None  # the context of the last pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -56,6 +57,7 @@ class _LeanForward:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)
+        self.saved = context
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
@@ -109,12 +111,16 @@ class _LeanForward:
         raise AttributeError(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in self.__dict__.items() if key != "_local"}
+        kept = {key: value for key, value in self.__dict__.items() if key not in ("_local", "saved")}
         return {**kept, "_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            state, _model=weakref.ref(state["_model"]), _local=threading.local(), _references=0
+            state,
+            _model=weakref.ref(state["_model"]),
+            _local=threading.local(),
+            _references=0,
+            saved=None,
         )
 
 
@@ -161,6 +167,12 @@ def make_lean(
     around = _LeanForward(model, settings)
     model.__dict__["forward"] = model.__dict__[_ATTRIBUTE] = around
     return model
+
+
+def last_pass(model: nn.Module) -> lean | None:
+    """The context of a lean model's last forward pass; None before the first one, and of another model."""
+    around = model.__dict__.get(_ATTRIBUTE)
+    return None if around is None else around.saved
 
 
 def unmake_lean(model: _Model) -> _Model:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step
@@ -96,9 +97,21 @@ def add_to(a: Tensor, b: Tensor) -> Tensor:
 @recipe("AddBackward0")
 def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     a, b = given(0), given(1)
-    if a is None or b is None or node._saved_alpha != 1:
+    if a is None or node._saved_alpha != 1:
         return None
+    if b is None:
+        shift = _of_frozen_norm(node)
+        return None if shift is None else Step(torch.add, (a,), (shift,), kind="scale")
     return Step(torch.add, (a, b), in_place=add_to, kind="sum")
+
+
+def _of_frozen_norm(node: Any) -> Tensor | None:
+    """What a frozen batch norm adds to what it has scaled, from the call that saved the scale."""
+    (scaled, _), (added, _) = node.next_functions
+    if added is not None or scaled is None or kind_of(scaled) != "MulBackward0":
+        return None
+    scale = saved(scaled, "other")
+    return scale.call.bias if scale is not None and isinstance(scale.call, CallArguments) else None
 
 
 def _subtract_from(a: Tensor, b: Tensor) -> Tensor:
