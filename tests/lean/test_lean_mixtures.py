@@ -14,48 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from benchmarks.architectures import import_torchvision
+from benchmarks.mixtures import FAMILIES, mixture
 from leannorm import lean
 from leannorm.saving import small
 
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
-_LATENT |= {"v_head_dim": 32, "head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
-_GROUPS = {"n_group": 1, "topk_group": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1}
-FAMILIES = {
-    "Qwen3Moe": {},
-    "Mixtral": {},
-    "Olmoe": {},
-    "FlexOlmo": {},
-    "Qwen2Moe": {"shared_expert_intermediate_size": 64},
-    "GraniteMoe": {},
-    "GraniteMoeShared": {"shared_intermediate_size": 64},
-    "GraniteMoeHybrid": {"layer_types": ["attention"] * 2, "shared_intermediate_size": 64},
-    "Phimoe": {},
-    "JetMoe": {},
-    "MiniMaxM2": {},
-    "SolarOpen": {},
-    "ExaoneMoe": {},
-    "Glm4Moe": _GROUPS,
-    "Ernie4_5_Moe": {"moe_num_experts": 8, "moe_k": 4},
-    "HunYuanMoEV1": {"moe_topk": 4},
-    "Afmoe": {},
-    "Lfm2Moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0},
-    "DeepseekV2": _LATENT | {"topk_method": "greedy"},
-    "DeepseekV3": _LATENT | {"first_k_dense_replace": 1},
-    "Glm4MoeLite": _LATENT,
-    "GptOss": {},
-    "Jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 1,
-        "expert_layer_offset": 0,
-    },
-    "MiniMax": {"layer_types": ["full_attention", "linear_attention"]},
-    "Qwen3Next": {
-        "layer_types": ["full_attention", "linear_attention"],
-        "shared_expert_intermediate_size": 64,
-    },
-}
 MOST_HELD = {"DeepseekV2": 0.38, "DeepseekV3": 0.38, "Glm4MoeLite": 0.4, "GptOss": 0.6}
 MOST_HELD |= {"Jamba": 0.65, "MiniMax": 0.4, "Qwen3Next": 0.42}  # linear attention, state spaces: no recipes
 
@@ -71,21 +33,6 @@ def pytest_generate_tests(metafunc):
         marks = [pytest.mark.conformance] if whole else []
         names = FAMILIES if whole else ["Qwen3Moe"]
         metafunc.parametrize("family", [pytest.param(name, marks=marks) for name in names])
-
-
-def mixture(family, experts):
-    import_torchvision()
-    import transformers
-
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 160}
-    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
-    sizes |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "use_cache": False}
-    sizes |= {"num_experts_per_tok": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**sizes | FAMILIES[family])
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.set_experts_implementation(experts)
-    return model.train()
 
 
 def gradients(model, loss, saving):
