@@ -15,8 +15,8 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     """A `TrainerCallback` under which the model's forward pass runs in `lean` while it is trained.
 
     `Trainer(..., callbacks=[lean_callback()])`, also of TRL's trainers; the arguments are those of `lean`.
-    Checkpoints are as without it, and so is the model when training has ended. `callback.saved` tells what
-    the last step held and rebuilt; it is None before the first one.
+    `callback.saved` tells what the last step held and rebuilt. Checkpoints are as without it, and so is the
+    model when training has ended.
 
     Raises: `MissingDependencyError` without `transformers`, `InputError` as `lean` does.
     Source: `transformers.TrainerCallback`, transformers 5.23.
@@ -33,10 +33,8 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             make_lean(kwargs["model"], recompute, **settings)
 
-        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.saved = last_pass(kwargs["model"])
-
-        on_step_end = on_substep_end
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             unmake_lean(kwargs["model"])

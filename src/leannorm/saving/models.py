@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.ops.modes import leaving
 from leannorm.saving import reasons
@@ -46,7 +47,6 @@ class _LeanForward:
         self.handle: RemovableHandle = model.register_forward_pre_hook(self._called, prepend=True)
         self._model, self._local = weakref.ref(model), threading.local()
         self._references = 0  # to this object, when it was last found to have one owner
-        self.saved: lean | None = None  # the context of the last pass
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -57,7 +57,7 @@ class _LeanForward:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)
-        self.saved = context
+        self._local.saved = context
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
@@ -111,17 +111,19 @@ class _LeanForward:
         raise AttributeError(name)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {key: value for key, value in self.__dict__.items() if key not in ("_local", "saved")}
+        kept = {key: value for key, value in self.__dict__.items() if key != "_local"}
         return {**kept, "_model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            state,
-            _model=weakref.ref(state["_model"]),
-            _local=threading.local(),
-            _references=0,
-            saved=None,
+            state, _model=weakref.ref(state["_model"]), _local=threading.local(), _references=0
         )
+
+
+def last_pass(model: nn.Module) -> lean | None:
+    """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
+    around = model.__dict__.get(_ATTRIBUTE)
+    return None if around is None else around._local.__dict__.get("saved")
 
 
 def _warn_compiled() -> None:
@@ -162,6 +164,7 @@ def make_lean(
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead}
     settings |= {"held": held, "verify": verify}
+    _checks.module(model, "make_lean")
     lean(**settings)  # raises where there are no such settings
     unmake_lean(model)
     around = _LeanForward(model, settings)
@@ -169,20 +172,15 @@ def make_lean(
     return model
 
 
-def last_pass(model: nn.Module) -> lean | None:
-    """The context of a lean model's last forward pass; None before the first one, and of another model."""
-    around = model.__dict__.get(_ATTRIBUTE)
-    return None if around is None else around.saved
-
-
 def unmake_lean(model: _Model) -> _Model:
     """Undo `make_lean` and return the model; a model that is not lean stays as it is.
 
-    Raises: nothing.
+    Raises: `InputError` for what is no module.
 
     >>> import torch, leannorm
     >>> model = leannorm.unmake_lean(leannorm.make_lean(torch.nn.Linear(2, 2)))
     """
+    _checks.module(model, "unmake_lean")
     around = model.__dict__.pop(_ATTRIBUTE, None)
     if around is not None:
         around.remove(model)
