@@ -207,7 +207,7 @@ def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
         from leannorm.cli import main
         from leannorm.report.demo import demo
         train = demo.train
-        demo.train = lambda *given: print("training") or train(*given)
+        demo.train = lambda *given: train(*given[:-1], print)
         sys.exit(main())
     """
     running = subprocess.Popen(
@@ -221,7 +221,8 @@ def test_interrupted_it_leaves_no_traceback_and_no_file(tmp_path):
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored, where a shell's `&` is
     )
-    assert running.stdout.readline() == "training\n"
+    # The first step of an optimizer imports torch._dynamo, and an interrupt while that loads is lost.
+    assert [", epoch 2 " in running.stdout.readline() for _ in range(2)] == [False, True]
     time.sleep(0.5)
     running.send_signal(signal.SIGINT)
     _, err = running.communicate(timeout=60)
