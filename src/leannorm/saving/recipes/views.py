@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, find, kind_of, register
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step, Value, held
+from leannorm.saving.values import COPIED_PART, Step, Value, held
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:
@@ -222,7 +222,7 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
             length = producer._input_metadata[number].shape[dim]
             if part is None:
                 slice_ = like.detach().narrow(dim, start, length)
-                parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format))
+                parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format), COPIED_PART)
                 value.as_made, value.seen_at = False, node._sequence_nr()
                 register(producer, number, weakref.ref(value))
             start += length
