@@ -141,6 +141,6 @@ def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
 def _root(value: Value) -> Value:
     """The rebuilt value whose storage a rebuilt view shares."""
     root = value
-    while root.step is not None and root.step.view and root.step.inputs:
+    while root.step is not None and root.step.kind == "view" and root.step.inputs:
         root = root.step.inputs[0]
     return root if root.step is not None else value

@@ -61,7 +61,10 @@ _POOLED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 
 @recipe(*_POOLED)
 def pooled(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """From the input that the node saved; a maximum's positions are held, as its gradient needs them."""
+    """From the input that the node saved; a maximum's positions are held, as its gradient needs them.
+
+    Behind a rebuilt product it is held: it is small, and the next product is then one in a row, not two.
+    """
     function, names = _POOLED[kind_of(node)]
     x, constants = saved(node, "self"), tuple(constant(node, name) for name in names)
-    return None if output or x is None else Step(function, (x,), (), constants)
+    return None if output or x is None or x.products else Step(function, (x,), (), constants)
