@@ -135,16 +135,16 @@ _UNET = {"channels": (8, 16, 32, 64), "strides": (2, 2, 2), "num_res_units": 2, 
 NETWORKS = {  # and the most that lean() and lean("conv") hold
     "PlainConvUNet": (
         lambda: of_nnunet("PlainConvUNet", n_conv_per_stage=2, n_conv_per_stage_decoder=2),
-        0.45,
+        0.53,
         0.35,
     ),
     "ResidualEncoderUNet": (
         lambda: of_nnunet("ResidualEncoderUNet", n_blocks_per_stage=[1, 2, 2, 2], n_conv_per_stage_decoder=1),
-        0.56,
-        0.45,
+        0.64,
+        0.4,
     ),
-    "UNet": (lambda: of_monai("UNet", **_UNET), 0.55, 0.45),
-    "DynUNet": (lambda: of_monai("DynUNet", **_DYN), 0.55, 0.45),
+    "UNet": (lambda: of_monai("UNet", **_UNET), 0.45, 0.3),
+    "DynUNet": (lambda: of_monai("DynUNet", **_DYN), 0.55, 0.35),
     "SegResNet": (lambda: of_monai("SegResNet", init_filters=8, dropout_prob=0.1), 0.6, 0.45),
 }
 
