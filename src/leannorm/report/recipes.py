@@ -190,7 +190,6 @@ _PROGRAMS: dict[str, _Program] = {
     "GatherBackward0": _square(lambda x, leaf: x.gather(1, _rows(x).expand(64, 64))),
     "TopkBackward0": _square(lambda x, leaf: x.topk(32).values),
     "SortBackward0": _square(lambda x, leaf: x.sort(1).values),
-    "EmbeddingBackward0": _square(lambda x, leaf: F.embedding(_rows(x), leaf)),
     "UpsampleNearest1DBackward0": _batched(lambda x, leaf: F.interpolate(x, scale_factor=2)),
     "UpsampleNearest2DBackward0": _Program(lambda x, leaf: F.interpolate(x, scale_factor=2)),
     "UpsampleNearest3DBackward0": _volume(lambda x, leaf: F.interpolate(x, scale_factor=2)),

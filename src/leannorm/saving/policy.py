@@ -35,7 +35,7 @@ class Policy:
 
     def considers(self, node: str) -> bool:
         """May outputs of this kind of node be rebuilt at all?"""
-        return self.reads_weights or not (node in PRODUCTS or node == "EmbeddingBackward0")
+        return self.reads_weights or node not in PRODUCTS
 
     def may_add(self, value: Value | None) -> bool:
         """May a sum with this input be rebuilt? None stands for an input that has no value yet."""

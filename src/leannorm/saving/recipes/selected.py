@@ -27,7 +27,7 @@ _BY_POSITION: dict[str, tuple[Callable[..., Tensor], str]] = {
     "TopkBackward0": (_gather, "indices"),
     "SortBackward0": (_gather, "indices"),
 }
-BY_POSITION = {*_BY_POSITION, "IndexBackward0", "EmbeddingBackward0"}
+BY_POSITION = {*_BY_POSITION, "IndexBackward0"}
 
 
 @recipe(*_BY_POSITION)
@@ -38,10 +38,3 @@ def by_position(node: Any, output: int, given: Given, like: Tensor | None) -> St
     if output or x is None or index is None:
         return None
     return Step(function, (x, index), (), (constant(node, "dim"),), kind="scale")
-
-
-@recipe("EmbeddingBackward0")
-def embedding(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """Rows of a table, which the backward pass reads once more."""
-    table, indices = given(0), saved(node, "indices")
-    return None if table is None or indices is None else Step(torch.embedding, (table, indices), kind="scale")
