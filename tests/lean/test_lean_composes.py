@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import threading
+from functools import partial
 
 import lean_cases
 import pytest
@@ -12,10 +14,10 @@ import torch
 from test_lean import Stock, assert_same, step
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean
+from leannorm.saving import lean, trial
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:leannorm. budget=.* is out of reach", "ignore:leannorm. saved-tensor hooks were there first"
@@ -35,6 +37,24 @@ def network(inplace=False):
         nn.BatchNorm2d(16),
         nn.ReLU(inplace),
     )
+
+
+def saves_products(context, operator, *args, **kwargs):
+    kept = operator.overloadpacket in (torch.ops.aten.convolution, torch.ops.aten.addmm)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CHECKPOINTS = {
+    "reentrant": {"use_reentrant": True},
+    "plain": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, saves_products),
+    },
+}
+_RESPECTS = "respect_saved_tensors_hooks"
+if _RESPECTS in inspect.signature(checkpoint).parameters:
+    CHECKPOINTS |= {f"{_RESPECTS}={v}": {"use_reentrant": False, _RESPECTS: v} for v in (True, False)}
 
 
 def gradients(model, losses):
@@ -102,18 +122,21 @@ class TestSameAsStock:
             assert_same(ours, stock)
         assert context.kept_bytes < context.rebuilt_bytes * 3
 
-    @pytest.mark.parametrize("reentrant", [True, False])
-    def test_checkpoint_inside(self, setting, reentrant):
+    @pytest.mark.parametrize("kind", CHECKPOINTS)
+    def test_checkpoint_inside(self, setting, kind):
         def run(context):
             model = network()
             with context:
                 x = model[:3](IMAGE)
-                loss = model[4:](checkpoint(model[3], x, use_reentrant=reentrant)).square().mean()
+                loss = model[4:](checkpoint(model[3], x, **CHECKPOINTS[kind])).square().mean()
             return gradients(model, [loss])
 
-        assert_same(run(lean(**setting)), run(Stock()))
+        trial._SEEN.clear()  # a trial in the forward pass must not count as one of the checkpoint's calls
+        assert_same(run(context := lean(**setting)), run(Stock()))
+        assert context.rebuilt_bytes > 0
 
-    def test_checkpoint_outside(self, setting):
+    @pytest.mark.parametrize("kind", [kind for kind in CHECKPOINTS if kind != "reentrant"])
+    def test_checkpoint_outside(self, setting, kind):
         def run(make_context):
             model = network()
 
@@ -122,10 +145,11 @@ class TestSameAsStock:
                     return model[:4](x)
 
             losses = [
-                model[4:](checkpoint(part, IMAGE, use_reentrant=False)).square().mean() for _ in range(2)
+                model[4:](checkpoint(part, IMAGE, **CHECKPOINTS[kind])).square().mean() for _ in range(2)
             ]
             return gradients(model, losses)
 
+        trial._SEEN.clear()
         assert_same(run(lambda: lean(**setting)), run(Stock))
 
     def test_offload_around(self, setting):

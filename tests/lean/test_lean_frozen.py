@@ -1,5 +1,7 @@
 """Frozen weights and adapters beside them (LoRA): what needs no gradient is not held for one."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from test_lean_narrow import RMSNorm, assert_stock, held
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.architectures import import_torchvision
 from leannorm import lean
 from leannorm.saving import small
 
@@ -168,3 +171,39 @@ def test_a_scalar_tensor_that_is_edited_is_no_number():
         return torch.exp(y.sigmoid()).sum()
 
     assert_stock(run, [x], lean())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_frozen_batch_norm_of_torchvision():
+    """`x * scale + bias`: no node saves the bias. The ReLU behind it is rebuilt from one product."""
+    import_torchvision()
+    norms = pytest.importorskip("torchvision.ops.misc")
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for _ in range(4):
+        norm = norms.FrozenBatchNorm2d(64)
+        for buffer in norm.buffers():
+            buffer.uniform_(0.5, 2.0)
+        model.append(nn.Conv2d(64, 64, 1, bias=False)).append(norm).append(nn.ReLU(inplace=True))
+    x = torch.randn(2, 64, 32, 32)
+
+    def gradients(saving):
+        model.zero_grad()
+        with saving:
+            loss = model(x).square().mean()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    stock, saving = gradients(nullcontext()), lean("conv")
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(saving), stock, strict=True))
+    assert saving.rebuilt_bytes >= 2 * x.nbytes
+    model[1].bias.add_(1)  # another shift is another call's
+    stock = gradients(nullcontext())
+    assert all(torch.equal(a, b) for a, b in zip(gradients(saving), stock, strict=True))
+    with saving:
+        loss = model(x).square().mean()
+    model[1].bias.add_(1)  # between the passes: the copy is used, as stock's graph holds its own
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), stock, strict=True))

@@ -111,3 +111,17 @@ def test_what_a_condition_shifts_is_rebuilt(dtype):
     assert len(sums) == 3
     assert all(r.rebuilt for r in sums)
     assert saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes) < 0.25
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2)], ids=["maximum", "average"])
+def test_what_is_pooled_of_a_rebuilt_product_is_held(pool):
+    """It is small, and the product behind it, a larger one, is then the first in a row."""
+    first = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), pool)
+    second = nn.Sequential(nn.Conv2d(16, 64, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 8, 1))
+    x, saved = torch.randn(2, 3, 64, 64), lean("conv")
+    with saved:
+        loss = second(first(x)).square().mean()
+    loss.backward()
+    held = [r.shape for r in saved.records if not r.rebuilt and r.node == "ConvolutionBackward0" and r.bytes]
+    assert (2, 64, 32, 32) not in held
+    assert (2, 16, 64, 64) not in held

@@ -93,6 +93,9 @@ def convolution(g):
         return None
     t, groups, k = g.names[name], g.pick(1, 1, 1, 8), g.pick(1, 3)
     outputs, axes = g.pick(8, t.shape[1], 16), t.dim() - 2
+    if g.chance(0.25):
+        kernel, x = weight(g, (t.shape[1], outputs, *[2] * axes), t.dtype), inner(g, name)
+        return f"{g.fresh()} = F.conv_transpose{axes}d({x}, {kernel}, None, {g.pick(1, 2)})"
     if axes == 3 and t.shape[2] < 3:
         k = 1
     kernel = weight(g, (outputs, t.shape[1] // groups, *[k] * axes), t.dtype)
@@ -166,7 +169,32 @@ def view(g):
             f"{y} = {name}.reshape(-1, {name}.shape[-1])",
             f"{y} = {name}.mT.contiguous()",
         ]
+    forms += [f"{y} = torch.stack([{name}, {name}.flip(1)], 1).flatten(0, 1)", f"{y} = {name}.flip((0, -1))"]
     return g.pick(*forms).replace(".alias()", "[...]")
+
+
+def routed(g):
+    """What a mixture of experts does with tokens: scores, a choice, permutations, each expert's product."""
+    name = g.tensor(lambda t: t.dim() in (2, 3) and of_rows(t))
+    if name is None:
+        return None
+    x, y, i = inner(g, name), g.fresh(), g.fresh("i")
+    rows = f"{name}.reshape(-1, {name}.shape[-1])"
+    forms = [f"{y} = {x}.topk(4, -1)[0]", f"{y} = {x}.sort(-1, descending=True)[0]"]
+    forms += [f"{y} = {x}.gather(-1, {name}.topk(8, -1)[1])", f"{y} = {x}.sort(1, stable=True)[0]"]
+    forms += [f"{y} = {rows}[{rows}.sum(-1).argsort()]", f"{y} = {rows}.index_select(0, {rows}.argmax(0))"]
+    forms += [f"{y} = F.embedding(torch.randint(0, 8, (64,)), {g.leaf((8, 32))}).sum(0, keepdim=True)"]
+    forms += [f"{y} = {rows}.repeat_interleave(2, 0)", f"{y} = {x}.topk(4, -1)[0].softmax(-1)"]
+    if g.names[name].dtype == torch.float32 and not g.autocast() and g.chance(0.6):
+        t = g.names[name]
+        width, tokens = t.shape[-1], t.numel() // t.shape[-1]
+        if width % 4 == 0 and tokens:
+            ends = sorted(g.rng.randint(0, tokens) for _ in range(2))
+            if not g.add(f"{i} = torch.tensor({[*ends, tokens]}, dtype=torch.int32)"):
+                return None
+            weights = g.leaf((3, width, g.pick(16, 32, 48)))
+            return f"{y} = F.grouped_mm({rows}, {weights}, offs={i})"
+    return g.pick(*forms)
 
 
 def combine(g):
@@ -193,7 +221,9 @@ def scale(g):
     if name is None:
         return None
     t, x, y = g.names[name], inner(g, name), g.fresh()
-    forms = [f"{y} = {x} * 0.7", f"{y} = F.dropout({x}, 0.3)", f"{y} = {x} / 3", f"{y} = {x}.square()"]
+    forms = [f"{y} = {x}.abs()", f"{y} = {x}.clamp(-0.5, 0.5)", f"{y} = {x}.clamp(min=0.1).log()"]
+    forms += [f"{y} = {x}.exp()", f"{y} = {x}.abs().sqrt()", f"{y} = {x}.clamp(max=0.5)"]
+    forms += [f"{y} = {x} * 0.7", f"{y} = F.dropout({x}, 0.3)", f"{y} = {x} / 3", f"{y} = {x}.square()"]
     dtype, axis = g.pick("", "", ", dtype=torch.float64", ", dtype=torch.float32"), g.pick(1, -1, 0)
     forms += [f"{y} = {x}.mean({axis}, keepdim=True{dtype}).float()", f"{y} = {x}.sum({axis}{dtype}).float()"]
     forms += [f"{y} = {name} * {x}.mean({axis}, keepdim=True{dtype}).to({name}.dtype)"]
@@ -204,8 +234,19 @@ def scale(g):
         ]
         forms += [f"{y} = F.max_pool2d({x}, 2)", f"{y} = F.avg_pool2d({x}, 2)", f"{y} = F.pad({x}, (0, 1))"]
         forms += [f"{y} = F.interpolate({x}, scale_factor=2)", f"{y} = F.adaptive_avg_pool2d({x}, 4)"]
+        modes = "nearest", "nearest-exact", "bilinear", "bicubic"
+        forms += [f"{y} = F.interpolate({x}, scale_factor=2, mode={g.pick(*modes)!r})"]
+        forms += [f"{y} = F.pixel_shuffle({x}, 2)", f"{y} = F.avg_pool2d({x}, 3, 1, 1)"]
         forms += [f"{y} = F.max_pool2d({x}, 3, 1, 1)", f"{y} = F.dropout2d({x}, 0.3)"]
         forms += [f"{y} = {x} * {x}.mean((2, 3), keepdim=True).sigmoid()", f"{y} = F.glu({x}, 1)"]
+    if t.dim() == 5:
+        modes = "nearest", "nearest-exact", "trilinear"
+        forms += [f"{y} = F.interpolate({x}, scale_factor=2, mode={g.pick(*modes)!r})"]
+        forms += [
+            f"{y} = F.max_pool3d({x}, 2)",
+            f"{y} = F.avg_pool3d({x}, 2)",
+            f"{y} = F.dropout3d({x}, 0.3)",
+        ]
     if of_rows(t):
         forms += [f"{y} = {x} * {g.leaf((t.shape[-1],))}", f"{y} = {x} + {g.leaf((t.shape[-1],))}"]
     return g.pick(*forms)
@@ -298,6 +339,7 @@ OPERATIONS = {
     copy: 7,
     layer: 18,
     product: 4,
+    routed: 4,
     view: 7,
     combine: 7,
     scale: 6,

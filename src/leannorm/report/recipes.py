@@ -82,6 +82,18 @@ def _written_in_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
     return base, F.leaky_relu(view, inplace=True)
 
 
+def _experts(x: Tensor, leaf: Tensor) -> Tensor:
+    return torch._grouped_mm(x, leaf.expand(3, 64, 64), offs=torch.tensor([16, 16, 64], dtype=torch.int32))
+
+
+def _rows(x: Tensor) -> Tensor:
+    return torch.arange(len(x)).flip(0)
+
+
+def _volume(run: Callable[[Tensor, Tensor], Tensor]) -> _Program:
+    return _Program(run, (2, 4, 8, 16, 16))
+
+
 def _kernel() -> Tensor:
     return torch.ones(16, 16, 1, 1, requires_grad=True)
 
@@ -103,18 +115,26 @@ _PROGRAMS: dict[str, _Program] = {
     "SoftplusBackward0": _Program(lambda x, leaf: F.softplus(x)),
     "GluBackward0": _Program(lambda x, leaf: F.glu(x, 1)),
     "LogSigmoidBackward0": _Program(lambda x, leaf: F.logsigmoid(x)),
+    "AbsBackward0": _Program(lambda x, leaf: x.abs()),
+    "LogBackward0": _Program(lambda x, leaf: (x * x).log()),
+    "ClampBackward1": _Program(lambda x, leaf: x.clamp(-0.1, 0.5)),
     "ReluBackward0": _Program(lambda x, leaf: F.relu(x)),
     "SigmoidBackward0": _Program(lambda x, leaf: x.sigmoid()),
     "TanhBackward0": _Program(lambda x, leaf: x.tanh()),
     "LeakyReluBackward1": _Program(lambda x, leaf: F.leaky_relu(x, inplace=True)),
     "EluBackward1": _Program(lambda x, leaf: F.elu(x, inplace=True)),
     "CeluBackward1": _Program(lambda x, leaf: F.celu(x, inplace=True)),
+    "ExpBackward0": _Program(lambda x, leaf: x.exp()),
+    "SqrtBackward0": _Program(lambda x, leaf: (x * x).sqrt()),
     "SoftmaxBackward0": _Program(lambda x, leaf: x.softmax(1)),
     "LogSoftmaxBackward0": _Program(lambda x, leaf: x.log_softmax(1)),
     "SafeSoftmaxBackward0": _Program(lambda x, leaf: ATEN._safe_softmax(x, 1)),
     "NegBackward0": _Program(lambda x, leaf: -x),
     "PowBackward0": _Program(lambda x, leaf: x.pow(2)),
     "MeanBackward1": _Program(lambda x, leaf: x.mean(0), (4, 16, 32, 32)),
+    "SumBackward1": _Program(lambda x, leaf: x.sum(0), (4, 16, 32, 32)),
+    "SubBackward0": _Program(lambda x, leaf: leaf - leaf),
+    "WhereBackward0": _Program(lambda x, leaf: torch.where(x > 0, x, leaf)),
     "RsqrtBackward0": _Program(lambda x, leaf: (x * x).rsqrt()),
     "DivBackward0": _Program(lambda x, leaf: x / leaf),
     "CopySlices": _Program(lambda x, leaf: _written_in_a_view(x)[0]),
@@ -143,6 +163,7 @@ _PROGRAMS: dict[str, _Program] = {
     "BmmBackward0": _batched(lambda x, leaf: x.bmm(leaf)),
     "AddmmBackward0": _square(lambda x, leaf: torch.addmm(leaf, x, leaf)),
     "BaddbmmBackward0": _batched(lambda x, leaf: torch.baddbmm(leaf, x, leaf)),
+    "GroupedMmBackward0": _square(_experts),
     "ViewBackward0": _Program(lambda x, leaf: x.view(16, 1024)),
     "UnsafeViewBackward0": _Program(lambda x, leaf: ATEN._unsafe_view(x, [16, 1024])),
     "ReshapeAliasBackward0": _Program(lambda x, leaf: ATEN._reshape_alias(x, [16, 1024], [1024, 1])),
@@ -161,12 +182,41 @@ _PROGRAMS: dict[str, _Program] = {
     "SplitBackward0": _Program(lambda x, leaf: x.split(4, 1)[-1]),
     "SplitWithSizesBackward0": _Program(lambda x, leaf: x.split([4, 12], 1)[-1]),
     "RollBackward0": _Program(lambda x, leaf: x.roll((1, -2), (2, 3))),
+    "FlipBackward0": _Program(lambda x, leaf: x.flip(2)),
+    "PixelShuffleBackward0": _Program(lambda x, leaf: F.pixel_shuffle(x, 2)),
+    "PixelUnshuffleBackward0": _Program(lambda x, leaf: F.pixel_unshuffle(x, 2)),
     "IndexBackward0": _Program(lambda x, leaf: x[:, torch.arange(4, 12)]),
+    "IndexSelectBackward0": _square(lambda x, leaf: x.index_select(0, _rows(x))),
+    "GatherBackward0": _square(lambda x, leaf: x.gather(1, _rows(x).expand(64, 64))),
+    "TopkBackward0": _square(lambda x, leaf: x.topk(32).values),
+    "SortBackward0": _square(lambda x, leaf: x.sort(1).values),
+    "UpsampleNearest1DBackward0": _batched(lambda x, leaf: F.interpolate(x, scale_factor=2)),
+    "UpsampleNearest2DBackward0": _Program(lambda x, leaf: F.interpolate(x, scale_factor=2)),
+    "UpsampleNearest3DBackward0": _volume(lambda x, leaf: F.interpolate(x, scale_factor=2)),
+    **{
+        f"UpsampleNearestExact{axes}DBackward0": made(
+            lambda x, leaf: F.interpolate(x, scale_factor=2, mode="nearest-exact")
+        )
+        for axes, made in ((1, _batched), (2, _Program), (3, _volume))
+    },
+    "UpsampleLinear1DBackward0": _batched(lambda x, leaf: F.interpolate(x, scale_factor=2, mode="linear")),
+    "UpsampleBilinear2DBackward0": _Program(
+        lambda x, leaf: F.interpolate(x, scale_factor=2, mode="bilinear")
+    ),
+    "UpsampleBicubic2DBackward0": _Program(lambda x, leaf: F.interpolate(x, scale_factor=2, mode="bicubic")),
+    "UpsampleTrilinear3DBackward0": _volume(
+        lambda x, leaf: F.interpolate(x, scale_factor=2, mode="trilinear")
+    ),
+    "MaxPool2DWithIndicesBackward0": _Program(lambda x, leaf: F.max_pool2d(x, 2)),
+    "MaxPool3DWithIndicesBackward0": _volume(lambda x, leaf: F.max_pool3d(x, 2)),
+    "AvgPool2DBackward0": _Program(lambda x, leaf: F.avg_pool2d(x, 2)),
+    "AvgPool3DBackward0": _volume(lambda x, leaf: F.avg_pool3d(x, 2)),
     "ConstantPadNdBackward0": _Program(lambda x, leaf: ATEN.constant_pad_nd(x, [0, 0])),
     "RepeatBackward0": _Program(lambda x, leaf: x.repeat(2, 1, 1, 1)),
     "CloneBackward0": _Program(lambda x, leaf: x.clone()),
     "ToCopyBackward0": _Program(lambda x, leaf: x.double()),
     "CatBackward0": _Program(lambda x, leaf: torch.cat((leaf, x), 1)),
+    "StackBackward0": _Program(lambda x, leaf: torch.stack((leaf, x), 1)),
 }
 _ELSEWHERE = {
     "CudnnBatchNormBackward0": "made on CUDA devices, by cuDNN",

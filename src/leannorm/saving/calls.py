@@ -69,7 +69,7 @@ def written_by(frame: FrameType, tensor: Tensor) -> tuple[str, tuple[Any, ...]] 
 def call_of(frame: FrameType) -> CallArguments | None:
     """The arguments of the call in `frame`, the caller of the pack hook; None if nothing is missing."""
     read = _READ.get(frame.f_code)
-    return None if read is None else read(frame.f_locals)
+    return _of_frozen_norm(frame) if read is None else read(frame.f_locals)
 
 
 def _of_linear(arguments: dict[str, Any]) -> CallArguments | None:
@@ -102,6 +102,21 @@ _READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
     **dict.fromkeys(_codes(F.rms_norm), _of_rms_norm),
     **dict.fromkeys(_codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm), _of_norm),
 }
+
+
+_WITH_FROZEN_NORMS = "torchvision.", "timm.", "transformers."
+
+
+def _of_frozen_norm(frame: FrameType) -> CallArguments | None:
+    """What a frozen batch norm of these packages, `x * scale + bias`, is about to add."""
+    if frame.f_code.co_name != "forward":
+        return None
+    if not str(frame.f_globals.get("__name__")).startswith(_WITH_FROZEN_NORMS):
+        return None
+    arguments = frame.f_locals
+    known = "FrozenBatchNorm" in type(arguments.get("self")).__name__ and "scale" in arguments
+    bias = arguments.get("bias") if known else None
+    return _with_frozen_bias(bias) if isinstance(bias, Tensor) else None
 
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:

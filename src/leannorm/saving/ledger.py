@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.small import Kept
-from leannorm.saving.values import Value, is_parameter
+from leannorm.saving.values import COPIED_PART, Value, is_parameter
 
 
 class Record(NamedTuple):
@@ -52,9 +52,14 @@ class Ledger:
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
         """Record that `value` (of `tensor`) is rebuilt; it may have been held before."""
+        root = _root(value)
         if nbytes is None:  # a view would hold its whole storage
             nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
-        self._rebuilt[_root(value)] = nbytes
+            for part in () if root.step is None else root.step.inputs:
+                if part.name == COPIED_PART and part.users == 1 and part.tensor is not None:
+                    self.holds(part, part.tensor)  # copied for this concatenation
+                    nbytes -= part.tensor.nbytes
+        self._rebuilt[root] = nbytes
         self._values.append(weakref.ref(value))
         self._closed = None
 
@@ -136,6 +141,6 @@ def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
 def _root(value: Value) -> Value:
     """The rebuilt value whose storage a rebuilt view shares."""
     root = value
-    while root.step is not None and root.step.view and root.step.inputs:
+    while root.step is not None and root.step.kind == "view" and root.step.inputs:
         root = root.step.inputs[0]
     return root if root.step is not None else value

@@ -32,9 +32,12 @@ from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.activations import ACTIVATIONS
 from leannorm.saving.recipes.norms import NORMS
 from leannorm.saving.recipes.products import CONVOLUTIONS
-from leannorm.saving.recipes.views import ALIASES, VIEWS, cat_of_copied_parts
+from leannorm.saving.recipes.resampled import NEAREST
+from leannorm.saving.recipes.selected import BY_POSITION
+from leannorm.saving.recipes.views import ALIASES, MOVES, VIEWS, cat_of_copied_parts
 from leannorm.saving.values import Step, Value, held
 
+_SUMS = {"AddBackward0", "SubBackward0"}
 _MAX_DEPTH = 20  # nodes of one chain
 _COSTLY_TO_ADD = NORMS | ACTIVATIONS  # nodes whose output takes a pass of arithmetic to rebuild
 _MAY_BE_IN_PLACE = ACTIVATIONS | {
@@ -46,16 +49,17 @@ _MAY_BE_IN_PLACE = ACTIVATIONS | {
 }
 # nodes that move elements, or round each of them once: their bits depend on no tensor's layout
 _IN_ANY_LAYOUT = {
-    *(ALIASES | VIEWS),
+    *(ALIASES | VIEWS | BY_POSITION | MOVES | NEAREST),
+    *("CloneBackward0", "ToCopyBackward0", "CatBackward0", "RepeatBackward0", "WhereBackward0"),
     *(
-        "CloneBackward0",
-        "ToCopyBackward0",
-        "CatBackward0",
-        "RollBackward0",
-        "IndexBackward0",
-        "RepeatBackward0",
+        "AddBackward0",
+        "SubBackward0",
+        "MulBackward0",
+        "MulBackward1",
+        "DivBackward0",
+        "NegBackward0",
+        "ReluBackward0",
     ),
-    *("AddBackward0", "MulBackward0", "MulBackward1", "DivBackward0", "NegBackward0", "ReluBackward0"),
     *("LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0", "ConstantPadNdBackward0"),
 }
 _CONTIGUOUS = torch.empty(())
@@ -102,7 +106,7 @@ class Search:
         if kind in POOLS:
             self._at_pool(node)
         recipe = self._recipes.get(kind)
-        if recipe is None or depth > _MAX_DEPTH or (kind == "AddBackward0" and not self._may_add(node)):
+        if recipe is None or depth > _MAX_DEPTH or (kind in _SUMS and not self._may_add(node)):
             return None
         edges: tuple[tuple[Node | None, int], ...] = ()  # read once: torch builds a new tuple at each access
         proved = True

@@ -288,6 +288,10 @@ MUCH_LARGER = 32
 """What has so many times fewer elements than another tensor takes little memory and little time beside it."""
 
 
+COPIED_PART = "copied part of a concatenation"
+"""The name of a value that is held for a concatenation alone."""
+
+
 def size_of(value: Value) -> int:
     """Elements of the tensor."""
     return prod(value.shape if value.tensor is None else value.tensor.shape)

@@ -7,6 +7,8 @@ from leannorm.saving.recipes import (  # noqa: F401
     functions,
     norms,
     products,
+    resampled,
+    selected,
     views,
 )
 from leannorm.saving.recipes.registry import RECIPES as RECIPES

@@ -33,6 +33,9 @@ _FROM_SAVED_INPUT: dict[str, tuple[Elementwise, tuple[str, ...]]] = {
     "SoftplusBackward0": (F.softplus, ("beta", "threshold")),
     "GluBackward0": (F.glu, ("dim",)),
     "LogSigmoidBackward0": (F.logsigmoid, ()),
+    "AbsBackward0": (torch.abs, ()),
+    "LogBackward0": (torch.log, ()),
+    "ClampBackward1": (torch.clamp, ("min", "max")),
 }
 _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
     "ReluBackward0": (torch.relu, torch.relu_, ()),
@@ -41,6 +44,8 @@ _FROM_PRODUCER: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]
     "LeakyReluBackward1": (F.leaky_relu, torch.ops.aten.leaky_relu_, ("negative_slope",)),
     "EluBackward1": (torch.ops.aten.elu, torch.ops.aten.elu_, ("alpha", "scale", "input_scale")),
     "CeluBackward1": (F.celu, torch.celu_, ("alpha",)),
+    "ExpBackward0": (torch.exp, torch.exp_, ()),
+    "SqrtBackward0": (torch.sqrt, torch.sqrt_, ()),
     "SoftmaxBackward0": (torch.softmax, None, ("dim",)),
     "SafeSoftmaxBackward0": (torch._safe_softmax, None, ("dim",)),
     "LogSoftmaxBackward0": (torch.log_softmax, None, ("dim",)),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.values import Step
@@ -51,6 +52,18 @@ def mean(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return None if x is None else Step(_mean, (x,), (), constants)
 
 
+def _sum(x: Tensor, dim: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> Tensor:
+    return torch.sum(x, dim, keepdim, dtype=dtype)
+
+
+@recipe("SumBackward1")
+def sum_over(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """A token's sum over its experts; the sum by which a router's weights are divided."""
+    x = given(0)
+    constants = constant(node, "dim"), node._saved_keepdim, node._input_metadata[0].dtype
+    return None if x is None else Step(_sum, (x,), (), constants)
+
+
 @recipe("DivBackward0")
 def div(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     return _of_two(torch.div, node, given)
@@ -84,6 +97,43 @@ def add_to(a: Tensor, b: Tensor) -> Tensor:
 @recipe("AddBackward0")
 def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     a, b = given(0), given(1)
+    if a is None or node._saved_alpha != 1:
+        return None
+    if b is None:
+        shift = _of_frozen_norm(node)
+        return None if shift is None else Step(torch.add, (a,), (shift,), kind="scale")
+    return Step(torch.add, (a, b), in_place=add_to, kind="sum")
+
+
+def _of_frozen_norm(node: Any) -> Tensor | None:
+    """What a frozen batch norm adds to what it has scaled, from the call that saved the scale."""
+    (scaled, _), (added, _) = node.next_functions
+    if added is not None or scaled is None or kind_of(scaled) != "MulBackward0":
+        return None
+    scale = saved(scaled, "other")
+    return scale.call.bias if scale is not None and isinstance(scale.call, CallArguments) else None
+
+
+def _subtract_from(a: Tensor, b: Tensor) -> Tensor:
+    return a.sub_(b) if a.shape == b.shape and a.dtype == b.dtype else a - b
+
+
+@recipe("SubBackward0")
+def sub(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Rotary embeddings of interleaved pairs; a volume's residual."""
+    a, b = given(0), given(1)
     if a is None or b is None or node._saved_alpha != 1:
         return None
-    return Step(torch.add, (a, b), in_place=add_to, kind="sum")
+    return Step(torch.sub, (a, b), in_place=_subtract_from, kind="sum")
+
+
+@recipe("WhereBackward0")
+def where(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    a, b, condition = given(0), given(1), saved(node, "condition")
+    if a is None or b is None or condition is None:
+        return None
+    return Step(_where, (condition, a, b), kind="scale")
+
+
+def _where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(condition, a, b)

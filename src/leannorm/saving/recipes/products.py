@@ -45,12 +45,12 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
         inputs.append(bias)
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     constants = tuple(constant(node, name) for name in names)
-    if constants[3]:
-        return None
     sizes, outputs = _sizes(weight, *node.next_functions[1]), prod(node._input_metadata[0].shape)
     if sizes is None:
         return None
     each = 2 * prod(sizes[1:])
+    if constants[3]:  # each input, not each output, meets the whole kernel
+        each = each * prod(x.tensor.shape if x.tensor is not None else x.shape) // max(outputs, 1)
     flops, costly = each * outputs, each > MOST
     return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops, costly=costly)
 
@@ -76,7 +76,7 @@ _MATRIX_PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[str, str]]] = {
     "BaddbmmBackward0": (_baddbmm, ("batch1", "batch2")),
 }
 CONVOLUTIONS = {"ConvolutionBackward0", "leannorm.ConvNorm"}
-PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS}
+PRODUCTS = {*CONVOLUTIONS, *_MATRIX_PRODUCTS, "GroupedMmBackward0"}
 
 
 @recipe(*_MATRIX_PRODUCTS)
@@ -99,6 +99,27 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
         return None
     factors = constant(node, "beta"), constant(node, "alpha")
     return Step(function, (added, a, b), (), factors, **work)
+
+
+def _grouped_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    *offsets, dtype = rest
+    return torch._grouped_mm(a, b, offs=(offsets or [None])[0], out_dtype=dtype)
+
+
+@recipe("GroupedMmBackward0")
+def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Experts, each on its own rows of the first factor; costly: with fewer outputs than inputs."""
+    a, b = (saved(node, name) or given(i) for i, name in enumerate(("self", "mat2")))
+    offsets, grouped = saved(node, "offs"), node._raw_saved_offs.data is not None
+    if a is None or b is None or (grouped and offsets is None) or max(a.products, b.products) > 1:
+        return None
+    sizes, outputs = _sizes(a, *node.next_functions[0]), node._input_metadata[0].shape
+    if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
+        return None
+    inputs = (a, b) if offsets is None else (a, b, offsets)
+    flops, costly = 2 * sizes[-1] * prod(outputs), sizes[-1] > outputs[-1]
+    dtype = (node._input_metadata[0].dtype,)
+    return Step(_grouped_mm, inputs, (), dtype, kind="product", flops=flops, costly=costly)
 
 
 def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:

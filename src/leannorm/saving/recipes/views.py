@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, find, kind_of, register
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step, Value, held
+from leannorm.saving.values import COPIED_PART, Step, Value, held
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:
@@ -113,10 +113,21 @@ def part(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     return _view(function, given(0), output, *(constant(node, name) for name in names))
 
 
-@recipe("RollBackward0")
-def roll(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, constants = given(0), (constant(node, "shifts"), constant(node, "dims"))
-    return None if x is None else Step(torch.roll, (x,), (), constants)
+_MOVES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "RollBackward0": (torch.roll, ("shifts", "dims")),
+    "FlipBackward0": (torch.flip, ("dims",)),
+    "PixelShuffleBackward0": (torch.pixel_shuffle, ("upscale_factor",)),
+    "PixelUnshuffleBackward0": (torch.pixel_unshuffle, ("downscale_factor",)),
+}
+MOVES = {*_MOVES, "StackBackward0"}
+
+
+@recipe(*_MOVES)
+def moved(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """Elements in another order, in memory of their own."""
+    function, names = _MOVES[kind_of(node)]
+    x, constants = given(0), tuple(constant(node, name) for name in names)
+    return None if x is None else Step(function, (x,), (), constants)
 
 
 def _index(x: Tensor, *rest: Any) -> Tensor:
@@ -211,7 +222,7 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
             length = producer._input_metadata[number].shape[dim]
             if part is None:
                 slice_ = like.detach().narrow(dim, start, length)
-                parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format))
+                parts[i] = value = held(slice_.clone(memory_format=torch.preserve_format), COPIED_PART)
                 value.as_made, value.seen_at = False, node._sequence_nr()
                 register(producer, number, weakref.ref(value))
             start += length
@@ -221,6 +232,18 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
 def _concatenate(*parts_and_dim: Any) -> Tensor:
     *parts, dim = parts_and_dim
     return torch.cat(parts, dim)
+
+
+@recipe("StackBackward0")
+def stack(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    parts = [given(i) for i in range(len(node.next_functions))]
+    known = tuple(part for part in parts if part is not None)
+    return None if len(known) < len(parts) else Step(_stack, known, (), (constant(node, "dim"),))
+
+
+def _stack(*parts_and_dim: Any) -> Tensor:
+    *parts, dim = parts_and_dim
+    return torch.stack(parts, dim)
 
 
 def _cat(dim: int, parts: list[Value | None]) -> Step | None:

@@ -1,0 +1,184 @@
+"""`lean()` on torchvision's detectors and a segmenter: held and peak, of stock's; are gradients equal?
+
+    python -m benchmarks.detectors [NETWORK ...]
+
+Each in turn with the settings of `lean()` and with a checkpoint around every block of the backbone. ResNets
+are as they are fine-tuned: norms frozen, the first stage too. Torchvision's compiled operators, which few
+builds fit, are replaced with its formulas in plain torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from inspect import unwrap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.architectures import import_torchvision
+from benchmarks.lean_transformers import Context, checkpointed
+from leannorm.report.memory import measure_step
+from leannorm.saving import lean, small
+
+
+def _suppress(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
+    """The boxes that overlap none of higher score by more than the threshold."""
+    from torchvision.ops import box_iou
+
+    overlap, dropped = box_iou(boxes, boxes), torch.zeros(len(boxes), dtype=torch.bool)
+    kept: list[int] = []
+    for i in scores.argsort(descending=True).tolist():
+        if not dropped[i]:
+            kept.append(i)
+            dropped |= overlap[i] > threshold
+    return torch.tensor(kept, dtype=torch.long)
+
+
+def _align(
+    x: Tensor, boxes: Any, size: Any, scale: float = 1.0, ratio: int = -1, aligned: bool = False
+) -> Tensor:
+    from torchvision.ops import roi_align
+    from torchvision.ops._utils import convert_boxes_to_roi_format
+
+    formula = unwrap(roi_align.__globals__["_roi_align"])  # it compiles itself
+    height, width = (size, size) if isinstance(size, int) else size
+    rois = boxes if isinstance(boxes, Tensor) else convert_boxes_to_roi_format(boxes)
+    aligned_: Tensor = formula(x, rois, scale, height, width, ratio, aligned)
+    return aligned_
+
+
+def _without_compiled_operators() -> Any:
+    """torchvision; its suppression of boxes and its alignment of regions need no compiled library."""
+    import_torchvision()
+    import torchvision
+    from torchvision.ops import boxes, poolers
+
+    boxes.nms = _suppress
+    poolers.roi_align = lambda input, boxes, output_size, spatial_scale=1.0, sampling_ratio=-1: _align(
+        input, boxes, output_size, spatial_scale, sampling_ratio
+    )
+    return torchvision
+
+
+_SIZE = 128
+_SMALL = {"min_size": _SIZE, "max_size": _SIZE}
+_FEW = {"rpn_pre_nms_top_n_train": 50, "rpn_post_nms_top_n_train": 20, "box_batch_size_per_image": 16}
+
+
+class Network(NamedTuple):
+    name: str
+    settings: dict[str, int]
+    frozen: bool = True
+
+
+NETWORKS = {
+    "fasterrcnn": Network("fasterrcnn_resnet50_fpn", _SMALL | _FEW),
+    "maskrcnn": Network("maskrcnn_resnet50_fpn", _SMALL | _FEW),
+    "retinanet": Network("retinanet_resnet50_fpn", _SMALL),
+    "fcos": Network("fcos_resnet50_fpn", _SMALL),
+    "ssdlite": Network("ssdlite320_mobilenet_v3_large", {}, frozen=False),
+    "deeplabv3": Network("deeplabv3_resnet50", {}, frozen=False),
+}
+
+
+def network(name: str) -> nn.Module:
+    """With random weights; `frozen`: its norms have seen one batch."""
+    torchvision = _without_compiled_operators()
+    torch.manual_seed(0)
+    made, settings, frozen = NETWORKS[name]
+    room = torchvision.models.segmentation if name == "deeplabv3" else torchvision.models.detection
+    model: nn.Module = getattr(room, made)(weights=None, weights_backbone=None, num_classes=5, **settings)
+    model.train()
+    if frozen:
+        body = model.backbone.body
+        with torch.no_grad():
+            body(images())
+        _freeze(body)
+        body.conv1.requires_grad_(False)
+        body.layer1.requires_grad_(False)
+    return model
+
+
+def _freeze(module: nn.Module) -> None:
+    from torchvision.ops.misc import FrozenBatchNorm2d
+
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            norm = FrozenBatchNorm2d(child.num_features)
+            norm.load_state_dict(child.state_dict())
+            setattr(module, name, norm)
+        _freeze(child)
+
+
+def images() -> Tensor:
+    return torch.rand(2, 3, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model: nn.Module, boxes: int = 2) -> Tensor:
+    """Of a training step with so many boxes in each image."""
+    torch.manual_seed(1)  # which proposals are taken is drawn
+    if not hasattr(model, "transform"):
+        return sum(y.square().mean() for y in model(images()).values())  # type: ignore[return-value]
+    found = torch.tensor([[5.0, 5.0, 60.0, 50.0], [30.0, 20.0, 90.0, 90.0]])[:boxes]
+    labels, masks = torch.tensor([1, 3])[:boxes], torch.ones(boxes, _SIZE, _SIZE, dtype=torch.uint8)
+    target = {"boxes": found, "labels": labels, "masks": masks}
+    losses: dict[str, Tensor] = model(list(images()), [dict(target), dict(target)])
+    return sum(losses.values())  # type: ignore[return-value]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__ in ("Bottleneck", "InvertedResidual")]
+
+
+def measure(name: str) -> None:
+    """Print the rows of one network."""
+    model = network(name)
+    blocks, state = _blocks(model), {k: v.clone() for k, v in model.state_dict().items()}
+    settings: dict[str, Context] = {
+        "stock": nullcontext,
+        "lean()": lean,
+        'lean("conv")': lambda: lean("conv"),
+        "lean(budget=.25)": lambda: lean(budget=0.25),
+        "checkpoint": lambda: checkpointed(blocks, 1),
+    }
+
+    def forward(context: Callable[[], Any]) -> Tensor:
+        model.load_state_dict(state)
+        with context():
+            return loss_of(model)
+
+    stock: list[Any] = []
+    for setting, context in settings.items():
+        for _ in range(2):  # the first pass of a plan keeps as little as it can
+            model.zero_grad()
+            forward(context).backward()
+        found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad(set_to_none=False)  # the sums of the weights' gradients are there before the step
+        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
+        stock = stock or [found, kept, peak]
+        equal = all(a is b is None or torch.equal(a, b) for a, b in zip(found, stock[0], strict=True))
+        told = "" if equal else "  GRADIENTS DIFFER"
+        print(
+            f"{name:12} {setting:17} held {kept / stock[1]:.2f}  peak {peak / stock[2]:.2f}{told}", flush=True
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("networks", nargs="*", choices=[*NETWORKS, []], metavar="NETWORK")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    small.SMALL = -1
+    for name in options.networks or NETWORKS:
+        measure(name)
+
+
+if __name__ == "__main__":
+    main()

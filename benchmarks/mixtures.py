@@ -1,0 +1,136 @@
+"""`lean()` on mixtures of experts of transformers, small: held and peak, of stock's, and are gradients equal?
+
+    python -m benchmarks.mixtures [FAMILY ...] [--experts grouped_mm|eager|batched_mm] [--dtype bfloat16]
+
+Each in turn with the settings of `lean()` and with a checkpoint around every block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.architectures import import_torchvision
+from benchmarks.lean_transformers import Context, checkpointed
+from leannorm.report.memory import measure_step
+from leannorm.saving import lean, small
+
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
+_LATENT |= {"v_head_dim": 32, "head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
+_GROUPS = {"n_group": 1, "topk_group": 1, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+FAMILIES = {
+    "Qwen3Moe": {},
+    "Mixtral": {},
+    "Olmoe": {},
+    "FlexOlmo": {},
+    "Qwen2Moe": {"shared_expert_intermediate_size": 64},
+    "GraniteMoe": {},
+    "GraniteMoeShared": {"shared_intermediate_size": 64},
+    "GraniteMoeHybrid": {"layer_types": ["attention"] * 2, "shared_intermediate_size": 64},
+    "Phimoe": {},
+    "JetMoe": {},
+    "MiniMaxM2": {},
+    "SolarOpen": {},
+    "ExaoneMoe": {},
+    "Glm4Moe": _GROUPS,
+    "Ernie4_5_Moe": {"moe_num_experts": 8, "moe_k": 4},
+    "HunYuanMoEV1": {"moe_topk": 4},
+    "Afmoe": {},
+    "Lfm2Moe": {"layer_types": ["full_attention", "conv"], "num_dense_layers": 0},
+    "DeepseekV2": _LATENT | {"topk_method": "greedy"},
+    "DeepseekV3": _LATENT | {"first_k_dense_replace": 1},
+    "Glm4MoeLite": _LATENT,
+    "GptOss": {},
+    "Jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+    },
+    "MiniMax": {"layer_types": ["full_attention", "linear_attention"]},
+    "Qwen3Next": {
+        "layer_types": ["full_attention", "linear_attention"],
+        "shared_expert_intermediate_size": 64,
+    },
+}
+
+
+def mixture(family: str, experts: str) -> nn.Module:
+    """A small model of the family; `experts` names the way its experts are computed."""
+    import_torchvision()
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "vocab_size": 160}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    sizes |= {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "use_cache": False}
+    sizes |= {"num_experts_per_tok": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes | FAMILIES[family])
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    model.set_experts_implementation(experts)  # type: ignore[operator]
+    return model.train()
+
+
+def measure(family: str, experts: str, dtype: torch.dtype) -> None:
+    """Print the table of one family."""
+    model = mixture(family, experts).to(dtype)
+    tokens = torch.randint(3, 160, (2, 128))
+    blocks = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+    settings: dict[str, Context] = {
+        "stock": nullcontext,
+        "lean()": lean,
+        'lean("conv")': lambda: lean("conv"),
+        "lean(budget=.25)": lambda: lean(budget=0.25),
+        "checkpoint": lambda: checkpointed(blocks, 1),
+    }
+
+    def forward(context: Context) -> Tensor:
+        torch.manual_seed(1)  # some routers add noise
+        with context():
+            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+            return loss
+
+    stock: list[Any] = []
+    for setting, context in settings.items():
+        for _ in range(2):  # the first pass of a plan keeps as little as it can
+            model.zero_grad()
+            forward(context).backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
+        stock = stock or [found, kept, peak]
+        equal = all(
+            a is b or torch.equal(a, b) for a, b in zip(found, stock[0], strict=True) if a is not None
+        )
+        told = "" if equal else "  GRADIENTS DIFFER"
+        print(
+            f"{family:16} {setting:17} held {kept / stock[1]:.2f}  peak {peak / stock[2]:.2f}{told}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], metavar="FAMILY")
+    parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "eager", "batched_mm"])
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
+    warnings.simplefilter("ignore")
+    small.SMALL = -1  # models this small are left alone otherwise
+    for family in options.families or FAMILIES:
+        try:
+            measure(family, options.experts, getattr(torch, options.dtype))
+        except Exception as error:
+            print(f"{family:16} {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
+
+
+if __name__ == "__main__":
+    main()

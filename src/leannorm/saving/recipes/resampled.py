@@ -1,0 +1,70 @@
+"""Pooling and interpolation: one pass over tensors that are mostly smaller than those around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.graph import constant, kind_of, saved
+from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.values import Step
+
+_aten = torch.ops.aten
+_SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}
+_NEAREST: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "UpsampleNearest1DBackward0": (_aten.upsample_nearest1d, _SCALES[1]),
+    "UpsampleNearest2DBackward0": (_aten.upsample_nearest2d, _SCALES[2]),
+    "UpsampleNearest3DBackward0": (_aten.upsample_nearest3d, _SCALES[3]),
+    "UpsampleNearestExact1DBackward0": (_aten._upsample_nearest_exact1d, _SCALES[1]),
+    "UpsampleNearestExact2DBackward0": (_aten._upsample_nearest_exact2d, _SCALES[2]),
+    "UpsampleNearestExact3DBackward0": (_aten._upsample_nearest_exact3d, _SCALES[3]),
+}
+_UPSAMPLED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    **_NEAREST,
+    "UpsampleLinear1DBackward0": (_aten.upsample_linear1d, ("align_corners", *_SCALES[1])),
+    "UpsampleBilinear2DBackward0": (_aten.upsample_bilinear2d, ("align_corners", *_SCALES[2])),
+    "UpsampleBicubic2DBackward0": (_aten.upsample_bicubic2d, ("align_corners", *_SCALES[2])),
+    "UpsampleTrilinear3DBackward0": (_aten.upsample_trilinear3d, ("align_corners", *_SCALES[3])),
+}
+NEAREST = {*_NEAREST}
+
+
+@recipe(*_UPSAMPLED)
+def upsampled(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    function, names = _UPSAMPLED[kind_of(node)]
+    x, constants = given(0), tuple(constant(node, name) for name in ("output_size", *names))
+    return None if x is None else Step(function, (x,), (), constants)
+
+
+def _max_pool2d(x: Tensor, *window: Any) -> Tensor:
+    y: Tensor = _aten.max_pool2d_with_indices(x, *window)[0]
+    return y
+
+
+def _max_pool3d(x: Tensor, *window: Any) -> Tensor:
+    y: Tensor = _aten.max_pool3d_with_indices(x, *window)[0]
+    return y
+
+
+_MAX = "kernel_size", "stride", "padding", "dilation", "ceil_mode"
+_AVERAGE = "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"
+_POOLED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "MaxPool2DWithIndicesBackward0": (_max_pool2d, _MAX),
+    "MaxPool3DWithIndicesBackward0": (_max_pool3d, _MAX),
+    "AvgPool2DBackward0": (_aten.avg_pool2d, _AVERAGE),
+    "AvgPool3DBackward0": (_aten.avg_pool3d, _AVERAGE),
+}
+
+
+@recipe(*_POOLED)
+def pooled(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """From the input that the node saved; a maximum's positions are held, as its gradient needs them.
+
+    Behind a rebuilt product it is held: it is small, and the next product is then one in a row, not two.
+    """
+    function, names = _POOLED[kind_of(node)]
+    x, constants = saved(node, "self"), tuple(constant(node, name) for name in names)
+    return None if output or x is None or x.products else Step(function, (x,), (), constants)

@@ -1,0 +1,40 @@
+"""Elements at positions that a node saved: what routers, and permutations around experts, are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.graph import constant, kind_of, saved
+from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.values import Step
+
+
+def _index_select(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    return torch.index_select(x, dim, index)
+
+
+def _gather(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    return torch.gather(x, dim, index)
+
+
+_BY_POSITION: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "IndexSelectBackward0": (_index_select, "index"),
+    "GatherBackward0": (_gather, "index"),
+    "TopkBackward0": (_gather, "indices"),
+    "SortBackward0": (_gather, "indices"),
+}
+BY_POSITION = {*_BY_POSITION, "IndexBackward0"}
+
+
+@recipe(*_BY_POSITION)
+def by_position(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    """The values of topk and sort are those at the positions that they put out: neither runs again."""
+    function, name = _BY_POSITION[kind_of(node)]
+    x, index = given(0), saved(node, name)
+    if output or x is None or index is None:
+        return None
+    return Step(function, (x, index), (), (constant(node, "dim"),), kind="scale")

@@ -1,0 +1,69 @@
+"""Detectors and a segmenter of torchvision: pyramids, regions, frozen norms; whole steps on made boxes.
+
+One on every run, all with `-m conformance`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from benchmarks.detectors import NETWORKS, loss_of, network
+from leannorm import lean
+from leannorm.saving import small
+
+MOST_HELD = {  # under lean(), lean("conv") and lean(budget=0.25)
+    "fasterrcnn": (1.0, 0.85, 0.62),
+    "maskrcnn": (1.0, 0.8, 0.57),
+    "retinanet": (1.0, 0.83, 0.56),
+    "fcos": (0.85, 0.69, 0.45),
+    "ssdlite": (0.52, 0.29, 0.27),
+    "deeplabv3": (0.82, 0.6, 0.41),
+}
+SETTINGS = {}, {"recompute": "conv"}, {"budget": 0.25}
+
+
+@pytest.fixture(autouse=True)
+def no_small_passes(monkeypatch):
+    monkeypatch.setattr(small, "SMALL", -1)
+
+
+def pytest_generate_tests(metafunc):
+    if "name" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("markexpr") == "conformance"
+        marks = [pytest.mark.conformance] if whole else []
+        metafunc.parametrize(
+            "name", [pytest.param(n, marks=marks) for n in (NETWORKS if whole else ["fcos"])]
+        )
+
+
+def step(model, state, saving, boxes=2):
+    model.load_state_dict(state)
+    model.zero_grad()
+    with saving:
+        loss = loss_of(model, boxes)
+    loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def equal(a, b):
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_of_torchvision(name):
+    model = network(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    stock = step(model, state, nullcontext())
+    assert any(g is not None and g.isfinite().all() and g.abs().max() > 0 for g in stock)
+    for setting, most in zip(SETTINGS, MOST_HELD[name], strict=True):
+        saving = lean(**setting)
+        for _ in range(2):
+            assert equal(step(model, state, saving), stock), setting
+        assert saving.kept_bytes / (saving.kept_bytes + saving.rebuilt_bytes) <= most, setting
+    if hasattr(model, "transform"):  # a batch without boxes
+        stock, saving = step(model, state, nullcontext(), 0), lean("conv")
+        assert equal(step(model, state, saving, 0), stock)
+        assert saving.rebuilt_bytes > 0
