@@ -6,6 +6,7 @@ is a function of `torch.nn.functional`, its local variables are the arguments.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -17,10 +18,6 @@ from torch import Tensor
 def _codes(*functions: Any) -> set[Any]:
     """By which frames are known; of what others have put in a function's place, perhaps none."""
     return {function.__code__ for function in functions if hasattr(function, "__code__")}
-
-
-_WITH_BIAS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
-_WITHOUT = _codes(F.rms_norm)
 
 
 class CallArguments(NamedTuple):
@@ -69,30 +66,42 @@ def written_by(frame: FrameType, tensor: Tensor) -> tuple[str, tuple[Any, ...]] 
     return kind, tuple(frame.f_locals[name] for name in names)
 
 
-_LINEAR = _codes(torch.nn.Linear.forward)
-_CONVOLUTIONS = _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3)))
-
-
 def call_of(frame: FrameType) -> CallArguments | None:
     """The arguments of the call in `frame`, the caller of the pack hook; None if nothing is missing."""
-    code = frame.f_code
-    if code in _LINEAR:
-        return _with_frozen_bias(frame.f_locals["self"]._parameters.get("bias"))
-    if code in _CONVOLUTIONS:
-        return _with_frozen_bias(frame.f_locals["bias"])
-    if code in _WITHOUT:
-        return CallArguments(frame.f_locals["eps"], None, _frozen(frame.f_locals["weight"]))
-    if code not in _WITH_BIAS:
-        return None
-    arguments = frame.f_locals
-    bias = arguments["bias"]
+    read = _READ.get(frame.f_code)
+    return None if read is None else read(frame.f_locals)
+
+
+def _of_linear(arguments: dict[str, Any]) -> CallArguments | None:
+    return _with_frozen_bias(arguments["self"]._parameters.get("bias"))
+
+
+def _of_convolution(arguments: dict[str, Any]) -> CallArguments | None:
+    return _with_frozen_bias(arguments["bias"])
+
+
+def _of_rms_norm(arguments: dict[str, Any]) -> CallArguments:
+    return CallArguments(arguments["eps"], None, _frozen(arguments["weight"]))
+
+
+def _of_norm(arguments: dict[str, Any]) -> CallArguments:
+    weight, bias = arguments["weight"], arguments["bias"]
     training = arguments.get("training", arguments.get("use_input_stats", True))
-    weight = arguments["weight"]
     reads_buffers = not training or _frozen(weight) or _frozen(bias)
     moved = (arguments.get("running_mean"), arguments.get("running_var")) if training else ()
-    moves_affine = any(share_memory(t, v) for t in moved for v in (weight, bias))
+    moves_affine = any([share_memory(t, v) for t in moved for v in (weight, bias)])
     copy = None if bias is None else bias.detach().clone()
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
+
+
+_READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
+    **dict.fromkeys(_codes(torch.nn.Linear.forward), _of_linear),
+    **dict.fromkeys(
+        _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3))), _of_convolution
+    ),
+    **dict.fromkeys(_codes(F.rms_norm), _of_rms_norm),
+    **dict.fromkeys(_codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm), _of_norm),
+}
 
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:

@@ -41,11 +41,7 @@ def constant(node: Any, name: str) -> Any:
     """A number or a list of numbers that the node saved; C++ returns negative ones as unsigned."""
     value = getattr(node, f"_saved_{name}")
     if isinstance(value, (list, tuple)):
-        return tuple(_signed(v) for v in value)
-    return _signed(value)
-
-
-def _signed(value: Any) -> Any:
+        return tuple([v - 2**64 if isinstance(v, int) and v >= 2**63 else v for v in value])
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value
 
 
@@ -101,32 +97,39 @@ def identity(node: Any) -> Hashable:
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
-    outputs = tuple([_metadata(m) for m in node._input_metadata])
-    inputs = tuple([None if p is None else _metadata(p._input_metadata[i]) for p, i in node.next_functions])
+    metadata, with_constants = _metadata(node) if NODES is None else NODES.told(node) or _metadata(node)
+    if with_constants:
+        return kind, metadata
     try:
         if isinstance(node, BackwardCFunction):
             kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
         else:
             kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
-        told = kind, kept, outputs, inputs
-        hash(told)
     except (TypeError, RuntimeError):  # torch has no Python form of it
         return None
-    return told
+    return kind, metadata, kept
 
 
 def exact(value: Any) -> Any:
     """The value as a key of a dict: 0.0 is not -0.0, and neither 1 nor True is 1.0."""
     kind = type(value)
+    if kind is int or kind is str or value is None:
+        return value
     if kind is list or kind is tuple:
-        return tuple([exact(v) for v in value])
+        return tuple([v if type(v) is int else exact(v) for v in value])
+    if kind is float or kind is bool or kind is complex:
+        return kind, repr(value)
     if isinstance(value, torch.Tensor):
         raise TypeError("a tensor is no key")
-    return (kind, repr(value)) if kind in (float, complex, bool) else value
+    hash(value)
+    return value
 
 
-def _metadata(of: Any) -> Hashable:
-    return tuple(of.shape), of.dtype, of.device
+def _metadata(node: Any) -> tuple[Hashable, bool]:
+    outputs = tuple([(tuple(m.shape), m.dtype, m.device) for m in node._input_metadata])
+    edges = [None if p is None else p._input_metadata[i] for p, i in node.next_functions]
+    inputs = tuple([None if m is None else (tuple(m.shape), m.dtype, m.device) for m in edges])
+    return (outputs, inputs), False
 
 
 def in_view(node: Any) -> tuple[Any, tuple[str, tuple[Any, ...]] | None]:

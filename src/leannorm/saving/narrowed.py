@@ -103,6 +103,8 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
     return None
 
 
+WIDENS = {*_SOFTMAXES, "ToCopyBackward0"}  # nodes whose output may be held in fewer bytes
+
 _MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"}
 
 

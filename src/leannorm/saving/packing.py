@@ -32,6 +32,7 @@ from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
     POOLS,
+    WIDENS,
     CountingHook,
     narrow_bytes,
     narrow_source,
@@ -85,9 +86,7 @@ class Packing(CountingHook):
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen = self.search.provenance.order = self.seen + 1
         try:
-            alone = tensor.grad_fn is None or tensor.dtype is torch.int64
-            alone = alone and references <= references_when_alone()
-            return self._of_this_pass(self._pack(tensor, alone, frame))
+            return self._of_this_pass(self._pack(tensor, references, frame))
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))
         except Exception as error:
@@ -99,11 +98,11 @@ class Packing(CountingHook):
             value.provenance, value.order = self.search.provenance, self.seen
         return value.used()
 
-    def _pack(self, tensor: Tensor, alone: bool, frame: FrameType) -> Value:
+    def _pack(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         node, number = tensor.grad_fn, sequence_number()
         self.search.flags.record(number)
         if node is None:
-            return self._without_node(tensor, alone, frame, number)
+            return self._without_node(tensor, references, frame, number)
         kind = kind_of(node)
         if type(tensor) not in _PLAIN:
             if tensor.numel() >= SMALLEST:
@@ -117,7 +116,7 @@ class Packing(CountingHook):
         lookup = registered(node, output)
         known = lookup() if lookup else None
         size, place, may, worth = tensor.numel(), -1, False, False
-        if size >= SMALLEST:
+        if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
             self.calls.append((kind, *seen_as))
             if self._makes_a_plan:
@@ -146,7 +145,7 @@ class Packing(CountingHook):
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        if spent is None and worth:
+        if spent is None and worth and kind in WIDENS:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found
@@ -255,7 +254,7 @@ class Packing(CountingHook):
 
     # ------------------------------------------------ held
 
-    def _without_node(self, tensor: Tensor, alone: bool, frame: FrameType, number: int) -> Value:
+    def _without_node(self, tensor: Tensor, references: int, frame: FrameType, number: int) -> Value:
         """Parameters, inputs, statistics, pooling indices: held, since no node made them."""
         if tensor.requires_grad:  # mostly a parameter: not counted
             value = Value(tensor, tensor._version)
@@ -264,7 +263,8 @@ class Packing(CountingHook):
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
         # if the caller holds the tensor too, a narrow copy would add memory
-        step = narrowed(tensor) if alone and type(tensor) in _PLAIN and tensor.numel() >= SMALLEST else None
+        alone, large = references <= references_when_alone(), tensor.numel() >= SMALLEST
+        step = narrowed(tensor) if alone and large and type(tensor) in _PLAIN else None
         if step is not None:
             value = Value(None, tensor._version, step)
             value.shape, value.dtype, value.watch = tensor.shape, tensor.dtype, version_of(tensor)
@@ -274,7 +274,7 @@ class Packing(CountingHook):
             # rrelu fills its noise only after it was saved
             value = self._hold(tensor, movable=tensor._version > 0)
             call = value.call = self._call_of(frame, number)
-            if call is None or call.reads_buffers or tensor.numel() >= SMALLEST:
+            if call is None or call.reads_buffers or large:
                 value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
             return value
         value = self._hold(tensor)

@@ -138,14 +138,15 @@ class Search:
         told = identity(node)
         proved = proved and step.proved and told is not None
         told = (told, step.identity) if step.identity else told  # a norm and its activation
-        step = step._replace(proved=proved, identity=told, in_any_layout=kind in _IN_ANY_LAYOUT)
-        if step.flags is not None or step.kind in _WITHOUT_FLAGS:
-            return step
-        flags, sure = self.flags.of(node)
-        if kind in CONVOLUTIONS and flags.benchmark and asynchronous(node._input_metadata[0]):
-            self._reasons[reasons.BENCHMARK] = 1
-            return None
-        return step._replace(flags=flags, proved=proved and sure)
+        flags = step.flags
+        if flags is None and step.kind not in _WITHOUT_FLAGS:
+            flags, sure = self.flags.of(node)
+            if kind in CONVOLUTIONS and flags.benchmark and asynchronous(node._input_metadata[0]):
+                self._reasons[reasons.BENCHMARK] = 1
+                return None
+            proved = proved and sure
+        any_layout = kind in _IN_ANY_LAYOUT
+        return step._replace(proved=proved, identity=told, flags=flags, in_any_layout=any_layout)
 
     def _laid_out_as(self, reader: Any, producer: Any) -> Tensor | None:
         """A tensor of the producer's layout, where what it has put out was not packed."""
@@ -244,7 +245,7 @@ def is_copied_to_edit(node: Any, number: int) -> bool:
 
 
 def _is_leaf_on_cpu(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad and tensor.device.type == "cpu"
+    return tensor is not None and tensor.requires_grad and tensor.is_cpu
 
 
 def is_held(value: Value) -> bool:

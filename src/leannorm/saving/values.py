@@ -107,7 +107,7 @@ class Value:
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
-        if tensor is not None:
+        if tensor is not None and not tensor.is_cpu:
             self.stream = stream_of(tensor)
         if step is not None:
             self._add_as_reader(step)
@@ -134,7 +134,7 @@ class Value:
                 value.sample = Sample.of(value.tensor)
         self.products = products_of(step.inputs) + (step.kind == "product")
         for tensor in step.captured:
-            if tensor is not None:
+            if tensor is not None and not tensor.is_cpu:
                 self.stream = stream_of(tensor)
 
     @property
@@ -296,17 +296,23 @@ def size_of(value: Value) -> int:
 def products_of(values: tuple[Value, ...]) -> int:
     """The longest chain of products among these inputs; those that are much smaller than the largest one are
     not counted, such as the shift and scale of a norm's output, from a linear layer on a condition."""
-    most = max((value.products for value in values), default=0)
-    if not most or len(values) < 2:
-        return most
+    if len(values) == 1:
+        return values[0].products
+    most = max([value.products for value in values], default=0)
+    if not most:
+        return 0
     largest = max(map(size_of, values))
     return max(v.products for v in values if size_of(v) * MUCH_LARGER > largest)
 
 
 def is_parameter(tensor: Tensor) -> bool:
     """Is it a parameter or a view of one? Those exist without autograd too, also where they are frozen."""
-    base = tensor if tensor._base is None else tensor._base
-    return isinstance(base, torch.nn.Parameter) or (base.requires_grad and base.is_leaf)
+    base = tensor._base
+    if base is None:
+        base = tensor
+    if base.requires_grad and base.is_leaf:
+        return True
+    return type(base) is not Tensor and isinstance(base, torch.nn.Parameter)
 
 
 def _check_there(tensor: Tensor, name: str) -> None:

@@ -42,7 +42,7 @@ def _bias(node: Any, call: CallArguments | None, given: Given) -> tuple[bool, Te
         if call.bias is None:
             return True, None
         channels = node._input_metadata[0].shape[1]  # instance norm folds the batch dim into this one
-        times = channels // len(call.bias)
+        times = channels // call.bias.shape[0]
         return True, call.bias if times == 1 else call.bias.repeat(times)
     value = given(2)
     return value is not None, copy_of(value)
@@ -89,7 +89,7 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
         return Step(_batch_norm_again, (x,), (copy_of(weight), bias, *buffers), (kind, False, eps))
     if native and mean_value is not None and rstd_value is not None:
         mean, rstd = mean_value.look(), rstd_value.look()
-        if mean.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
+        if mean.is_cpu and mean.dtype in (torch.float32, torch.float64):
             return _scale_and_shift(x, mean, rstd, None if weight is None else weight.look(), bias)
         if mean.is_cuda and not isinstance(mean, FakeTensor):  # this operator has no fake kernel
             # the second half of native_batch_norm: one pass, by the saved statistics
