@@ -183,7 +183,7 @@ class BuildKernels(build_ext):
         assigned = assigned_in("src/leannorm/ops/schema.py")
         schemas = [
             schema
-            for name in ("_SCHEMAS", "_MODULATED", "_MASKED", "_BETWEEN")
+            for name in ("_SCHEMAS", "_MODULATED", "_BETWEEN")
             for schema in ast.literal_eval(assigned[name])
         ]
         return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm._freed_memory import keep_freed_memory
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import CPU
 
 # Every batch norm of ResNet-50 at 8x3x224x224, and how often it occurs.
@@ -108,11 +109,10 @@ def sides(row: Row, shape: tuple[int, ...], dtype: torch.dtype) -> list[Callable
     leaf_residual = residual.clone().requires_grad_()
 
     def ours() -> list[Tensor]:
-        y, mean, _, rstd = CPU.channel_forward(x, weight, bias, added, 1e-5, row.act, groups)
+        y, mean, _, rstd, _ = CPU.channel_forward(x, Epilogue(weight, bias, added, row.act), 1e-5, groups)
         out = y if row.residual else None
-        dx, dweight, dbias, dz = CPU.channel_backward(
-            dy, x, mean, rstd, weight, bias, None, out, row.act, groups, row.residual
-        )
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, None, out, act=row.act)
+        dx, dweight, dbias, dz = CPU.channel_backward(dy, kept, groups, row.residual)
         return [y, dx, dweight, dbias, *([dz] if row.residual and dz is not None else [])]
 
     def torchs() -> list[Tensor]:

@@ -1,6 +1,6 @@
-"""The kernels' table by processor, from files of `python -m benchmarks.norms --json FILE`.
+"""The kernels' tables by processor, from files of `benchmarks.norms --json FILE` and `benchmarks.rows`.
 
-    python -m benchmarks.norms_table [FILE ...]        # by default all of benchmarks/results/norms/
+    python -m benchmarks.norms_table [FILE ...]    # by default all of benchmarks/results/norms/ and rows/
 
 The processor that is worst for us comes first. A cell says how many times torch's speed, and what share of
 the memory-traffic floor. Below the table stands every shape that misses its row's goal, with what it reaches.
@@ -13,10 +13,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.formulas import FORMULAS
 from benchmarks.norms import ROWS
+from benchmarks.rows import DIRECTIONS, FAMILIES
 
-RESULTS = Path(__file__).parent / "results" / "norms"
-REACH = {row.name: row.reach for row in ROWS}
+RESULTS = Path(__file__).parent / "results"
+REACH = {row.name: row.reach for row in ROWS} | {
+    f"{family.name}, {direction}": reach
+    for family in (*FAMILIES, *FORMULAS)
+    for direction, reach in zip(DIRECTIONS, family.reach, strict=True)
+}
 
 
 def least(report: dict[str, Any]) -> float:
@@ -41,6 +47,8 @@ def table(reports: list[dict[str, Any]]) -> str:
     lines.append("|---" * (len(reports) + 1) + "|")
     for name in REACH:
         rows = [report["rows"].get(name) for report in reports]
+        if not any(rows):
+            continue
         cells = [f"{row['ratio']:.2f} / {row['floor']:.2f}" if row else "" for row in rows]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     for number, report in zip(numbers, reports, strict=True):
@@ -52,8 +60,10 @@ def table(reports: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("*.json")))
-    print(table([json.loads(file.read_text()) for file in parser.parse_args().files]))
+    parser.add_argument("files", nargs="*", type=Path)
+    files = parser.parse_args().files
+    tables = [files] if files else [sorted((RESULTS / name).glob("*.json")) for name in ("norms", "rows")]
+    print("\n\n".join(table([json.loads(file.read_text()) for file in of]) for of in tables))
 
 
 if __name__ == "__main__":

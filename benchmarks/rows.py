@@ -1,11 +1,14 @@
 """Layer norm, RMS norm and channel-first layer norm against torch; `formulas.py` against the code of models.
 
     python -m benchmarks.rows [--level op|layer] [--threads 2] [--dtype float32] [--only NAME] [--cpu-time]
+    python -m benchmarks.rows --grid [...]      # layer and RMS norm, 64 to 8,192 wide, 16 to 65,536 rows
 
 Results are checked before anything is timed. The sides take turns in one process, freed memory is kept for
-both, and ratios are medians over the turns. The floor is the time to move the bytes (forward: read and write
-once; backward: read twice, write once) at the speed of `x.clone()` in the same run. `--cpu-time` measures the
-processor time of one thread, for a machine that also runs other work.
+both. A turn is some calls in a row, so that what fits into a cache is there; a side's time is that of its
+best turn, since other work only adds to it. Times are told in copies of the input, `x.clone()`
+in the same turns: the floor is 1 forward (read and write once), 1.5 backward (read twice, write once). What
+is worst for us stands last, worst first. `--cpu-time` measures the processor time of one thread, for a
+machine that also runs other work. `benchmarks.norms_table` makes a table of the files of several processors.
 """
 
 from __future__ import annotations
@@ -23,12 +26,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.formulas import FORMULAS, Formula
+from benchmarks.norms import Timing, processor
 from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.select import pick
 
 LINES = ((16384, 256), (8192, 768), (4096, 1024), (2048, 4096))
 IMAGES = ((32, 96, 56, 56), (32, 192, 28, 28), (32, 384, 14, 14))
+# a ViT-S's, a ViT-B's and a BERT's at batch 8, Swin's first
+MODELS = ((1576, 384), (1576, 768), (4096, 768), (25088, 96))
+WIDTHS = (64, 96, 128, 256, 384, 768, 1024, 2048, 4096, 8192)
+GRID = tuple((n, w) for n in (16, 256, 1024, 4096, 16384, 65536) for w in WIDTHS if n * w <= 1 << 25)
 
 
 def convnext_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -59,7 +68,7 @@ class Family(NamedTuple):
 FAMILIES = (
     Family(
         "layer norm",
-        LINES,
+        LINES + MODELS,
         1,
         False,
         lambda x, w, b: torch.nn.functional.layer_norm(x, w.shape, w, b),
@@ -67,7 +76,7 @@ FAMILIES = (
     ),
     Family(
         "RMS norm",
-        LINES,
+        LINES + MODELS,
         1,
         True,
         lambda x, w, b: torch.nn.functional.rms_norm(x, w.shape, w, 1e-5),
@@ -97,18 +106,29 @@ def prepare(family: Family, shape: tuple[int, ...], dtype: torch.dtype, level: s
         return lambda: torch.autograd.grad(y, wanted, dy, retain_graph=True)
 
     ours_forward, ours_backward = lambda: family.ours(*plain), back(graphs[0])
+    torchs_backward = back(graphs[1])
     if level == "op":
-        verbs, span = pick(plain[0]), (family.axis, family.axis + 1)
+        verbs, rows = pick(plain[0]), Rows(family.axis, family.axis + 1, 1e-5, family.rms)
         b = None if family.rms else plain[2]
-        _, total, mean, rstd = verbs.row_forward(plain[0], None, plain[1], b, *span, 1e-5, family.rms)
+        _, total, mean, rstd = verbs.row_forward(plain[0], None, plain[1], b, rows)
+        kept = KeptByRowNorm(total, mean, rstd, plain[1])
 
         def ours_forward() -> Any:
-            return verbs.row_forward(plain[0], None, plain[1], b, *span, 1e-5, family.rms)
+            return verbs.row_forward(plain[0], None, plain[1], b, rows)
 
         def ours_backward() -> Any:
-            return verbs.row_backward(dy, None, total, mean, rstd, plain[1], *span, family.rms)
+            return verbs.row_backward(dy, None, kept, rows)
 
-    sides = Sides((ours_forward, lambda: family.torchs(*plain)), (ours_backward, back(graphs[1])))
+        if not family.rms and family.axis == len(shape) - 1:  # torch has an operator of its own here
+            aten, size = torch.ops.aten, plain[1].shape
+            _, *statistics = aten.native_layer_norm(plain[0], size, *plain[1:], 1e-5)
+
+            def torchs_backward() -> Any:
+                return aten.native_layer_norm_backward(
+                    dy, plain[0], size, *statistics, *plain[1:], [True] * 3
+                )
+
+    sides = Sides((ours_forward, lambda: family.torchs(*plain)), (ours_backward, torchs_backward))
     return sides, plain[0]
 
 
@@ -128,7 +148,7 @@ def prepare_formula(of: Formula, shape: tuple[int, ...], dtype: torch.dtype, _: 
     torch.manual_seed(0)
     leaves = of.make(shape, dtype)
     results = [out if isinstance(out, tuple) else (out,) for out in (of.ours(*leaves), of.theirs(*leaves))]
-    dy = [torch.randn(y.shape).to(dtype) for y in results[0]]
+    dy = [torch.randn_like(y) for y in results[0]]  # laid out as the output is
 
     def back(y: tuple[Tensor, ...]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
@@ -140,18 +160,60 @@ def prepare_formula(of: Formula, shape: tuple[int, ...], dtype: torch.dtype, _: 
     return Sides(forward, (back(results[0]), back(results[1]))), torch.empty_like(plain[0]).copy_(plain[0])
 
 
+DIRECTIONS = "forward", "backward"
+ROUND = 1e-3  # seconds that a side has the machine for, in a turn
+
+
 def turns(sides: tuple[Callable[[], Any], ...], seconds: float, clock: Callable[[], float]) -> list[float]:
-    """Median milliseconds of each side; the sides take turns for about `seconds`."""
+    """Milliseconds of a call of each side; the sides take turns for about `seconds`."""
     for side in sides:
         side()
     found: list[list[float]] = [[] for _ in sides]
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found[0]) < 5:
+    while time.perf_counter() < end or len(found[0]) < 9:
         for side, times in zip(sides, found, strict=True):
             start = clock()
-            side()
-            times.append((clock() - start) * 1e3)
-    return [median(times) for times in found]
+            side()  # brings into the cache what fits
+            calls = max(1, min(50, int(ROUND / max(clock() - start, 1e-9))))
+            start = clock()
+            for _ in range(calls):
+                side()
+            times.append((clock() - start) * 1e3 / calls)
+    return [min(times) for times in found]
+
+
+def measure(
+    family: Family | Formula, shape: tuple[int, ...], options: argparse.Namespace, clock: Callable[[], float]
+) -> list[Timing]:
+    """Forward and backward of one shape."""
+    made, traffics = (
+        (prepare_formula, family.traffic) if isinstance(family, Formula) else (prepare, (1.0, 1.5))
+    )
+    sides, x = made(family, shape, getattr(torch, options.dtype), options.level)
+    found = []
+    for direction, pair, traffic in zip(DIRECTIONS, sides, traffics, strict=True):
+        ours, torchs, clone = turns((*pair, x.clone), options.seconds, clock)
+        found.append(Timing(shape, 1, ours / 1e3, torchs / 1e3, traffic * clone / 1e3))
+        name = f"{family.name} {direction}"
+        print(
+            f"{name:34} {'x'.join(map(str, shape)):14} {ours:8.3f} ms  torch {torchs:8.3f} ms "
+            f"{torchs / ours:6.2f}x  copies {ours / clone:5.2f} / {torchs / clone:5.2f}  "
+            f"floor {traffic * clone / ours:.2f}",
+            flush=True,
+        )
+    return found
+
+
+def worst_first(found: dict[str, list[list[Timing]]]) -> list[str]:
+    """One line for each shape, forward and backward together."""
+    lines = []
+    for name, shapes in found.items():
+        for both in shapes:
+            ratio = sum(t.torchs for t in both) / sum(t.ours for t in both)
+            floors = " / ".join(f"{t.floor / t.ours:.2f}" for t in both)
+            shape = "x".join(map(str, both[0].shape))
+            lines.append((ratio, f"{ratio:6.2f}x  {name:24} {shape:14} floor {floors}"))
+    return [line for _, line in sorted(lines)]
 
 
 def main() -> None:
@@ -160,6 +222,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--only", default="")
+    parser.add_argument("--grid", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.6, help="for each shape and direction")
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -167,41 +230,28 @@ def main() -> None:
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     clock = time.thread_time if options.cpu_time else time.perf_counter
     print(keep_freed_memory())
-    rows = []
-    for family in (*FAMILIES, *FORMULAS):
+    torch.ones(2**29, dtype=torch.uint8)  # freed at once: its pages are reused by the timed calls
+    print(processor())
+    families: list[Family | Formula] = [*FAMILIES, *FORMULAS]
+    if options.grid:
+        families = [family._replace(shapes=GRID) for family in FAMILIES[:2]]
+    found, report = {}, {}
+    for family in families:
         if options.only not in family.name:
             continue
-        made, traffics = prepare, (1.0, 1.5)
-        if isinstance(family, Formula):
-            made, traffics = prepare_formula, family.traffic
-        ratios: list[list[float]] = [[], []]
-        for shape in family.shapes:
-            sides, x = made(family, shape, getattr(torch, options.dtype), options.level)
-            for i, (direction, pair, traffic) in enumerate(
-                (("forward", sides.forward, traffics[0]), ("backward", sides.backward, traffics[1]))
-            ):
-                ours, torchs, clone = turns((*pair, x.clone), options.seconds, clock)
-                ratios[i].append(torchs / ours)
-                row = {
-                    "what": f"{family.name} {direction}",
-                    "shape": "x".join(map(str, shape)),
-                    "ours_ms": ours,
-                    "torch_ms": torchs,
-                    "ratio": torchs / ours,
-                    "floor_share": traffic * clone / ours,
-                }
-                rows.append(row)
-                print(
-                    f"{row['what']:24} {row['shape']:14} {ours:8.2f} ms  torch {torchs:8.2f} ms  "
-                    f"{row['ratio']:6.2f}x  floor {row['floor_share']:.2f}",
-                    flush=True,
-                )
-        for direction, asked, of in zip(("forward", "backward"), family.reach, ratios, strict=True):
-            mean = math.exp(sum(map(math.log, of)) / len(of))
+        of = found[family.name] = [measure(family, shape, options, clock) for shape in family.shapes]
+        for direction, asked, timings in zip(DIRECTIONS, family.reach, zip(*of, strict=True), strict=True):
+            mean = math.exp(sum(math.log(t.torchs / t.ours) for t in timings) / len(timings))
+            share = median(t.floor / t.ours for t in timings)
             verdict = "reached" if mean >= asked else "falls short"
-            print(f"{family.name} {direction}: {mean:.2f}x (reach {asked}x, {verdict})")
+            told = f"{mean:.2f}x (reach {asked}x, {verdict}), {share:.2f} of the floor"
+            print(f"{family.name} {direction}: {told}")
+            shapes = [t._asdict() for t in timings]
+            report[f"{family.name}, {direction}"] = {"ratio": mean, "floor": share, "shapes": shapes}
+    print("Forward and backward, worst first:", *worst_first(found), sep="\n")
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        about = {"processor": processor(), "threads": torch.get_num_threads(), "dtype": options.dtype}
+        options.json.write_text(json.dumps({**about, "rows": report}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

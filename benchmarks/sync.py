@@ -38,7 +38,7 @@ from torch import Tensor
 
 from leannorm import nn
 from leannorm._freed_memory import keep_freed_memory
-from leannorm._types import Moments
+from leannorm._types import KeptByChannelNorm, Moments
 from leannorm.distributed.call import message_size
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.select import pick
@@ -79,16 +79,17 @@ class Gather(torch.autograd.Function):
         rstd, total = REFERENCE.rstd_of(merged, eps), merged.count[0]
         ctx.save_for_backward(x, merged.mean, rstd, weight, total)
         ctx.backend = backend
-        return backend.channel_normalize(x, merged.mean, rstd, weight, bias)
+        return backend.channel_normalize(KeptByChannelNorm(x, merged.mean, rstd, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, count = ctx.saved_tensors
-        dbias, dweight = ctx.backend.channel_grad_sums(dy, x, mean, rstd, weight)
+        kept = KeptByChannelNorm(x, mean, rstd, weight)
+        dbias, dweight = ctx.backend.channel_grad_sums(dy, kept)
         sums = torch.cat((dbias, dweight)).float()
         dist.all_reduce(sums)
-        p, q = REFERENCE.channel_means(*sums.double().chunk(2), weight, 0, count)
-        dx, _ = ctx.backend.channel_input_grad(dy, x, mean, rstd, weight, None, None, None, p, q)
+        means = REFERENCE.channel_means(sums.double().chunk(2), weight, 0, count)
+        dx, _ = ctx.backend.channel_input_grad(dy, kept, means)
         return dx, dweight.to(weight.dtype), dbias.to(weight.dtype), None
 
 
@@ -102,15 +103,15 @@ class Floor(torch.autograd.Function):
         exchange()
         ctx.save_for_backward(x, mean, rstd, weight)
         ctx.backend, ctx.exchange = backend, exchange
-        return backend.channel_normalize(x, mean, rstd, weight, bias)
+        return backend.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
-        p, q = ctx.backend.channel_grad_sums(dy, x, mean, rstd, weight)
+        kept = KeptByChannelNorm(*ctx.saved_tensors)
+        sums = dbias, dweight = ctx.backend.channel_grad_sums(dy, kept)
         ctx.exchange()
-        dx, _ = ctx.backend.channel_input_grad(dy, x, mean, rstd, weight, None, None, None, p, q)
-        return dx, q, p, None
+        dx, _ = ctx.backend.channel_input_grad(dy, kept, sums)
+        return dx, dweight, dbias, None
 
 
 def sides(x: Tensor, dy: Tensor, channels: int) -> dict[str, Callable[[], Tensor]]:

@@ -6,6 +6,7 @@
 #include "activations.h"
 #include "batches.h"
 #include "channel.h"
+#include "wide.h"
 
 namespace leannorm::LEANNORM_ISA {
 

@@ -5,6 +5,7 @@
 
 #include "past.h"
 #include "rows.h"
+#include "wide.h"
 
 namespace leannorm::LEANNORM_ISA::rows {
 

@@ -127,3 +127,8 @@ def output_and_gradients(layer, x, dy, second=False):
         total = sum(g.square().sum() for g in found)
         more = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     return y, found, more
+
+
+def is_fast(node):
+    """Was this node made on the fast path (`autograd/fast.py`)? One in C++ was."""
+    return not isinstance(node, torch.autograd.function.BackwardCFunction) or node.call.backend.as_given

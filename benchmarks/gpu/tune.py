@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.report import Report
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends.triton import tuned
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
@@ -83,10 +84,9 @@ def _calls(
         return x.to(memory_format=last), dy.to(memory_format=last), torch.rand(shape[1], device=device)
 
     def run(x: Tensor, dy: Tensor, weight: Tensor) -> list[Tensor]:
-        y, mean, _, rstd = TRITON.channel_forward(x, weight, weight, None, 1e-5, "relu", groups)
-        dx, dweight, dbias, _ = TRITON.channel_backward(
-            dy, x, mean, rstd, weight, weight, None, None, "relu", groups, False
-        )
+        y, mean, _, rstd, _ = TRITON.channel_forward(x, Epilogue(weight, weight, None, "relu"), 1e-5, groups)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, weight, act="relu")
+        dx, dweight, dbias, _ = TRITON.channel_backward(dy, kept, groups)
         return [y, dx, dweight, dbias]
 
     size = torch.Size(shape).numel() * 2

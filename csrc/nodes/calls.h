@@ -1,4 +1,5 @@
-// What a call of these functions is made of: tensors from Python, is it a usual one, operators and their arguments.
+// What a call of these functions is made of: tensors from Python, is it a usual one (as `usual_call` of
+// autograd/fast.py asks), operators and their arguments.
 #pragma once
 
 #include "tapes.h"
@@ -120,7 +121,8 @@ struct Given {
     records = recorded(x, weight, bias);
     return x.defined() && !(records && (hooked() || in_inference(x) || in_inference(weight) || in_inference(bias)));
   }
-  bool both_or_none() const { return weight.defined() == bias.defined(); }
+  // Is there no bias without a weight, nor one of another dtype?
+  bool alike() const { return !bias.defined() || (weight.defined() && weight.scalar_type() == bias.scalar_type()); }
 };
 
 // Running statistics, which a training batch moves.

@@ -1,9 +1,9 @@
-// Autograd nodes in C++ for the usual calls of autograd/direct.py, whose classes they stand in for: the same
+// Autograd nodes in C++ for the calls of autograd/fast.py, whose functions they stand in for: the same
 // operators, the same saved tensors, the same bits, without Python's share of a small call. Of Triton's operators they
 // repeat calls that Python has made before (tapes.h).
 //
 // They need torch's own C++ headers and Python's, so this library serves the torch and the Python that it was built
-// for (autograd/nodes.py asks before it loads it); without it direct.py does the same in Python. Each function returns
+// for (autograd/nodes.py asks before it loads it); without it fast.py does the same in Python. Each function returns
 // None for a call that is not a usual one, and for one that the kernel refuses: then nothing has been written.
 #include "../activation.h"
 #include "calls.h"
@@ -22,7 +22,7 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-PyObject* by_python = nullptr;  // direct.py's backward pass, for all that is not usual
+PyObject* by_python = nullptr;  // fast.py's backward pass, for all that is not usual
 
 enum Saved { kX, kMean, kRstd, kWeight, kBias, kOut, kSaved };
 using Tensors = std::array<Tensor, kSaved>;
@@ -35,7 +35,7 @@ struct Direct : Node {
 
   // Empty where Python is to do it.
   virtual variable_list by_kernels(const Tensor& dy, const Tensors& kept) = 0;
-  virtual py::tuple how() const = 0;  // what direct.py's class keeps beside the tensors
+  virtual py::tuple how() const = 0;  // what fast.py keeps beside the tensors
 
   void save(Saved place, const Tensor& value, bool is_output = false) {
     if (value.defined()) saved[place] = SavedVariable(value, is_output);
@@ -66,7 +66,7 @@ struct Direct : Node {
     try {
       py::list tensors;
       for (const Tensor& v : kept) tensors.append(v.defined() ? py::cast(v) : py::none());
-      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2), false);
+      const py::tuple needed = py::make_tuple(needs(0), needs(1), needs(2));
       const py::tuple found = py::handle(by_python)(name(), tensors, needed, how(), dy, by_triton);
       variable_list gradients;
       for (int i = 0; i < 3; ++i) gradients.push_back(found[i].is_none() ? Tensor() : found[i].cast<Tensor>());
@@ -106,15 +106,14 @@ struct ChannelNorm final : Direct {
   double eps;
   int64_t groups;
 
-  std::string name() const override { return "DirectChannelNormBackward"; }
+  std::string name() const override { return "ChannelNormBackward"; }
   py::tuple how() const override { return py::make_tuple(act.toStringRef(), eps, groups); }
   variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
     static const Operator backward("channel_backward");
     Stack stack = stack_of(like(kept[kX], dy), kept[kX], kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(),
-                           Tensor(), act, groups, false, false);
+                           Tensor(), act, groups, false, false, Tensor(), Tensor());
     if (!backward(stack, by_triton)) return {};
-    if (!kept[kWeight].defined()) return {tensor(stack, 0), Tensor(), Tensor()};
-    return {tensor(stack, 0), tensor(stack, 1), tensor(stack, 2)};
+    return {tensor(stack, 0), needs(1) ? tensor(stack, 1) : Tensor(), needs(2) ? tensor(stack, 2) : Tensor()};
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     Direct::compiled_args(args);
@@ -126,7 +125,7 @@ struct ChannelNorm final : Direct {
 struct ChannelAffine final : Direct {
   at::MemoryFormat layout;  // of y
 
-  std::string name() const override { return "DirectChannelAffineBackward"; }
+  std::string name() const override { return "ChannelAffineBackward"; }
   py::tuple how() const override {
     return py::make_tuple(act.toStringRef(), py::reinterpret_borrow<py::object>(torch::utils::getTHPMemoryFormat(layout)));
   }
@@ -139,11 +138,11 @@ struct ChannelAffine final : Direct {
       return stack_of(dy, x, kept[kMean], kept[kRstd], kept[kWeight], kept[kBias], Tensor(), kept[kOut], more...);
     };
     if (!(needs(1) || needs(2))) {
-      Stack stack = taken(Tensor(), Tensor(), act, false);
+      Stack stack = taken(Tensor(), Tensor(), act, false, Tensor());
       if (!input(stack, by_triton)) return {};
       return {tensor(stack, 0), Tensor(), Tensor()};
     }
-    Stack stack = needs(0) ? taken(act, int64_t(0), false, true) : taken(act);
+    Stack stack = needs(0) ? taken(act, int64_t(0), false, true, Tensor(), Tensor()) : taken(act, Tensor());
     if (!(needs(0) ? both : sums)(stack, by_triton)) return {};
     const auto gradient = [&](int input, size_t i) { return needs(input) ? tensor(stack, i) : Tensor(); };
     if (needs(0)) return {gradient(0, 0), gradient(1, 1), gradient(2, 2)};
@@ -160,7 +159,7 @@ struct RowNorm final : Direct {
   double eps;
   bool rms;
 
-  std::string name() const override { return "DirectRowNormBackward"; }
+  std::string name() const override { return "RowNormBackward"; }
   py::tuple how() const override { return py::make_tuple(start, stop, eps, rms); }
   variable_list by_kernels(const Tensor& dy, const Tensors& kept) override {
     static const Operator backward("row_backward");
@@ -191,7 +190,7 @@ Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, con
   const auto& [x, weight, bias, eps, by_triton, records] = of;
   Stack stack = running.given() ? stack_of(x, weight, bias, Tensor(), eps, act, running.mean, running.var,
                                            running.num_batches, running.momentum)
-                                : stack_of(x, weight, bias, Tensor(), eps, act, groups);
+                                : stack_of(x, weight, bias, Tensor(), eps, act, groups, Tensor());
   if (!(running.given() ? tracked : forward).taken(stack, by_triton)) return {};
   for (const Tensor* v : {&running.mean, &running.var, &running.num_batches})
     if (v->defined()) torch::autograd::impl::bump_version(*v);
@@ -208,7 +207,7 @@ Tensor channel_norm(const Given& of, const c10::IValue& act, int64_t groups, con
   return y;
 }
 
-// direct_channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
+// channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
 PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
@@ -216,8 +215,7 @@ PyObject* call_channel_norm(PyObject*, PyObject* const* arguments, Py_ssize_t co
   c10::IValue act;
   int64_t groups;
   if (count != 8 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
-  if (!read(arguments[5], groups) || !running.read_from(arguments[6], given.by_triton) || !dense(given.x) || !given.both_or_none()) Py_RETURN_NONE;
-  if (given.weight.defined() && given.weight.scalar_type() != given.bias.scalar_type()) Py_RETURN_NONE;
+  if (!read(arguments[5], groups) || !running.read_from(arguments[6], given.by_triton) || !dense(given.x) || !given.alike()) Py_RETURN_NONE;
   return result([&] { return channel_norm(given, act, groups, running); });
   END_HANDLE_TH_ERRORS
 }
@@ -248,7 +246,7 @@ Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running
   Stack made = stack_of(running_mean, running_var, eps);
   if (!constants.taken(made, by_triton)) return {};
   const Tensor mean = tensor(made, 0), rstd = tensor(made, 1);
-  Stack stack = stack_of(x, mean, rstd, weight, bias, Tensor(), act);
+  Stack stack = stack_of(x, mean, rstd, weight, bias, Tensor(), act, Tensor());
   if (!normalize.taken(stack, by_triton)) return {};
   Tensor y = tensor(stack, 0);
   if (!records) return y;
@@ -266,7 +264,7 @@ Tensor evaluation(const Given& of, const c10::IValue& act, const Tensor& running
   return y;
 }
 
-// direct_evaluation(x, weight, bias, eps, act, mean, var, by_triton)
+// evaluation(x, weight, bias, eps, act, mean, var, by_triton)
 PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
@@ -275,8 +273,7 @@ PyObject* call_evaluation(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   if (count != 8 || !given.read_from(arguments, count) || !read(arguments[4], act)) Py_RETURN_NONE;
   if (!read(arguments[5], mean, given.by_triton) || !read(arguments[6], var, given.by_triton)) Py_RETURN_NONE;
   if (!mean.defined() || !var.defined()) Py_RETURN_NONE;
-  if (!dense(given.x) || !given.both_or_none()) Py_RETURN_NONE;
-  if (given.weight.defined() && given.weight.scalar_type() != given.bias.scalar_type()) Py_RETURN_NONE;
+  if (!dense(given.x) || !given.alike()) Py_RETURN_NONE;
   return result([&] { return evaluation(given, act, mean, var); });
   END_HANDLE_TH_ERRORS
 }
@@ -298,7 +295,7 @@ Tensor row_norm(const Given& of, int64_t start, bool rms) {
   return y;
 }
 
-// direct_row_norm(x, weight, bias, eps, shape, rms, by_triton)
+// row_norm(x, weight, bias, eps, shape, rms, by_triton)
 PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Given given;
@@ -306,18 +303,18 @@ PyObject* call_row_norm(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (count != 7 || !given.read_from(arguments, count) || !PyTuple_Check(shape)) Py_RETURN_NONE;
   const auto& [x, weight, bias, eps, by_triton, records] = given;
   const int64_t axes = PyTuple_GET_SIZE(shape), start = x.dim() - axes;
-  if (start < 0 || axes == 0 || !(eps >= 0) || (bias.defined() && !weight.defined())) Py_RETURN_NONE;
+  if (start < 0 || axes == 0 || !(eps >= 0) || !given.alike()) Py_RETURN_NONE;
   for (int64_t i = 0, size; i < axes; ++i)
     if (!read(PyTuple_GET_ITEM(shape, i), size) || x.size(start + i) != size) Py_RETURN_NONE;
   const auto sizes = x.sizes().slice(start);
   if (weight.defined() && !(weight.sizes() == sizes && weight.is_floating_point())) Py_RETURN_NONE;
-  if (bias.defined() && !(bias.sizes() == sizes && bias.scalar_type() == weight.scalar_type())) Py_RETURN_NONE;
+  if (bias.defined() && bias.sizes() != sizes) Py_RETURN_NONE;
   const bool rms = arguments[5] == Py_True;
   return result([&] { return row_norm(given, start, rms); });
   END_HANDLE_TH_ERRORS
 }
 
-// The backward pass of direct.py.
+// The backward pass of fast.py.
 PyObject* set_backward(PyObject*, PyObject* function) {
   Py_INCREF(function);
   Py_XSETREF(by_python, function);
@@ -363,7 +360,7 @@ PyMethodDef functions[] = {
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 
-// Nodes show themselves in Python as those of direct.py do.
+// Nodes show themselves in Python as those in Python do.
 using namespace torch::autograd;
 PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES, {nullptr}};
 PyMethodDef methods[] = {{"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
@@ -390,9 +387,9 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
   HANDLE_TH_ERRORS
   PyObject* const module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  if (add_class<ChannelNorm>(module, "torch.autograd.function.DirectChannelNormBackward") &&
-      add_class<ChannelAffine>(module, "torch.autograd.function.DirectChannelAffineBackward") &&
-      add_class<RowNorm>(module, "torch.autograd.function.DirectRowNormBackward"))
+  if (add_class<ChannelNorm>(module, "torch.autograd.function.ChannelNormBackward") &&
+      add_class<ChannelAffine>(module, "torch.autograd.function.ChannelAffineBackward") &&
+      add_class<RowNorm>(module, "torch.autograd.function.RowNormBackward"))
     return module;
   Py_DECREF(module);
   return nullptr;

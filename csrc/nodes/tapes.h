@@ -125,7 +125,7 @@ struct Tape {
   };
   std::vector<Made> made;
   std::vector<Launch> launches;
-  std::vector<size_t> results;
+  std::vector<int64_t> results;  // -1: None
 };
 
 class Tapes {
@@ -146,7 +146,7 @@ class Tapes {
       const auto both = launch.cast<py::tuple>();
       tape->launches.emplace_back(both[0], both[1]);
     }
-    for (const py::handle result : results) tape->results.push_back(result.cast<size_t>());
+    for (const py::handle result : results) tape->results.push_back(result.cast<int64_t>());
     std::string kind = name;
     for (const py::handle argument : arguments) add_kind(kind, value_of(argument));
     const std::lock_guard<std::mutex> lock(mutex);
@@ -183,7 +183,7 @@ class Tapes {
       }
     }
     stack.clear();
-    for (const size_t result : tape->results) stack.emplace_back(slots[result]);
+    for (const int64_t result : tape->results) stack.emplace_back(result < 0 ? at::Tensor() : slots[result]);
     return true;
   }
 

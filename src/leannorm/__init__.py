@@ -18,8 +18,9 @@ from leannorm._errors import MissingDependencyError as MissingDependencyError
 from leannorm._errors import SyncError as SyncError
 from leannorm._freed_memory import FreedMemory as FreedMemory
 from leannorm._freed_memory import keep_freed_memory as keep_freed_memory
-from leannorm.functional.running import no_stats_update as no_stats_update
+from leannorm.compiled import compile_options as compile_options
 from leannorm.nn.lengths import conv_lengths as conv_lengths
+from leannorm.ops.running import no_stats_update as no_stats_update
 from leannorm.ops.select import backends as backends
 from leannorm.ops.select import use_backend as use_backend
 from leannorm.report.bench import BenchReport as BenchReport
@@ -61,6 +62,7 @@ __all__ = [
     "accumulate_stats",
     "backends",
     "bench",
+    "compile_options",
     "conv_lengths",
     "convert",
     "distributed",

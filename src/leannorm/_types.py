@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+Maybe = Tensor | None
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 class Running(NamedTuple):
@@ -37,10 +40,41 @@ class Pool:
 class Epilogue(NamedTuple):
     """What a kernel makes of the normalized values before it writes: act(xhat * weight + bias + residual)."""
 
-    weight: Tensor | None
-    bias: Tensor | None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
     residual: Tensor | None = None
     act: str = "identity"
+
+
+class KeptByChannelNorm(NamedTuple):
+    """What a per-channel norm keeps: its backward pass reads it, and its output can be computed again of it.
+
+    The output is kept where the derivative of `act` is computed from it. `mask` is that of `Valid`. `size`
+    is the number of values that each statistic is of, where the shape of x does not tell. What the gradients
+    do not need is None.
+    """
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    output: Tensor | None = None
+    mask: Tensor | None = None
+    size: Tensor | None = None
+    act: str = "identity"
+
+    def epilogue(self) -> Epilogue:
+        return Epilogue(self.weight, self.bias, self.residual, self.act)
+
+
+def kept_of(
+    x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None
+) -> KeptByChannelNorm:
+    """The record of a norm that is about to be computed."""
+    weight, bias, residual, act = epilogue
+    return KeptByChannelNorm(x, mean, rstd, weight, bias, residual, None, mask, None, act)
 
 
 class Valid(NamedTuple):
@@ -69,6 +103,59 @@ class Rows(NamedTuple):
     rms: bool
     weight_offset: float = 0.0
     cast_before: bool = False
+
+
+class KeptByRowNorm(NamedTuple):
+    """What layer and RMS norm keep; with a residual `x` is the sum. Rows that are not `valid` are no data."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    weight: Tensor | None = None
+    valid: Tensor | None = None
+
+
+class Modulation(NamedTuple):
+    """What a modulated norm takes beside x: norm(x + gate * branch) * (1 + scale) + shift."""
+
+    branch: Tensor | None
+    gate: Tensor | None
+    scale: Tensor
+    shift: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class KeptByAdaNorm(NamedTuple):
+    """What a modulated norm keeps; with a branch `x` is the sum. The branch is for the gate's gradient."""
+
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    scale: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    branch: Tensor | None = None
+    gate: Tensor | None = None
+
+
+class Gating(NamedTuple):
+    """How a gated RMS norm meets its gate; the axes from `start` on are normalized."""
+
+    start: int
+    eps: float
+    act: str
+    norm_before_gate: bool
+    cast_before: bool = False
+
+
+class KeptByGatedNorm(NamedTuple):
+    """What a gated RMS norm keeps."""
+
+    x: Tensor
+    gate: Tensor
+    rstd: Tensor
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True)

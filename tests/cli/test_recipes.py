@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from leannorm.cli import main
-from leannorm.ops.backends import CPU
 from leannorm.report.recipes import ALIVE, NOT_TRIED, RESTING, WRONG, recipe_states
 from leannorm.saving import reasons
 from leannorm.saving.graph import saved
@@ -18,13 +17,9 @@ ELSEWHERE = {
     "CudnnBatchNormBackward0",
     "MiopenBatchNormBackward0",
     "FusedRmsNormBackward0",
-    "leannorm.SyncNorm",
     "ScaledDotProductEfficientAttentionBackward0",
     "ScaledDotProductFlashAttentionBackward0",
 }
-
-if CPU.why_not():
-    ELSEWHERE |= {"leannorm.DirectChannelNorm", "leannorm.DirectChannelAffine", "leannorm.DirectRowNorm"}
 
 
 def gelu_by(monkeypatch, recipe):

@@ -10,6 +10,7 @@ import torch
 from interop_cases import FIXTURES
 
 from leannorm import functional, use_backend
+from leannorm._types import Rows
 from leannorm.interop import CONVENTIONS
 from leannorm.ops.select import backends, pick
 
@@ -34,7 +35,7 @@ def layer_norm(attributes, x, scale, bias):
     eps = attributes.get("epsilon", TABLE.eps)
     start = attributes.get("axis", -1) % x.dim()
     y = functional.layer_norm(x, x.shape[start:], scale, bias, eps)
-    _, _, mean, rstd = pick(x).row_forward(x, None, scale, bias, start, x.dim(), eps, False)
+    _, _, mean, rstd = pick(x).row_forward(x, None, scale, bias, Rows(start, x.dim(), eps, False))
     return y, mean, rstd
 
 

@@ -11,7 +11,7 @@ import torch
 from cases import ACTS, CASES, DTYPES, ChannelCase, make
 from torch import Tensor
 
-from leannorm._types import Moments
+from leannorm._types import Epilogue, KeptByChannelNorm, Moments
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE, Backend
 from leannorm.ops.plan import channel_plan, statistics_shape
@@ -123,6 +123,16 @@ class Call(NamedTuple):
     groups: int
     out_given: bool
 
+    @property
+    def epilogue(self) -> Epilogue:
+        return Epilogue(self.weight, self.bias, self.residual, self.act)
+
+    def kept(
+        self, mean: Tensor, rstd: Tensor, output: Tensor | None = None, **more: Any
+    ) -> KeptByChannelNorm:
+        weight, bias, residual, act = self.epilogue
+        return KeptByChannelNorm(self.x, mean, rstd, weight, bias, residual, output, act=act, **more)
+
     def double(self) -> Call:
         return self._replace(
             **{k: None if t is None else t.double() for k, t in self._asdict().items() if k in _TENSORS}
@@ -156,13 +166,13 @@ _TENSORS = ("x", "dy", "weight", "bias", "residual")
 
 def results(backend: Backend, call: Call, statistics: tuple[Tensor, ...] | None = None) -> dict[str, Tensor]:
     """All that the fused and the single verbs return, by name; `statistics` of the forward pass if given."""
-    x, dy, weight, bias, residual, act, groups, out_given = call
-    y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
+    x, dy, groups = call.x, call.dy, call.groups
+    y, mean, m2, rstd, _ = backend.channel_forward(x, call.epilogue, 1e-5, groups)
     mean_used, rstd_used, out = (mean, rstd, y) if statistics is None else statistics
-    saved = (x, mean_used, rstd_used, weight, bias, residual, out.to(x.dtype) if out_given else None)
-    dx, dweight, dbias, dz = backend.channel_backward(dy, *saved, act, groups, True)
-    sum_dz, sum_dz_xhat = backend.channel_grad_sums(dy, *saved, act)
-    dx_fixed, _ = backend.channel_input_grad(dy, *saved, None, None, act, False)
+    kept = call.kept(mean_used, rstd_used, out.to(x.dtype) if call.out_given else None)
+    dx, dweight, dbias, dz = backend.channel_backward(dy, kept, groups, True)
+    sum_dz, sum_dz_xhat = backend.channel_grad_sums(dy, kept)
+    dx_fixed, _ = backend.channel_input_grad(dy, kept)
     moments = backend.channel_moments(x, groups)
     return {
         "y": y, "mean": mean, "m2": m2, "rstd": rstd, "dx": dx, "dweight": dweight, "dbias": dbias, "dz": dz,
@@ -189,7 +199,7 @@ def exact_forward(call: Call) -> dict[str, Tensor]:
     shape = statistics_shape(call.x.shape, call.groups)
     mean, m2 = (call.x.new_tensor(v).reshape(shape) for v in (means, m2s))
     rstd = REFERENCE.rstd_of(Moments(mean, m2, count), 1e-5)
-    y = REFERENCE.channel_normalize(call.x, mean, rstd, call.weight, call.bias, call.residual, call.act)
+    y = REFERENCE.channel_normalize(call.kept(mean, rstd))
     return {"y": y, "mean": mean, "m2": m2, "rstd": rstd, "moments.mean": mean, "moments.m2": m2}
 
 

@@ -10,6 +10,7 @@ from cases import lay_out
 from kernel_cases import SIZES
 from row_cases import DTYPES
 
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.backends import REFERENCE
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -70,8 +71,9 @@ def operands(shape, start, stop, dtype, rms, residual, layout="contiguous"):  # 
 
 def both_ways(backend, given, start, stop, rms):  # type: ignore[no-untyped-def]
     x, residual, weight, bias, dy, dtotal = given
-    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, start, stop, 1e-5, rms)
-    grads = backend.row_backward(dy, dtotal, total, mean, rstd, weight, start, stop, rms)
+    rows = Rows(start, stop, 1e-5, rms)
+    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows)
+    grads = backend.row_backward(dy, dtotal, KeptByRowNorm(total, mean, rstd, weight), rows)
     return y, total, mean, rstd, *grads
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from benchmarks import host_time  # noqa: E402
 from leannorm import nn  # noqa: E402
-from leannorm.autograd import direct  # noqa: E402
+from leannorm._types import Epilogue, KeptByRowNorm, Rows, Running  # noqa: E402
+from leannorm.autograd import fast  # noqa: E402
 from leannorm.ops.backends import TRITON  # noqa: E402
 from leannorm.ops.backends.triton import (  # noqa: E402
     channel,
@@ -84,10 +85,10 @@ def calls(offset: int = 0, dtype: torch.dtype = torch.bfloat16):
         w, b = new(8, dtype=f32), new(8, dtype=f32)
         stats = (2, 8) if groups < 0 else (shape[0], groups) if groups else (8,)
         mean, rstd, p, q = (new(*stats, dtype=f64) for _ in range(4))
-        yield channel.channel_forward, (x, w, b, None, 1e-5, "relu", groups)
-        yield channel.channel_forward, (x, w, None, r, 1e-5, "silu", groups)
-        yield channel.channel_normalize, (x, mean, rstd, w, b, r, "relu")
-        yield channel.channel_moments, (x, groups)
+        yield channel.channel_forward, (x, w, b, None, 1e-5, "relu", groups, None)
+        yield channel.channel_forward, (x, w, None, r, 1e-5, "silu", groups, None)
+        yield channel.channel_normalize, (x, mean, rstd, w, b, r, "relu", None)
+        yield channel.channel_moments, (x, groups, None)
         yield channel_gradients.channel_backward, (dy, x, mean, rstd, w, b, None, None, "relu", groups, False)
         yield channel_gradients.channel_backward, (dy, x, mean, rstd, w, b, r, y, "relu", groups, True, True)
         yield channel_gradients.channel_backward_, (dy, x, mean, rstd, w, b, r, y, "relu", groups, True)
@@ -179,9 +180,9 @@ def numbers() -> None:
     for eps in (0.25, 0.5, 0.25):
         given = torch.tensor(eps)
         LAUNCHED.clear()
-        TRITON.row_forward(x, None, w, None, 1, 2, given, True)
-        TRITON.channel_forward(images, None, None, None, given)
-        TRITON.channel_evaluate(images, mean, var, given)
+        TRITON.row_forward(x, None, w, None, Rows(1, 2, given, True))
+        TRITON.channel_forward(images, Epilogue(), given)
+        TRITON.channel_evaluate(images, Running(mean, var, None, None), given, Epilogue())
         assert len(LAUNCHED) == 3
         for launched in LAUNCHED:  # Triton 3.9 puts a kernel's arguments in a tuple of their own
             assert any(type(v) is float and v == eps for v in tree_leaves(launched))
@@ -211,8 +212,10 @@ def negated() -> None:
         return {v.data_ptr() if isinstance(v, torch.Tensor) else v for v in tree_leaves(LAUNCHED)}
 
     for _ in range(3):
-        forward = given(TRITON.row_forward, torch._neg_view(x), None, w, None, 1, 2, 1e-5, True)
-        backward = given(TRITON.row_backward, torch._neg_view(dy), None, x, mean, rstd, w, 1, 2, True)
+        span = Rows(1, 2, 1e-5, True)
+        forward = given(TRITON.row_forward, torch._neg_view(x), None, w, None, span)
+        kept = KeptByRowNorm(x, mean, rstd, w)
+        backward = given(TRITON.row_backward, torch._neg_view(dy), None, kept, span)
         assert w.data_ptr() in forward & backward
         assert x.data_ptr() not in forward
         assert x.data_ptr() in backward
@@ -286,8 +289,8 @@ def layers() -> None:
         (lambda: nn.LayerNorm(64), tokens),
         (lambda: nn.RMSNorm(64), tokens),
     ]
-    for nodes in dict.fromkeys((direct.NODES, None)):
-        direct.NODES = nodes
+    for nodes in dict.fromkeys((fast.NODES, None)):
+        fast.NODES = nodes
         for (make, shape), offset in itertools.product(made, (0, 1)):
             tape.forget()
             layer = make()
@@ -298,15 +301,17 @@ def layers() -> None:
                 LAUNCHED.clear()
                 del PUBLIC[:]
                 y = layer(x)  # noqa: B023
-                node = type(y.grad_fn).__name__
+                node = y.grad_fn
+                in_cpp = not isinstance(node, torch.autograd.function.BackwardCFunction)
+                is_fast = in_cpp or node.call.backend.as_given
                 y.backward(dy)  # noqa: B023
                 with torch.no_grad():
                     layer(x)  # noqa: B023
-                return node.startswith("Direct"), [numbered(g, given) for g in LAUNCHED]  # noqa: B023
+                return is_fast, [numbered(g, given) for g in LAUNCHED]  # noqa: B023
 
-            was_direct, first = call()
-            is_direct, again = call()
-            assert (was_direct, is_direct) == (False, True), shape
+            was_fast, first = call()
+            repeats, again = call()
+            assert (was_fast, repeats) == (False, True), shape
             assert first == again, (shape, first, again)
             assert len(again) > 2
             assert not PUBLIC, (shape, offset, PUBLIC)

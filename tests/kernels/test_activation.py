@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from leannorm import functional, nn
+from leannorm._types import KeptByChannelNorm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fusing.steps import activation_of
 
@@ -91,9 +92,9 @@ def test_far_out_each_is_its_asymptote(name, dtype, kernels):
     for side, values in sides.items():
         z = torch.tensor([*values, float("nan")], dtype=dtype)[:, None].expand(-1, 4).contiguous()
         mean, rstd = torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-        of_z = z, mean, rstd, None, None, None
-        y = kernels.channel_normalize(*of_z, name)
-        slope, _ = kernels.channel_input_grad(torch.ones_like(z), *of_z, None, None, None, name)
+        kept = KeptByChannelNorm(z, mean, rstd, act=name)
+        y = kernels.channel_normalize(kept)
+        slope, _ = kernels.channel_input_grad(torch.ones_like(z), kept)
         plain = ACTIVATIONS[name].grad(z.to(torch.promote_types(dtype, torch.float32))).to(dtype)
         wanted = ACTIVATIONS[name].forward(z.double()).to(dtype)
         torch.testing.assert_close(y, wanted, equal_nan=True)

@@ -5,6 +5,8 @@ Triton's are interpreted where there is no GPU, and tried by one launch and by s
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from cases import EMPTY, ChannelCase
@@ -24,6 +26,7 @@ from kernel_cases import (
     tried,
 )
 
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE
 
 
@@ -36,28 +39,28 @@ def test_the_verbs_are_the_references(kernels, given):
 def test_nothing_in_it(kernels, shape):
     x = torch.empty(shape)
     for groups in (0, 1) if shape[1] else (0,):
-        y, mean, m2, rstd = kernels.channel_forward(x, None, None, None, 1e-5, "relu", groups)
+        y, mean, m2, rstd, _ = kernels.channel_forward(x, Epilogue(act="relu"), 1e-5, groups)
         assert y.shape == shape
         assert mean.eq(0).all()
         assert m2.eq(0).all()
         torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-        saved = (x, x, mean, rstd, None, None, None, None, "relu")
-        dx, dweight, dbias, dz = kernels.channel_backward(*saved, groups, True)
+        kept = KeptByChannelNorm(x, mean, rstd, act="relu")
+        dx, dweight, dbias, dz = kernels.channel_backward(x, kept, groups, True)
         assert dx.shape == dz.shape == shape
         assert dweight.eq(0).all()
         assert dbias.eq(0).all()
         assert kernels.channel_moments(x, groups).mean.eq(0).all()
-        assert kernels.channel_grad_sums(*saved)[0].eq(0).all()
-        assert kernels.channel_input_grad(*saved[:-1], act="relu")[0].shape == shape
+        assert kernels.channel_grad_sums(x, kept)[0].eq(0).all()
+        assert kernels.channel_input_grad(x, kept)[0].shape == shape
 
 
 @tried("shape", alike(EVERY[:2], [(3, 0, 4), (0, 4, 5), (2, 4, 0)]))
 def test_groups_of_nothing(kernels, shape):
     x = torch.empty(shape)
-    y, mean, _, rstd = kernels.channel_forward(x, None, None, None, 1e-5, "identity", 2)
+    y, mean, _, rstd, _ = kernels.channel_forward(x, Epilogue(), 1e-5, 2)
     assert (y.shape, mean.shape) == (shape, (shape[0], 2))
     assert mean.eq(0).all()
-    dx, dweight, dbias, _ = kernels.channel_backward(x, x, mean, rstd, None, None, None, None, "identity", 2)
+    dx, dweight, dbias, _ = kernels.channel_backward(x, KeptByChannelNorm(x, mean, rstd), 2)
     assert (dx.shape, dweight.shape, dbias.shape) == (shape, shape[1:2], shape[1:2])
 
 
@@ -99,7 +102,7 @@ def test_what_is_not_a_number_stays_so(kernels, layout):
     call = call_on(ChannelCase((4, 6, 5, 7), layout), F32)
     call.x[1, 2, 3, 4] = float("nan")
     call.x[1, 3, 3, 4] = float("inf")
-    y, mean, m2, _ = kernels.channel_forward(call.x, None, None, None, 1e-5, "relu")
+    y, mean, m2, *_ = kernels.channel_forward(call.x, Epilogue(act="relu"), 1e-5)
     wrong = torch.tensor([False, False, True, True, False, False])
     assert torch.equal(m2.isfinite(), ~wrong)
     assert torch.equal(mean.isfinite(), ~wrong)
@@ -137,13 +140,11 @@ REBUILT = {
 @tried("shape, groups, dtype, act, layout", REBUILT)
 def test_a_rebuilt_output_is_the_same_bits(kernels, shape, groups, dtype, act, layout):
     call = call_on(ChannelCase(shape, layout), dtype, act, groups)
-    y, mean, _, rstd = kernels.channel_forward(call.x, call.weight, call.bias, None, 1e-5, act, groups)
-    assert torch.equal(y, kernels.channel_normalize(call.x, mean, rstd, call.weight, call.bias, None, act))
+    y, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5, groups)
+    assert torch.equal(y, kernels.channel_normalize(call.kept(mean, rstd)))
     assert y.stride() == call.x.stride()
     # and so are the gradients, whether the derivative is read from the output or rebuilt
-    saved = (call.dy, call.x, mean, rstd, call.weight, call.bias, None)
-    kept = kernels.channel_backward(*saved, y, act, groups)
-    rebuilt = kernels.channel_backward(*saved, None, act, groups)
+    kept, rebuilt = (kernels.channel_backward(call.dy, call.kept(mean, rstd, of), groups) for of in (y, None))
     for a, b in zip(kept[:3], rebuilt[:3], strict=True):
         assert torch.equal(a, b)
 
@@ -157,11 +158,11 @@ IN_PLACE = {
 @tried("shape, layout", IN_PLACE)
 def test_the_gradient_in_the_inputs_place_is_the_same(kernels, shape, layout):
     call = call_on(ChannelCase(shape, layout), F32, "silu")
-    _, mean, _, rstd = kernels.channel_forward(call.x, call.weight, call.bias, None, 1e-5, "silu")
-    arguments = (mean, rstd, call.weight, call.bias, None, None, "silu", 0, False)
-    dx, dweight, dbias, _ = kernels.channel_backward(call.dy, call.x, *arguments)
+    _, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5)
+    kept = call.kept(mean, rstd)
+    dx, dweight, dbias, _ = kernels.channel_backward(call.dy, kept)
     place = call.x.clone()
-    same, *more, _ = kernels.channel_backward(call.dy, place, *arguments, into=place)
+    same, *more, _ = kernels.channel_backward(call.dy, kept._replace(x=place), into=place)
     assert same is place
     assert torch.equal(place, dx)
     assert torch.equal(more[0], dweight)
@@ -190,13 +191,12 @@ CONSTANT = {
 @tried("shape, groups, dtype, act, layout", CONSTANT)
 def test_constant_statistics_give_the_bits_of_the_single_verbs(kernels, shape, groups, dtype, act, layout):
     call = call_on(ChannelCase(shape, layout), dtype, act, groups, residual=True)
-    affine = call.weight, call.bias, call.residual
-    y, mean, _, rstd = kernels.channel_forward(call.x, *affine, 1e-5, act, groups)
+    y, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5, groups)
     for out in (None, y) if act == "relu" else (None,):
-        saved = (call.dy, call.x, mean, rstd, *affine, out)
-        dx, dweight, dbias, dz = kernels.channel_backward(*saved, act, groups, True, constant=True)
-        dbias_alone, dweight_alone = kernels.channel_grad_sums(*saved, act)
-        for a, b in zip((dx, dz), kernels.channel_input_grad(*saved, None, None, act, True), strict=True):
+        kept = call.kept(mean, rstd, out)
+        dx, dweight, dbias, dz = kernels.channel_backward(call.dy, kept, groups, True, constant=True)
+        dbias_alone, dweight_alone = kernels.channel_grad_sums(call.dy, kept)
+        for a, b in zip((dx, dz), kernels.channel_input_grad(call.dy, kept, None, True), strict=True):
             assert torch.equal(a, b)
             assert a.stride() == b.stride()
         for a, b in ((dweight, dweight_alone), (dbias, dbias_alone)):
@@ -211,8 +211,8 @@ def test_constant_statistics_give_the_bits_of_the_single_verbs(kernels, shape, g
 def test_a_parameter_of_any_dtype(kernels):
     x = torch.randn(4, 6, 5).bfloat16()
     weight, bias = torch.rand(6).double(), torch.randn(6).half()
-    y, *_ = kernels.channel_forward(x, weight, bias, None, 1e-5)
-    want, *_ = REFERENCE.channel_forward(x.double(), weight, bias.double(), None, 1e-5)
+    y, *_ = kernels.channel_forward(x, Epilogue(weight, bias), 1e-5)
+    want, *_ = REFERENCE.channel_forward(x.double(), Epilogue(weight, bias.double()), 1e-5)
     assert (y.double() - want).abs().max() <= torch.finfo(torch.bfloat16).eps * want.abs().max()
 
 
@@ -242,27 +242,29 @@ def test_a_kernel_refuses_what_it_cannot_read(operators, changed, words):
 
 
 CHECKED = {
-    "cpu": [(layout, groups) for layout in LAYOUTS for groups in (0, 2)],
-    "triton": [("contiguous", 2), ("channels_last", 0)],
+    "cpu": [(*case, masked) for case in product(LAYOUTS, (0, 2)) for masked in (False, True)],
+    "triton": [("contiguous", 2, False), ("channels_last", 0, False), ("contiguous", 2, True)],
 }
 
 
-@tried("layout, groups", CHECKED)
-def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
+@tried("layout, groups, masked", CHECKED)
+def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups, masked):
     call = call_on(ChannelCase((2, 4, 3, 3), layout), F32, residual=True)
     x, dy, weight, bias, residual, act, _, _ = call
-    _, mean, m2, rstd = operators.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
+    mask = (torch.rand(2, 9) < 0.6,) if masked else ()
+    _, mean, m2, rstd, count = operators.channel_forward(x, weight, bias, residual, 1e-5, act, groups, *mask)
+    assert (count is None) == (not masked)
     saved = (dy, x, mean, rstd, weight, bias, residual, None)
     buffers = torch.zeros(4), torch.ones(4), torch.tensor(0)
     for name, *arguments in (
-        ("channel_moments", x, groups),
-        ("channel_normalize", x, mean, rstd, weight, bias, residual, act),
-        ("channel_grad_sums", *saved, act),
-        ("channel_input_grad", *saved, mean, m2, act, True),
-        ("channel_forward", x, weight, bias, residual, 1e-5, act, groups),
+        ("channel_moments", x, groups, *mask),
+        ("channel_normalize", x, mean, rstd, weight, bias, residual, act, *mask),
+        ("channel_grad_sums", *saved, act, *mask),
+        ("channel_input_grad", *saved, mean, m2, act, True, *mask),
+        ("channel_forward", x, weight, bias, residual, 1e-5, act, groups, *mask),
         ("channel_forward_tracked_", x, weight, bias, residual, 1e-5, act, *buffers, 0.1),
-        ("channel_backward", *saved, act, groups, True),
-        ("channel_backward", *saved, act, groups, True, True),
+        ("channel_backward", *saved, act, groups, True, False, *mask, *(count,) * masked),
+        ("channel_backward", *saved, act, groups, True, True, *mask),
         ("channel_backward_", dy, x.clone(), *saved[2:], act, groups, False),
     ):
         torch.library.opcheck(getattr(operators, name).default, tuple(arguments))

@@ -19,6 +19,7 @@ from kernel_cases import assert_close_to_reference, call_on, needs_kernels, resu
 from row_kernel_cases import both_ways, operands
 
 from leannorm import functional
+from leannorm._types import Epilogue, KeptByChannelNorm, Running
 from leannorm.ops import select
 from leannorm.ops.backends import BACKENDS, CPU
 
@@ -125,14 +126,15 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
         return torch.cat((flat[:offset], flat))[offset:].view(shape)
 
     x, dy, residual = (made(torch.randn(1, 5, *plane)) for _ in range(3))
-    given = torch.randn(5).double(), torch.rand(5).double(), torch.rand(5), torch.rand(5), residual
-    y = CPU.channel_normalize(x, *given, "relu")
-    dx, dz = CPU.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    given = torch.randn(5).double(), torch.rand(5).double(), torch.rand(5), torch.rand(5)
+    kept = KeptByChannelNorm(x, *given, residual, act="relu")
+    y = CPU.channel_normalize(kept)
+    dx, dz = CPU.channel_input_grad(dy, kept, given[:2], True)
     alone = torch.ones(2, 5, *plane, dtype=dtype)  # too small for it
     x, dy, residual = (alone * v[:1] for v in (x, dy, residual))
-    given = *given[:4], residual
-    small = CPU.channel_normalize(x, *given, "relu")
-    small_dx, small_dz = CPU.channel_input_grad(dy, x, *given, None, *given[:2], "relu", True)
+    kept = kept._replace(x=x, residual=residual)
+    small = CPU.channel_normalize(kept)
+    small_dx, small_dz = CPU.channel_input_grad(dy, kept, given[:2], True)
     for large, want in ((y, small), (dx, small_dx), (dz, small_dz)):
         assert torch.equal(large, want[:1].expand(shape))
 
@@ -142,17 +144,17 @@ def test_what_is_written_past_the_caches_is_the_same_bits(dtype, plane, offset):
 @pytest.mark.parametrize("shape", [(3, 40, 9, 11), (2, 6, 30, 30), (40, 64)], ids=str)
 def test_where_a_gradient_waits_changes_no_bit(shape, groups, act):
     """Between its two passes it waits in the result, but for one that takes the input's place."""
-    call = call_on(
-        ChannelCase(shape, "channels_last" if len(shape) == 4 else "contiguous"), torch.float32, act
-    )
+    layout = "channels_last" if len(shape) == 4 else "contiguous"
+    call = call_on(ChannelCase(shape, layout), torch.float32, act)
     groups = groups if shape[1] % 4 == 0 else groups // 2
-    y, mean, _, rstd = CPU.channel_forward(call.x, None, None, None, 1e-5, act, groups)
+    y, mean, _, rstd, _ = CPU.channel_forward(call.x, Epilogue(act=act), 1e-5, groups)
     given = mean, rstd, None, None, None, y if act == "elu" else None, act, groups, False
-    dx, *rest = torch.ops.leannorm.channel_backward(call.dy, call.x, *given)
+    dx, dweight, dbias, _ = torch.ops.leannorm.channel_backward(call.dy, call.x, *given)
     over = call.x.clone()
-    rest_over = torch.ops.leannorm.channel_backward_(call.dy, over, *given)
+    dweight_over, dbias_over, _ = torch.ops.leannorm.channel_backward_(call.dy, over, *given)
     assert torch.equal(dx, over)
-    assert all(torch.equal(a, b) for a, b in zip(rest, rest_over, strict=True))
+    assert torch.equal(dweight, dweight_over)
+    assert torch.equal(dbias, dbias_over)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc counts, since 2.33")
@@ -163,14 +165,15 @@ def test_a_call_leaves_nothing_behind():
     malloc = ctypes.CDLL(None).mallinfo2
     malloc.restype = info
     call = call_on(ChannelCase((2, 4, 3, 3), "contiguous"), torch.float32, residual=True)
-    running = torch.zeros(4), torch.ones(4), torch.tensor(0), 0.1
+    running = Running(torch.zeros(4), torch.ones(4), torch.tensor(0), 0.1)
+    unknown = KeptByChannelNorm(call.x, running.mean.double(), running.var.double(), act="softplus")
 
     def calls(n):
         for _ in range(n):
             results(CPU, call)
-            CPU.channel_forward(call.x, None, None, None, 1e-5, running=running)
+            CPU.channel_forward(call.x, Epilogue(), 1e-5, running=running)
             with pytest.raises(RuntimeError, match="unknown activation"):
-                CPU.channel_normalize(call.x, running[0].double(), running[1].double(), act="softplus")
+                CPU.channel_normalize(unknown)
 
     calls(200)
     before = malloc().in_use
@@ -186,7 +189,7 @@ def test_more_elements_than_an_int_counts(shape):
     assert x.numel() > 2**31
     x.fill_(1)
     x[-1, -1] = 3
-    y, mean, _, rstd = CPU.channel_forward(x, None, None, None, 1e-5, "identity", 0)
+    y, mean, _, rstd, _ = CPU.channel_forward(x, Epilogue(), 1e-5)
     count = x[:, -1].numel()
     last = count + 2 * x[-1, -1].numel()
     assert abs(mean[-1].item() - last / count) < 1e-6
@@ -238,21 +241,23 @@ def test_the_way_to_memory_changes_no_bit(cache):
 
 LARGE = """
 import torch
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.backends import CPU
 
+rows = Rows(1, 2, 1e-5, False)
 weight, bias = torch.randn(64), torch.randn(64)
 for dtype in (torch.float32, torch.float64, torch.bfloat16):
     for shape in ((40000, 64), (10, 64, 4096)):  # lines, panels
         x, dy, more = (torch.randn(shape).to(dtype) for _ in range(3))
         for residual in (None, more):
-            args = 1, 2, 1e-5, False
-            y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, *args)
+            y, total, mean, rstd = CPU.row_forward(x, residual, weight, bias, rows)
             kept = x if residual is None else total
-            dx, *_ = CPU.row_backward(dy, residual, kept, mean, rstd, weight, 1, 2, False)
+            dx, *_ = CPU.row_backward(dy, residual, KeptByRowNorm(kept, mean, rstd, weight), rows)
             for part in torch.arange(len(x)).chunk(10):
                 add = None if residual is None else residual[part]
-                y_, _, *statistics = CPU.row_forward(x[part], add, weight, bias, *args)
-                dx_, *_ = CPU.row_backward(dy[part], add, kept[part], *statistics, weight, 1, 2, False)
+                y_, _, *statistics = CPU.row_forward(x[part], add, weight, bias, rows)
+                kept_ = KeptByRowNorm(kept[part], *statistics, weight)
+                dx_, *_ = CPU.row_backward(dy[part], add, kept_, rows)
                 assert torch.equal(y[part], y_) and torch.equal(dx[part], dx_)
 """
 

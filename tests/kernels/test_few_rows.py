@@ -7,6 +7,7 @@ import torch
 from cases import DTYPES, ChannelCase
 from kernel_cases import assert_close_to_reference, call_on, needs_kernels, results
 
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import CPU
 
 pytestmark = needs_kernels
@@ -53,14 +54,9 @@ def test_a_channels_bits_do_not_depend_on_how_many_there_are(shape, groups, layo
     last = slice(-70, None)
 
     def both_ways(x, dy, weight, bias):
-        y, mean, m2, rstd = CPU.channel_forward(x, weight, bias, None, 1e-5, "relu", groups)
-        return (
-            y,
-            mean,
-            m2,
-            rstd,
-            *CPU.channel_backward(dy, x, mean, rstd, weight, bias, None, None, "relu", groups, False)[:3],
-        )
+        y, mean, m2, rstd, _ = CPU.channel_forward(x, Epilogue(weight, bias, None, "relu"), 1e-5, groups)
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, act="relu")
+        return y, mean, m2, rstd, *CPU.channel_backward(dy, kept, groups)[:3]
 
     def some(t):
         memory = torch.channels_last if t.dim() == 4 else torch.contiguous_format

@@ -6,6 +6,7 @@ from kernel_cases import EVERY
 from test_launches import counted  # noqa: F401  (a fixture)
 
 from leannorm import nn
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE, triton
 
 pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(triton._UNAVAILABLE))
@@ -23,11 +24,12 @@ def test_the_reference(kernels, shape, last):
         weight, bias = torch.rand(shape[1]) + 0.5, torch.randn(shape[1])
         found = []
         for backend in (kernels, REFERENCE):
-            y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, 1e-5, act, -2)
-            again = backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-            given = dy, x, mean, rstd, weight, bias, residual, None, act
-            sums = backend.channel_grad_sums(*given)
-            grads = backend.channel_backward(*given, -2, wanted)
+            epilogue = Epilogue(weight, bias, residual, act)
+            y, mean, m2, rstd, _ = backend.channel_forward(x, epilogue, 1e-5, -2)
+            kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
+            again = backend.channel_normalize(kept)
+            sums = backend.channel_grad_sums(dy, kept)
+            grads = backend.channel_backward(dy, kept, -2, wanted)
             alone = backend.channel_moments(x, -2)
             found.append((y, mean, m2, rstd, again, *sums, *grads, alone.mean, alone.m2))
         for got, want in zip(*found, strict=True):

@@ -106,8 +106,8 @@ def test_a_noted_call_keeps_no_memory():
     tape.forget()
     x, w, call = torch.randn(3, 7, 5), torch.randn(7), triton._kernels
     before = in_memory()
-    made = [*call.row_forward(x, None, None, None, 2, 3, 1e-5, False), *call.channel_moments(x, 0)]
-    made += [*call.channel_forward(x, w, w, None, 1e-5, "relu", 0), *call.constants_of(w, w, 1e-5)]
+    made = [*call.row_forward(x, None, None, None, 2, 3, 1e-5, False), *call.channel_moments(x, 0, None)]
+    made += [*call.channel_forward(x, w, w, None, 1e-5, "relu", 0, None), *call.constants_of(w, w, 1e-5)]
     assert len(in_memory()) > len(before)
     del made
     assert in_memory() == before

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import functional, nn, use_backend
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Rows, Running
 from leannorm.autograd import sync
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import batch
@@ -220,10 +220,9 @@ def test_channel_kernels_store_the_weights_dtype(as_on_a_device, dtype, groups, 
     weight = torch.rand(4).to(dtype)
     found = []
     for backend in (TRITON, REFERENCE):
-        _, mean, _, rstd = REFERENCE.channel_forward(x, weight, None, None, 1e-5, groups=groups)
-        _, dweight, dbias, _ = backend.channel_backward(
-            dy, x, mean, rstd, weight, None, None, None, groups=groups
-        )
+        _, mean, _, rstd, _ = REFERENCE.channel_forward(x, Epilogue(weight), 1e-5, groups)
+        kept = KeptByChannelNorm(x, mean, rstd, weight)
+        _, dweight, dbias, _ = backend.channel_backward(dy, kept, groups)
         found.append((dweight, dbias))
     for ours, plain in zip(*found, strict=True):
         assert ours.dtype == dtype
@@ -235,9 +234,10 @@ def test_channel_kernels_store_the_weights_dtype(as_on_a_device, dtype, groups, 
 @pytest.mark.parametrize("shape", [(2, 40), (900, 40), (3, 20000)])
 def test_row_kernels_store_the_weights_dtype(as_on_a_device, dtype, shape):
     x, dy, weight = torch.randn(shape), torch.randn(shape), torch.rand(shape[1:]).to(dtype)
-    _, _, mean, rstd = REFERENCE.row_forward(x, None, weight, None, 1, 2, 1e-5)
-    ours = TRITON.row_backward(dy, None, x, mean, rstd, weight, 1, 2)
-    plain = REFERENCE.row_backward(dy, None, x, mean, rstd, weight, 1, 2)
+    rows = Rows(1, 2, 1e-5, False)
+    _, _, mean, rstd = REFERENCE.row_forward(x, None, weight, None, rows)
+    kept = KeptByRowNorm(x, mean, rstd, weight)
+    ours, plain = (backend.row_backward(dy, None, kept, rows) for backend in (TRITON, REFERENCE))
     for a, b in zip(ours[1:], plain[1:], strict=True):
         assert a.dtype == dtype
         torch.testing.assert_close(a, b.to(dtype), rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=1e-4)
@@ -261,16 +261,20 @@ def test_evaluation_in_one_launch_is_that_in_two(dtype, running):
     mean, var = torch.randn(4).to(running), torch.rand(4).to(running)
     weight, bias = torch.randn(4), torch.randn(4)
     for layout in (torch.contiguous_format, torch.channels_last):
-        for epilogue in ((None, None, None, "identity"), (weight, bias, residual, "relu")):
-            given = x.to(memory_format=layout)
-            both = TRITON.channel_normalize(given, *TRITON.constants_of(mean, var, 1e-5), *epilogue)
-            one = TRITON.channel_evaluate(given, mean, var, 1e-5, *epilogue)
+        for epilogue in (Epilogue(), Epilogue(weight, bias, residual, "relu")):
+            given, constants = x.to(memory_format=layout), TRITON.constants_of(mean, var, 1e-5)
+            both = TRITON.channel_normalize(
+                KeptByChannelNorm(given, *constants, *epilogue[:3], act=epilogue.act)
+            )
+            one = TRITON.channel_evaluate(given, Running(mean, var, None, None), 1e-5, epilogue)
             assert torch.equal(one, both)
             assert one.stride() == both.stride()
     stepped = torch.stack((mean, mean), 1)[:, 0], torch.stack((var, var), 1)[:, 0]
-    assert torch.equal(
-        TRITON.channel_evaluate(x, *stepped, 1e-5), TRITON.channel_evaluate(x, mean, var, 1e-5)
+    some, other = (
+        TRITON.channel_evaluate(x, Running(*of, None, None), 1e-5, Epilogue())
+        for of in (stepped, (mean, var))
     )
+    assert torch.equal(some, other)
 
 
 def test_evaluation_follows_every_edit_of_its_statistics():

@@ -9,6 +9,7 @@ import torch
 from kernel_cases import needs_kernels
 from torch.overrides import TorchFunctionMode
 
+from leannorm._types import Epilogue, Gating, KeptByChannelNorm, Modulation, Rows
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.shown import SHOWN
 
@@ -28,22 +29,23 @@ class Results(TorchFunctionMode):
 X, R, V = torch.randn(4, 6, 5, 3), torch.randn(4, 6, 5, 3), torch.rand(6) + 0.5
 W, S = torch.rand(3) + 0.5, torch.randn(4, 1, 1, 3)
 MEAN, RSTD = torch.randn(6).double(), torch.rand(6).double() + 0.5
-MASK = torch.rand(4, 1, 5, 3) > 0.3
-ROWS = 3, 4, 1e-5
+MASK = torch.rand(4, 15) > 0.3
+ROWS = Rows(3, 4, 1e-5, False)
+ADA = Modulation(R, S, S, S, W, W)
 CALLS = {
-    "channel_forward": lambda b: b.channel_forward(X, V, V, None, 1e-5)[:1],
-    "channel_forward, residual": lambda b: b.channel_forward(X, V, V, R, 1e-5, "silu")[:1],
-    "channel_forward, groups": lambda b: b.channel_forward(X, V, V, None, 1e-5, "relu", 2)[:1],
-    "channel_normalize": lambda b: (b.channel_normalize(X, MEAN, RSTD, V),),
-    "channel_forward, blocks": lambda b: b.channel_forward(X, V, V, None, 1e-5, "identity", -2)[:1],
-    "masked_forward": lambda b: b.masked_forward(X, MASK, V, V, None, 1e-5)[:1],
-    "row_forward": lambda b: b.row_forward(X, None, W, W, *ROWS)[:1],
-    "row_forward, total": lambda b: b.row_forward(X, R, W, W, *ROWS)[:2],
-    "row_forward, rms": lambda b: b.row_forward(X, R, W, None, *ROWS, True, 1.0)[:2],
-    "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, *ROWS, True, 0.0, True)[:2],
-    "ada_forward": lambda b: b.ada_forward(X, R, S, S, S, W, W, 3, 1e-5, False)[:2],
-    "gated_forward": lambda b: b.gated_forward(X, R, W, 3, 1e-5, "silu", False, False)[:1],
-    "gated_forward, before": lambda b: b.gated_forward(X, R, W, 3, 1e-5, "silu", True, True)[:1],
+    "channel_forward": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5)[:1],
+    "channel_forward, residual": lambda b: b.channel_forward(X, Epilogue(V, V, R, "silu"), 1e-5)[:1],
+    "channel_forward, groups": lambda b: b.channel_forward(X, Epilogue(V, V, None, "relu"), 1e-5, 2)[:1],
+    "channel_normalize": lambda b: (b.channel_normalize(KeptByChannelNorm(X, MEAN, RSTD, V)),),
+    "channel_forward, blocks": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5, -2)[:1],
+    "channel_forward, mask": lambda b: b.channel_forward(X, Epilogue(V, V), 1e-5, mask=MASK)[:1],
+    "row_forward": lambda b: b.row_forward(X, None, W, W, ROWS)[:1],
+    "row_forward, total": lambda b: b.row_forward(X, R, W, W, ROWS)[:2],
+    "row_forward, rms": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 1.0))[:2],
+    "row_forward, cast before": lambda b: b.row_forward(X, R, W, None, Rows(3, 4, 1e-5, True, 0.0, True))[:2],
+    "ada_forward": lambda b: b.ada_forward(X, ADA, ROWS)[:2],
+    "gated_forward": lambda b: b.gated_forward(X, R, W, Gating(3, 1e-5, "silu", False))[:1],
+    "gated_forward, before": lambda b: b.gated_forward(X, R, W, Gating(3, 1e-5, "silu", True, True))[:1],
 }
 OF_REFERENCE = [pytest.param(REFERENCE, call, id=f"reference: {name}") for name, call in CALLS.items()]
 OF_SHOWN = [

@@ -10,6 +10,7 @@ from cases import ChannelCase
 from kernel_cases import BF16, EVERY, F16, F32, F64, Call, alike, call_on, on_every, tried
 
 from leannorm import nn, use_backend
+from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE
 
 NAN = float("nan")
@@ -42,19 +43,17 @@ def with_nan(call: Call, mask: torch.Tensor) -> Call:
 
 def results(backend, call, mask, statistics=None):  # type: ignore[no-untyped-def]
     """All that the verbs return, by name; backward by the `statistics` and the output given."""
-    x, dy, weight, bias, residual, act, groups, out_given = call
-    found = backend.masked_forward(x, mask, weight, bias, residual, 1e-5, act, groups)
+    x, dy, groups = call.x, call.dy, call.groups
+    found = backend.channel_forward(x, call.epilogue, 1e-5, groups, mask=mask)
     named = dict(zip(("y", "mean", "m2", "rstd", "count"), found, strict=True))
-    mean, rstd, count, out = statistics or (named["mean"], named["rstd"], named["count"], named["y"])
-    saved = mean, rstd, weight, bias, residual, out.to(x.dtype) if out_given else None
-    sums = backend.masked_grad_sums(dy, x, mask, *saved, act)
-    named |= dict(zip(("sum_dz", "sum_dz_xhat"), sums, strict=True))
-    head, tail = saved[:2], saved[2:]
-    grads = backend.masked_backward(dy, x, mask, *head, count, *tail, act, groups, True)
+    mean, rstd, size, out = statistics or (named["mean"], named["rstd"], named["count"], named["y"])
+    kept = call.kept(mean, rstd, out.to(x.dtype) if call.out_given else None, mask=mask, size=size)
+    named |= dict(zip(("sum_dz", "sum_dz_xhat"), backend.channel_grad_sums(dy, kept), strict=True))
+    grads = backend.channel_backward(dy, kept, groups, True)
     named |= dict(zip(("dx", "dweight", "dbias", "dz"), grads, strict=True))
-    named["again"] = backend.masked_normalize(x, mask, *head, weight, bias, residual, act)
-    named["dx_fixed"], _ = backend.masked_input_grad(dy, x, mask, *saved, None, None, act, False)
-    moments = backend.masked_moments(x, mask, groups)
+    named["again"] = backend.channel_normalize(kept)
+    named["dx_fixed"], _ = backend.channel_input_grad(dy, kept)
+    moments = backend.channel_moments(x, groups, mask)
     return named | {"alone.mean": moments.mean, "alone.m2": moments.m2, "alone.count": moments.count}
 
 
@@ -123,14 +122,14 @@ GROUPED = [(PLANES, BF16, 3), (PLANES, F32, 6), (COLUMNS, F32, 3), (COLUMNS, F16
 @tried("case, dtype, groups", alike(EVERY[1:], WHOLE + GROUPED))
 def test_all_valid_is_no_mask_bit_for_bit(kernels, case, dtype, groups):
     torch.manual_seed(1)
-    x, dy, weight, bias, residual, act, *_ = call_on(case, dtype, "silu", groups, residual=True)
+    call = call_on(case, dtype, "silu", groups, residual=True)
+    x, dy = call.x, call.dy
     mask = torch.ones(mask_of(case.shape, "random").shape, dtype=torch.bool)
-    plain = kernels.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
-    *masked, count = kernels.masked_forward(x, mask, weight, bias, residual, 1e-5, act, groups)
-    saved = masked[1], masked[3]
-    rest = weight, bias, residual, None, act, groups, True
-    plain += kernels.channel_backward(dy, x, *saved, *rest)
-    masked += kernels.masked_backward(dy, x, mask, *saved, count, *rest)
+    *plain, _ = kernels.channel_forward(x, call.epilogue, 1e-5, groups)
+    *masked, count = kernels.channel_forward(x, call.epilogue, 1e-5, groups, mask=mask)
+    kept = call.kept(masked[1], masked[3])
+    plain += kernels.channel_backward(dy, kept, groups, True)
+    masked += kernels.channel_backward(dy, kept._replace(mask=mask, size=count), groups, True)
     assert count.eq(x.numel() / x.shape[1] if not groups else x[0].numel() / groups).all()
     for one, other in zip(plain, masked, strict=True):
         assert torch.equal(one, other)
@@ -145,13 +144,13 @@ def test_a_mean_far_from_zero_behind_padding(kernels, last, dtype):
     mask[5, 3:], mask[9:, 4], mask[11, 5, ::3] = True, True, True
     x = torch.where(mask[:, None], x, NAN)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
-    found = kernels.masked_moments(x, mask.flatten(1))
+    found = kernels.channel_moments(x, mask=mask.flatten(1))
     values = x.movedim(1, -1)[mask].double()
     rounding = 1e-7 if dtype == F32 else 1e-14
     assert (found.mean - values.mean(0)).abs().max() <= rounding + 1e-15 * 1e4
     m2 = (values - values.mean(0)).square().sum(0)
     torch.testing.assert_close(found.m2, m2, rtol=10 * rounding, atol=0)
-    *_, by_one_call, _, _ = kernels.masked_forward(x, mask.flatten(1), None, None, None, 1e-5)
+    *_, by_one_call, _, _ = kernels.channel_forward(x, Epilogue(), 1e-5, mask=mask.flatten(1))
     torch.testing.assert_close(by_one_call, m2, rtol=10 * rounding, atol=0)
 
 
@@ -161,19 +160,20 @@ def test_squares_past_float32(kernels, last):
     x, mask = torch.randn(4, 3, 5, 7) * 1e25, mask_of((4, 3, 5, 7), "random")
     x = torch.where(mask.view(4, 1, 5, 7), x, NAN)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
-    got, want = kernels.masked_moments(x, mask), REFERENCE.masked_moments(x.double(), mask)
+    got, want = kernels.channel_moments(x, 0, mask), REFERENCE.channel_moments(x.double(), 0, mask)
     torch.testing.assert_close(got.m2, want.m2, rtol=1e-6, atol=0)
 
 
 @on_every("groups", 0, 2, 4)
 def test_no_position_is_valid(kernels, groups):
     x, mask = torch.full((3, 4, 5), NAN), torch.zeros(3, 5, dtype=torch.bool)
-    y, mean, m2, rstd, count = kernels.masked_forward(x, mask, None, None, x, 1e-5, "relu", groups)
+    epilogue = Epilogue(None, None, x, "relu")
+    y, mean, m2, rstd, count = kernels.channel_forward(x, epilogue, 1e-5, groups, mask=mask)
     for zero in (y, mean, m2, count):
         assert not zero.any()
     torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-    saved = mean, rstd, count, None, None, x, None, "relu", groups, True
-    for zero in kernels.masked_backward(x, x, mask, *saved):
+    kept = KeptByChannelNorm(x, mean, rstd, None, None, x, None, mask, count, "relu")
+    for zero in kernels.channel_backward(x, kept, groups, True):
         assert not zero.any()
 
 
@@ -181,13 +181,14 @@ def test_no_position_is_valid(kernels, groups):
 def test_nothing_in_it(kernels, shape):
     x, mask = torch.empty(shape), torch.empty(shape[0], shape[2], dtype=torch.bool)
     for groups in (0, 2):
-        y, mean, m2, rstd, count = kernels.masked_forward(x, mask, None, None, None, 1e-5, "relu", groups)
+        epilogue = Epilogue(act="relu")
+        y, mean, m2, rstd, count = kernels.channel_forward(x, epilogue, 1e-5, groups, mask=mask)
         assert y.shape == shape
         for zero in (mean, m2, count):
             assert not zero.any()
         torch.testing.assert_close(rstd, torch.full_like(rstd, 1e-5).rsqrt())
-        saved = mean, rstd, count, None, None, None, None, "relu", groups, True
-        dx, dweight, dbias, dz = kernels.masked_backward(x, x, mask, *saved)
+        kept = KeptByChannelNorm(x, mean, rstd, mask=mask, size=count, act="relu")
+        dx, dweight, dbias, dz = kernels.channel_backward(x, kept, groups, True)
         assert dx.shape == dz.shape == shape
         assert not dweight.any()
         assert not dbias.any()
@@ -224,27 +225,6 @@ def test_layers_by_lengths(kernels, fill):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-CHECKED = {"cpu": [("contiguous", 0), ("channels_last", 2)], "triton": [("contiguous", 2)]}
-
-
-@tried("layout, groups", CHECKED)
-def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
-    x, dy, weight, bias, residual, act, _, _ = call_on(ChannelCase((2, 4, 3, 3), layout), F32, residual=True)
-    mask = mask_of((2, 4, 3, 3), "random")
-    how = weight, bias, residual
-    _, mean, m2, rstd, count = operators.masked_forward(x, mask, *how, 1e-5, act, groups)
-    saved = mean, rstd, *how, None
-    for name, *arguments in (
-        ("masked_moments", x, mask, groups),
-        ("masked_normalize", x, mask, mean, rstd, *how, act),
-        ("masked_grad_sums", dy, x, mask, *saved, act),
-        ("masked_input_grad", dy, x, mask, *saved, mean, m2, act, True),
-        ("masked_forward", x, mask, *how, 1e-5, act, groups),
-        ("masked_backward", dy, x, mask, mean, rstd, count, *how, None, act, groups, True),
-    ):
-        torch.library.opcheck(getattr(operators, name).default, tuple(arguments))
-
-
 @pytest.mark.parametrize(
     ("mask", "groups", "words"),
     [
@@ -255,4 +235,4 @@ def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups):
 )
 def test_a_kernel_refuses_what_it_cannot_read(operators, mask, groups, words):
     with pytest.raises(RuntimeError, match=words):
-        operators.masked_moments(torch.ones(2, 4, 3, 3), mask, groups)
+        operators.channel_moments(torch.ones(2, 4, 3, 3), groups, mask)

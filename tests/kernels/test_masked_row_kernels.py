@@ -4,6 +4,7 @@ import pytest
 import torch
 from row_kernel_cases import BF16, F32, operands
 
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.backends import REFERENCE
 
 NAN = float("nan")
@@ -29,10 +30,9 @@ def masked(shape, start, stop, dtype, rms, residual, layout="contiguous"):
 
 def both_ways(backend, given, start, stop, rms, valid):
     x, residual, weight, bias, dy, dtotal = given
-    how = start, stop, 1e-5, rms, 0.0, False, valid
-    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *how)
-    back = start, stop, rms, True, 0.0, valid
-    grads = backend.row_backward(dy, dtotal, total, mean, rstd, weight, *back)
+    rows = Rows(start, stop, 1e-5, rms)
+    y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows, valid)
+    grads = backend.row_backward(dy, dtotal, KeptByRowNorm(total, mean, rstd, weight, valid), rows)
     return y, total if residual is not None else None, *grads
 
 

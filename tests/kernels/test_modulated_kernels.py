@@ -6,6 +6,7 @@ from cases import DTYPES
 from kernel_cases import needs_kernels
 
 from leannorm import functional
+from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, Rows
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends import CPU, REFERENCE
 from leannorm.ops.schema import OPS
@@ -37,10 +38,10 @@ def ada(backend, shape, dtype, rms, summed, affine, places=(1, 1)):
     gate = torch.randn(*shape[: places[1]], shape[-1]).to(dtype)
     weight, bias = (torch.randn(shape[-1]) if affine else None for _ in range(2))
     bias = None if rms else bias
-    of_sum = (branch, gate) if summed else (None, None)
-    y, total, mean, rstd = backend.ada_forward(x, *of_sum, scale, shift, weight, bias, 2, 1e-5, rms)
-    statistics = total, mean, rstd, scale, weight, bias, 2, rms
-    grads = backend.ada_backward(dy, dtotal if summed else None, *statistics, True, affine)
+    of_sum, rows = (branch, gate) if summed else (None, None), Rows(2, 3, 1e-5, rms)
+    y, total, mean, rstd = backend.ada_forward(x, Modulation(*of_sum, scale, shift, weight, bias), rows)
+    kept = KeptByAdaNorm(total, mean, rstd, scale, weight, bias)
+    grads = backend.ada_backward(dy, dtotal if summed else None, kept, rows, True, affine)
     return y, total, mean, rstd, *grads, *backend.add_gated_backward(dtotal, branch, gate, 2)
 
 
@@ -62,8 +63,9 @@ def gated(backend, shape, dtype, act, before, cast):
     torch.manual_seed(0)
     x, gate, dy = (torch.randn(shape).to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1]).to(dtype)
-    y, rstd = backend.gated_forward(x, gate, weight, 2, 1e-5, act, before, cast)
-    return y, rstd, *backend.gated_backward(dy, x, gate, rstd, weight, 2, act, before, True)
+    gating = Gating(2, 1e-5, act, before, cast)
+    y, rstd = backend.gated_forward(x, gate, weight, gating)
+    return y, rstd, *backend.gated_backward(dy, KeptByGatedNorm(x, gate, rstd, weight), gating)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -105,11 +107,11 @@ def test_the_gradient_of_a_token_s_shift_is_dy():
     for sizes in ((2, 3, 8), (6, 1, 8)):
         statistics = x.view(sizes), mean.view(*sizes[:2], 1), rstd.view(*sizes[:2], 1)
         for weight in (None, torch.randn(8)):
-            alike = CPU.ada_backward(
-                dy.view(sizes), None, *statistics, scale.view(sizes), weight, None, 2, False, True, False
-            )
+            kept, rows = KeptByAdaNorm(*statistics, scale.view(sizes), weight), Rows(2, 3, 1e-5, False)
+            alike = CPU.ada_backward(dy.view(sizes), None, kept, rows, True, False)
             assert torch.equal(alike[2], dy.view(sizes))
-    other = CPU.ada_backward(dy.view(sizes), None, *statistics, scale, None, None, 2, False, True, False)
+    kept = kept._replace(scale=scale, weight=None)
+    other = CPU.ada_backward(dy.view(sizes), None, kept, rows, True, False)
     assert torch.equal(other[2], dy)
     assert other[2].data_ptr() != dy.data_ptr()
 
@@ -133,13 +135,13 @@ def test_activations_at_the_edges(act):
     """At zeros, infinities, NaN, and where e^x leaves float32, as the formula in float64."""
     gate = torch.tensor([[*EDGES, *(-e for e in EDGES), float("nan"), float("nan"), 1.0, -1.0]])
     ones = torch.ones_like(gate)
-    got, _ = CPU.gated_forward(ones, gate, None, 1, 0.0, act, True, False)
+    gating = Gating(1, 0.0, act, True)
+    got, _ = CPU.gated_forward(ones, gate, None, gating)
     want = ACTIVATIONS[act].forward(gate.double())
     torch.testing.assert_close(got.double(), want, rtol=4e-7, atol=1e-6, equal_nan=True)
-    _, dgate, _ = CPU.gated_backward(ones, ones, gate, ones[:, 0], None, 1, act, True, False)
-    _, slope, _ = REFERENCE.gated_backward(
-        *(t.double() for t in (ones, ones, gate, ones[:, :1])), None, 1, act, True, False
-    )
+    _, dgate, _ = CPU.gated_backward(ones, KeptByGatedNorm(ones, gate, ones[:, 0]), gating, False)
+    kept = KeptByGatedNorm(*(t.double() for t in (ones, gate, ones[:, :1])))
+    _, slope, _ = REFERENCE.gated_backward(ones.double(), kept, gating, False)
     there = ~(gate.abs() >= 1e30)  # where some derivatives are inf * 0
     torch.testing.assert_close(dgate[there].double(), slope[there], rtol=1e-6, atol=1e-6, equal_nan=True)
 
@@ -148,13 +150,15 @@ def test_activations_at_the_edges(act):
 @pytest.mark.parametrize("size", [1e30, 1e-30])
 def test_values_whose_squares_are_no_float32(size, rms):
     x, zero = torch.randn(4, 100) * size, torch.zeros(1, 100)
-    y, *_ = CPU.ada_forward(x, None, None, zero, zero, None, None, 1, 0.0, rms)
-    wide, *_ = REFERENCE.ada_forward(x.double(), None, None, zero, zero, None, None, 1, 0.0, rms)
+    modulation, rows = Modulation(None, None, zero, zero), Rows(1, 2, 0.0, rms)
+    y, *_ = CPU.ada_forward(x, modulation, rows)
+    wide, *_ = REFERENCE.ada_forward(x.double(), modulation, rows)
     torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
     gate = torch.ones(4, 100)
     for before in (True, False):
-        y, _ = CPU.gated_forward(x, gate, None, 1, 0.0, "identity", before, False)
-        want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, 1, 0.0, "identity", before, False)
+        gating = Gating(1, 0.0, "identity", before)
+        y, _ = CPU.gated_forward(x, gate, None, gating)
+        want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, gating)
         torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
@@ -162,31 +166,34 @@ def test_large_tensors_are_written_past_the_caches(monkeypatch):
     """To the same bits as a part of them, which is not."""
     x, dy, gate = (torch.randn(60000, 64) for _ in range(3))
     scale = torch.randn(60000, 64)
-    whole = CPU.ada_forward(x, None, None, scale, scale, None, None, 1, 1e-5, False)
-    part = CPU.ada_forward(x[:99], None, None, scale[:99], scale[:99], None, None, 1, 1e-5, False)
+    rows, gating = Rows(1, 2, 1e-5, False), Gating(1, 1e-5, "silu", True)
+    whole = CPU.ada_forward(x, Modulation(None, None, scale, scale), rows)
+    part = CPU.ada_forward(x[:99], Modulation(None, None, scale[:99], scale[:99]), rows)
     for a, b in zip(whole, part, strict=True):
         assert torch.equal(a[:99], b)
-    back = CPU.ada_backward(dy, None, x, *whole[2:], scale, None, None, 1, False, True, False)
-    some = CPU.ada_backward(dy[:99], None, x[:99], *part[2:], scale[:99], None, None, 1, False, True, False)
+    back = CPU.ada_backward(dy, None, KeptByAdaNorm(x, *whole[2:], scale), rows, True, False)
+    kept = KeptByAdaNorm(x[:99], *part[2:], scale[:99])
+    some = CPU.ada_backward(dy[:99], None, kept, rows, True, False)
     for a, b in zip(back[:3], some[:3], strict=True):
         assert torch.equal(a[:99], b)
-    y, rstd = CPU.gated_forward(x, gate, None, 1, 1e-5, "silu", True, False)
-    assert torch.equal(y[:99], CPU.gated_forward(x[:99], gate[:99], None, 1, 1e-5, "silu", True, False)[0])
-    dx, dgate, _ = CPU.gated_backward(dy, x, gate, rstd, None, 1, "silu", True)
-    dx_, dgate_, _ = CPU.gated_backward(dy[:99], x[:99], gate[:99], rstd[:99], None, 1, "silu", True)
+    y, rstd = CPU.gated_forward(x, gate, None, gating)
+    assert torch.equal(y[:99], CPU.gated_forward(x[:99], gate[:99], None, gating)[0])
+    dx, dgate, _ = CPU.gated_backward(dy, KeptByGatedNorm(x, gate, rstd), gating)
+    dx_, dgate_, _ = CPU.gated_backward(dy[:99], KeptByGatedNorm(x[:99], gate[:99], rstd[:99]), gating)
     assert torch.equal(dx[:99], dx_)
     assert torch.equal(dgate[:99], dgate_)
 
 
 def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(2, 30, 100)[..., :64], torch.randn(2, 30, 200)[..., 64:128]
+    gating = Gating(2, 1e-5, "silu", True)
     with torch.profiler.profile() as profile:
-        y, rstd = CPU.gated_forward(x, gate, None, 2, 1e-5, "silu", True, False)
-        found = CPU.gated_backward(x, x, gate, rstd, None, 2, "silu", True)
+        y, rstd = CPU.gated_forward(x, gate, None, gating)
+        found = CPU.gated_backward(x, KeptByGatedNorm(x, gate, rstd), gating)
     assert not {"aten::copy_", "aten::clone"} & {event.key for event in profile.key_averages()}
     dense, opened = x.contiguous(), gate.contiguous()
-    want = CPU.gated_backward(dense, dense, opened, rstd, None, 2, "silu", True)
-    assert torch.equal(y, CPU.gated_forward(dense, opened, None, 2, 1e-5, "silu", True, False)[0])
+    want = CPU.gated_backward(dense, KeptByGatedNorm(dense, opened, rstd), gating)
+    assert torch.equal(y, CPU.gated_forward(dense, opened, None, gating)[0])
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a, b)
 

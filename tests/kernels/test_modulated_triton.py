@@ -8,10 +8,12 @@ from test_modulated_kernels import ada, close, gated
 from test_strided_rows import VIEWS, D, both_ways, made
 
 from leannorm import functional, use_backend
+from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, Rows
 from leannorm.ops.backends import REFERENCE, TRITON, triton
 from leannorm.ops.schema import MODULATED
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+ROWS = Rows(2, 3, 1e-5, False)
 RMS = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 interpreted = pytest.mark.skipif(
     triton._UNAVAILABLE is not None or not triton.INTERPRETED, reason="runs on the interpreter"
@@ -61,8 +63,8 @@ def test_a_scale_for_other_axes_than_the_first():
     scale, shift = scale[:1], shift[:1]
     found = []
     for backend in (TRITON, REFERENCE):
-        y, _total, mean, rstd = backend.ada_forward(x, None, None, scale, shift, None, None, 2, 1e-5, False)
-        found.append((y, *backend.ada_backward(dy, None, x, mean, rstd, scale, None, None, 2, False)[:3]))
+        y, _, mean, rstd = backend.ada_forward(x, Modulation(None, None, scale, shift), ROWS)
+        found.append((y, *backend.ada_backward(dy, None, KeptByAdaNorm(x, mean, rstd, scale), ROWS)[:3]))
     for got, want in zip(*found, strict=True):
         close(got, want, F32)
 
@@ -75,16 +77,9 @@ def test_lines_are_read_where_they_are():
         results = []
         for backend in (TRITON, REFERENCE):
             gate, scale, shift = pieces
-            y, total, mean, rstd = backend.ada_forward(x, dy, gate, scale, shift, None, None, 2, 1e-5, False)
-            kept = total, mean, rstd, scale, None, None, 2, False
-            results.append(
-                (
-                    y,
-                    total,
-                    *backend.ada_backward(dy, dy, *kept)[:3],
-                    *backend.add_gated_backward(dy, x, gate, 2),
-                )
-            )
+            y, total, mean, rstd = backend.ada_forward(x, Modulation(dy, gate, scale, shift), ROWS)
+            gradients = backend.ada_backward(dy, dy, KeptByAdaNorm(total, mean, rstd, scale), ROWS)[:3]
+            results.append((y, total, *gradients, *backend.add_gated_backward(dy, x, gate, 2)))
         for got, want in zip(*results, strict=True):
             close(got, want, F32)
 
@@ -94,8 +89,8 @@ def test_narrow_lines_get_sums_of_all_digits(dtype):
     """A scale in bfloat16: its gradient is a float32 sum, rounded once."""
     x, dy = torch.randn(2, 700, 32).to(dtype), torch.rand(2, 700, 32).to(dtype)
     scale = torch.randn(2, 32).to(dtype)
-    _, _, mean, rstd = REFERENCE.ada_forward(x, None, None, scale, scale, None, None, 2, 1e-5, False)
-    given = dy, None, x, mean, rstd, scale, None, None, 2, False, True, False
+    _, _, mean, rstd = REFERENCE.ada_forward(x, Modulation(None, None, scale, scale), ROWS)
+    given = dy, None, KeptByAdaNorm(x, mean, rstd, scale), ROWS, True, False
     _, dscale, dshift, *_ = TRITON.ada_backward(*given)
     assert dshift.dtype == dtype
     torch.testing.assert_close(dshift, dy.float().sum(1).to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
@@ -139,16 +134,17 @@ def test_many_rows_pass_through_few_programs():
 
 def test_slices_of_a_projection_are_not_copied():
     x, gate = torch.randn(30, 96)[:, :64], torch.randn(30, 208)[:, 64:128]
+    gating = Gating(1, 1e-5, "silu", True)
     with torch.profiler.profile() as profile:
-        y, rstd = TRITON.gated_forward(x, gate, torch.ones(64), 1, 1e-5, "silu", True, False)
-        found = TRITON.gated_backward(x, x, gate, rstd, torch.ones(64), 1, "silu", True)
+        y, rstd = TRITON.gated_forward(x, gate, torch.ones(64), gating)
+        found = TRITON.gated_backward(x, KeptByGatedNorm(x, gate, rstd, torch.ones(64)), gating)
     assert not {"aten::clone", "aten::contiguous"} & {event.key for event in profile.key_averages()}
     odd = torch.randn(30, 99)[:, 3:67]  # a step that loads cannot take
     for given in ((x, gate), (odd, gate)):
-        y, rstd = TRITON.gated_forward(*given, None, 1, 1e-5, "silu", True, False)
-        found = TRITON.gated_backward(odd, *given, rstd, None, 1, "silu", True)
-        want_y, want_rstd = REFERENCE.gated_forward(*given, None, 1, 1e-5, "silu", True, False)
-        want = REFERENCE.gated_backward(odd, *given, want_rstd, None, 1, "silu", True)
+        y, rstd = TRITON.gated_forward(*given, None, gating)
+        found = TRITON.gated_backward(odd, KeptByGatedNorm(*given, rstd), gating)
+        want_y, want_rstd = REFERENCE.gated_forward(*given, None, gating)
+        want = REFERENCE.gated_backward(odd, KeptByGatedNorm(*given, want_rstd), gating)
         for a, b in zip((y, *found), (want_y, *want), strict=True):
             close(a, b, F32)
 
@@ -158,15 +154,15 @@ def test_slices_of_a_projection_are_not_copied():
 def test_values_whose_squares_are_no_float32(size, rms):
     for n in (100, 20000):
         x, zero = torch.randn(2, n) * size, torch.zeros(1, n)
-        y, *_ = TRITON.ada_forward(x, None, None, zero, zero, None, None, 1, 0.0, rms)
-        wide, *_ = REFERENCE.ada_forward(x.double(), None, None, zero, zero, None, None, 1, 0.0, rms)
+        modulation, rows = Modulation(None, None, zero, zero), Rows(1, 2, 0.0, rms)
+        y, *_ = TRITON.ada_forward(x, modulation, rows)
+        wide, *_ = REFERENCE.ada_forward(x.double(), modulation, rows)
         torch.testing.assert_close(y.double(), wide, rtol=1e-5, atol=1e-5)
         gate = torch.ones(2, n)
         for before in (True, False):
-            y, _ = TRITON.gated_forward(x, gate, None, 1, 0.0, "identity", before, False)
-            want, _ = REFERENCE.gated_forward(
-                x.double(), gate.double(), None, 1, 0.0, "identity", before, False
-            )
+            gating = Gating(1, 0.0, "identity", before)
+            y, _ = TRITON.gated_forward(x, gate, None, gating)
+            want, _ = REFERENCE.gated_forward(x.double(), gate.double(), None, gating)
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 

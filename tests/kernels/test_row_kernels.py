@@ -11,6 +11,7 @@ from kernel_cases import alike, tried
 from row_cases import CASES, DTYPES, RowCase, assert_within_budget, make, ours, theirs
 from row_kernel_cases import ALL, BF16, F32, ROWS, assert_agree, both_ways, operands
 
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops import select
 from leannorm.ops.backends import REFERENCE
 
@@ -67,8 +68,9 @@ def test_many_rows_pass_through_few_programs(kernels):
     got, again = (assert_agree(kernels, given, 1, 2, False) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
     x, dy = given[0], given[4]
-    _, _, mean, rstd = kernels.row_forward(x, None, None, None, 1, 2, 1e-5)
-    dx, dweight, dbias = kernels.row_backward(dy, None, x, mean, rstd, None, 1, 2, False, False)
+    rows = Rows(1, 2, 1e-5, False)
+    _, _, mean, rstd = kernels.row_forward(x, None, None, None, rows)
+    dx, dweight, dbias = kernels.row_backward(dy, None, KeptByRowNorm(x, mean, rstd), rows, False)
     assert (dweight, dbias) == (None, None)
     assert dx.isfinite().all()
 

@@ -66,15 +66,14 @@ def test_what_the_sums_leave_for_the_gradient(shape, groups, dtype, act):
 
     Large results are written past the caches, from planes that begin anywhere in a line.
     """
-    x, dy, weight, bias, residual, *_ = call_on(
-        ChannelCase(shape, "contiguous"), dtype, act, groups, residual=True
-    )
-    y, mean, _, rstd = CPU.channel_forward(x, weight, bias, residual, 1e-5, act, groups)
-    saved = dy, x, mean, rstd, weight, bias, residual, y if act == "leaky_relu" else None
-    dx, _, _, dz = CPU.channel_backward(*saved, act, groups, True)
-    scaled = [weight * s / (x.numel() // mean.numel()) for s in CPU.channel_grad_sums(*saved, act)]
-    p, q = (s.unflatten(1, (groups, -1)).sum(2) if groups else s for s in scaled)
-    want, want_dz = CPU.channel_input_grad(*saved, p, q, act, True)
+    call = call_on(ChannelCase(shape, "contiguous"), dtype, act, groups, residual=True)
+    y, mean, _, rstd, _ = CPU.channel_forward(call.x, call.epilogue, 1e-5, groups)
+    kept = call.kept(mean, rstd, y if act == "leaky_relu" else None)
+    dx, _, _, dz = CPU.channel_backward(call.dy, kept, groups, True)
+    values = call.x.numel() // mean.numel()
+    scaled = [call.weight * s / values for s in CPU.channel_grad_sums(call.dy, kept)]
+    means = tuple(s.unflatten(1, (groups, -1)).sum(2) if groups else s for s in scaled)
+    want, want_dz = CPU.channel_input_grad(call.dy, kept, means, True)
     assert torch.equal(dz, want_dz)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(dx, want, rtol=2 * eps, atol=4e-6)

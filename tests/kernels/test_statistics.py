@@ -4,7 +4,7 @@ import pytest
 import torch
 from statistics_cases import total_of
 
-from leannorm._types import Moments
+from leannorm._types import Epilogue, Moments, Running
 from leannorm.ops.backends import REFERENCE
 
 CHANNELS = (0, 1, 7, 33)
@@ -80,7 +80,7 @@ def test_running_statistics_move_as_by_the_plain_formula(kernels, dtype, momentu
     ends = []
     for backend in (kernels, REFERENCE):
         buffers = start[0].clone(), start[1].clone(), torch.tensor(3) if tracked else None
-        backend.move_running(*buffers, momentum, mean, m2, count)
+        backend.move_running(Running(*buffers, momentum), Moments(mean, m2, count))
         ends.append(buffers)
     assert ends[0][2] == ends[1][2] == (4 if tracked else None)
     for got, want in zip(*[end[:2] for end in ends], strict=True):
@@ -95,23 +95,22 @@ TRACKED = [(torch.float32, 0.1), (torch.bfloat16, None), (torch.float64, 1.0)]
 @pytest.mark.parametrize("shape", [(6, 5, 3, 3), (4, 5), (0, 5, 2)], ids=str)
 def test_a_forward_pass_that_tracks_is_two_calls_in_one(kernels, dtype, momentum, shape):
     x, weight, bias = torch.randn(shape), torch.rand(5), torch.rand(5)
-    arguments = x, weight, bias, torch.randn(shape), 1e-5, "relu"
+    arguments = x, Epilogue(weight, bias, torch.randn(shape), "relu"), 1e-5
     together, apart = ((torch.randn(5).to(dtype), torch.rand(5).to(dtype), torch.tensor(3)) for _ in range(2))
     for one, other in zip(together, apart, strict=True):
         other.copy_(one)
-    found = kernels.channel_forward(*arguments, running=(*together, momentum))
-    want = kernels.channel_forward(*arguments)
-    kernels.move_running(*apart, momentum, want[1], want[2], x[:, 0].numel())
+    *found, _ = kernels.channel_forward(*arguments, running=Running(*together, momentum))
+    *want, _ = kernels.channel_forward(*arguments)
+    kernels.move_running(Running(*apart, momentum), Moments(want[1], want[2], x[:, 0].numel()))
     for one, other in zip((*found, *together), (*want, *apart), strict=True):
         assert torch.equal(one, other)
 
 
 def test_a_buffer_that_does_not_fit_leaves_all_as_they_were(kernels):
     mean, var, batches = torch.zeros(5), torch.ones(4), torch.tensor(3)
+    running = Running(mean, var, batches, 0.1)
     with pytest.raises(RuntimeError, match="one value a channel"):
-        kernels.channel_forward(
-            torch.randn(2, 5, 3), None, None, None, 1e-5, running=(mean, var, batches, 0.1)
-        )
+        kernels.channel_forward(torch.randn(2, 5, 3), Epilogue(), 1e-5, running=running)
     assert mean.eq(0).all()
     assert var.eq(1).all()
     assert batches == 3
@@ -119,9 +118,8 @@ def test_a_buffer_that_does_not_fit_leaves_all_as_they_were(kernels):
 
 def test_a_strided_buffer_is_moved_in_place(kernels):
     pair = torch.zeros(5, 2)
-    kernels.move_running(
-        pair[:, 0], pair[:, 1], None, 1.0, torch.ones(5, dtype=F64), torch.ones(5, dtype=F64), 2
-    )
+    ones = torch.ones(5, dtype=F64)
+    kernels.move_running(Running(pair[:, 0], pair[:, 1], None, 1.0), Moments(ones, ones, 2))
     assert torch.equal(pair, torch.ones(5, 2))
 
 
@@ -130,10 +128,11 @@ def test_autograd_notices_that_a_buffer_has_moved(kernels, fused):
     mean, var = torch.ones(3), torch.ones(3)
     weight = torch.ones(3, requires_grad=True)
     y = weight * mean
+    running, zeros = Running(mean, var, None, 0.1), torch.zeros(3, dtype=F64)
     if fused:
-        kernels.channel_forward(torch.randn(2, 3), None, None, None, 1e-5, running=(mean, var, None, 0.1))
+        kernels.channel_forward(torch.randn(2, 3), Epilogue(), 1e-5, running=running)
     else:
-        kernels.move_running(mean, var, None, 0.1, torch.zeros(3, dtype=F64), torch.zeros(3, dtype=F64), 2)
+        kernels.move_running(running, Moments(zeros, zeros, 2))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -142,10 +141,11 @@ def test_buffers_of_inference_mode_move(kernels):
     with torch.inference_mode():
         mean, var, batches = torch.zeros(3), torch.ones(3), torch.tensor(0)
         zeros = torch.zeros(3, dtype=F64)
-        kernels.move_running(mean, var, batches, 0.5, zeros + 1, zeros, 2)
+        running = Running(mean, var, batches, 0.5)
+        kernels.move_running(running, Moments(zeros + 1, zeros, 2))
         assert torch.equal(mean, torch.full((3,), 0.5))
         assert batches == 1
-        kernels.channel_forward(torch.ones(2, 3), None, None, None, 1e-5, running=(mean, var, batches, 0.5))
+        kernels.channel_forward(torch.ones(2, 3), Epilogue(), 1e-5, running=running)
         assert torch.equal(mean, torch.full((3,), 0.75))
         assert batches == 2
 

@@ -6,6 +6,7 @@ from cases import DTYPES
 from kernel_cases import needs_kernels
 
 from leannorm import functional
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.backends import CPU, REFERENCE
 
 pytestmark = needs_kernels
@@ -32,8 +33,9 @@ def made(view, dtype=torch.float32):
 
 
 def both_ways(backend, x, dy, dtotal, weight, bias, rms):
-    y, _, mean, rstd = backend.row_forward(x, None, weight, bias, 3, 4, 1e-5, rms, 0.5, False)
-    grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, 3, 4, rms, True, 0.5)
+    rows = Rows(3, 4, 1e-5, rms, 0.5)
+    y, _, mean, rstd = backend.row_forward(x, None, weight, bias, rows)
+    grads = backend.row_backward(dy, dtotal, KeptByRowNorm(x, mean, rstd, weight), rows)
     return y, mean, rstd, *grads
 
 

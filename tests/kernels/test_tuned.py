@@ -126,7 +126,7 @@ def test_the_plan_follows_the_file(file, monkeypatch):
     monkeypatch.setattr(channel, "choice_for", lambda device: choice)
     monkeypatch.setattr(channel_gradients, "launch", channel.launch)
     tape.forget()
-    _, mean, _, rstd = channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
+    _, mean, _, rstd, _ = channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
     given = (x, x, mean, rstd, per_channel, per_channel, None, None, "relu", 0, False)
     channel_gradients.channel_backward(*given)
     assert [launched[f"set_{which}_kernel"]["STAGES"] for which in ("forward", "backward")] == [3, 3]

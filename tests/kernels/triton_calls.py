@@ -136,7 +136,7 @@ def channel_call(
         x = meta(shape, dtype) if layout is None else meta(shape, dtype).to(memory_format=layout)
         other = x if residual else None
         weight, bias = meta((shape[1],), F32), meta((shape[1],), F32)
-        y, mean, _, rstd = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups)
+        y, mean, _, rstd, _ = channel.channel_forward(x, weight, bias, other, 1e-5, act, groups, None)
         out = y if residual else None
         saved = x, mean, rstd, weight, bias, other, out
         for constant in (False, True):
@@ -165,16 +165,16 @@ def masked_call(
     """Forward and backward pass of a per-channel norm with a mask, and single verbs."""
 
     def run() -> None:
-        from leannorm.ops.backends.triton import masked
+        from leannorm.ops.backends.triton import channel, channel_gradients
 
         x, mask = meta(shape, dtype), meta((shape[0], math.prod(shape[2:])), torch.bool)
         x = x.to(memory_format=torch.channels_last) if last else x
         other, weight = x if residual else None, meta((shape[1],), F32)
-        y, mean, _, rstd, n = masked.masked_forward(x, mask, weight, weight, other, 1e-5, act, groups)
-        saved = mean, rstd, n, weight, weight, other, y if residual else None, act, groups, residual
-        masked.masked_backward(x, x, mask, *saved)
-        masked.masked_moments(x, mask, groups)
-        masked.masked_normalize(x, mask, mean, rstd, weight, weight, other, act)
+        y, mean, _, rstd, n = channel.channel_forward(x, weight, weight, other, 1e-5, act, groups, mask)
+        saved = mean, rstd, weight, weight, other, y if residual else None, act, groups, residual
+        channel_gradients.channel_backward(x, x, *saved, False, mask, n)
+        channel.channel_moments(x, groups, mask)
+        channel.channel_normalize(x, mean, rstd, weight, weight, other, act, mask)
 
     words = ["masked", "x".join(map(str, shape)), str(dtype).removeprefix("torch."), act]
     words += ["channels_last"] * last + [f"{groups} groups"] * bool(groups) + ["residual"] * residual

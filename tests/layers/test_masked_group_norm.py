@@ -6,6 +6,7 @@ import torch
 import leannorm
 from leannorm import functional as F
 from leannorm import nn
+from leannorm._types import Epilogue
 from leannorm.ops.select import pick
 
 F64 = torch.float64
@@ -103,10 +104,10 @@ def test_all_valid_is_no_mask_bit_for_bit(layout, dtype):
     whole = torch.ones_like(mask)
     assert torch.equal(F.group_norm(x, GROUPS, mask=whole), F.group_norm(x, GROUPS))
     with leannorm.use_backend("reference"):
-        y, *_ = pick(x).masked_forward(x, whole.flatten(1), None, None, None, 1e-5, groups=GROUPS)
+        y, *_ = pick(x).channel_forward(x, Epilogue(), 1e-5, GROUPS, mask=whole.flatten(1))
         assert torch.equal(y, F.group_norm(x, GROUPS))
     # the kernels, where the host may not know that all are valid, add up in another order
-    y, *_ = pick(x).masked_forward(x, whole.flatten(1), None, None, None, 1e-5, groups=GROUPS)
+    y, *_ = pick(x).channel_forward(x, Epilogue(), 1e-5, GROUPS, mask=whole.flatten(1))
     rounding = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(y, F.group_norm(x, GROUPS), rtol=rounding, atol=rounding)
 

@@ -10,6 +10,7 @@ import torch
 import leannorm
 from leannorm import functional as F
 from leannorm import nn
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.select import pick
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -132,12 +133,12 @@ def test_all_valid_is_no_mask_bit_for_bit(name, shape, axes, layout, dtype):
     with leannorm.use_backend(name):
         kernels = pick(case.x)
     valid = torch.ones_like(case.kept_mask())
-    how = *axes, 1e-5, False, 0.0, False
-    given = case.x, case.residual, case.weight, case.bias, *how
+    rows = Rows(*axes, 1e-5, False)
+    given = case.x, case.residual, case.weight, case.bias, rows
     plain, masked = kernels.row_forward(*given), kernels.row_forward(*given, valid)
     assert all(map(torch.equal, plain, masked))
-    back = case.dy, None, case.x, *plain[2:], case.weight, *axes, False, True, 0.0
-    assert all(map(torch.equal, kernels.row_backward(*back), kernels.row_backward(*back, valid)))
+    both = (KeptByRowNorm(case.x, *plain[2:], case.weight, of) for of in (None, valid))
+    assert all(map(torch.equal, *(kernels.row_backward(case.dy, None, kept, rows) for kept in both)))
     with leannorm.use_backend(name):
         y = case.run(case.x, None, case.weight, case.bias, False, case.mask | True)[0]
     assert torch.equal(y, plain[0])

@@ -129,27 +129,6 @@ def test_transforms_of_torch_func():
         torch.testing.assert_close(one, functional.batch_norm(v, None, None, training=True, mask=m))
 
 
-OPS = torch.ops.leannorm
-
-
-@pytest.mark.parametrize("groups", [0, 3])
-def test_operators_are_what_they_declare(groups):
-    x, dy, mask = given()
-    flat, vector = mask.flatten(1), torch.rand(3)
-    y, mean, _, rstd, count = OPS.masked_forward(x, flat, vector, vector, x, 1e-5, "relu", groups)
-    statistics, rest = (mean, rstd), (vector, vector, x, y, "relu")
-    calls = {
-        "masked_moments": (x, flat, groups),
-        "masked_normalize": (x, flat, *statistics, vector, vector, None, "silu"),
-        "masked_forward": (x, flat, vector, None, None, 1e-5, "identity", groups),
-        "masked_grad_sums": (dy, x, flat, *statistics, *rest),
-        "masked_input_grad": (dy, x, flat, *statistics, *rest[:4], mean, mean, "relu", True),
-        "masked_backward": (dy, x, flat, *statistics, count, *rest, groups, True),
-    }
-    for name, arguments in calls.items():
-        torch.library.opcheck(getattr(OPS, name).default, arguments)
-
-
 class Network(torch_nn.Module):
     def __init__(self, norm):
         super().__init__()

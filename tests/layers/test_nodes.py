@@ -1,4 +1,4 @@
-"""Autograd nodes in C++ (csrc/nodes/) beside the classes of direct.py that they stand in for: the same."""
+"""Autograd nodes in C++ (csrc/nodes/) beside the functions in Python that they stand in for: the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import nn
-from leannorm.autograd import direct, nodes
+from leannorm.autograd import fast, nodes
 from leannorm.report.info import installation
 
 SHAPE = (6, 4, 5, 3)
@@ -59,7 +59,7 @@ def in_python(node):
 def compare(told, monkeypatch):
     """What `told` gives with nodes in C++ and with those in Python."""
     ours = told()
-    monkeypatch.setattr(direct, "NODES", None)
+    monkeypatch.setattr(fast, "NODES", None)
     others = told()
     assert len(ours) == len(others)
     for a, b in zip(ours, others, strict=True):
@@ -75,7 +75,7 @@ def compare(told, monkeypatch):
 def test_a_node_shows_itself_as_that_of_python(name, monkeypatch):
     layer, x, _ = of(name)
     node = layer(x).grad_fn
-    monkeypatch.setattr(direct, "NODES", None)
+    monkeypatch.setattr(fast, "NODES", None)
     other = layer(x).grad_fn
     assert in_python(other) and not in_python(node)  # noqa: PT018
     assert node.name() == other.name() == type(node).__name__ == type(other).__name__

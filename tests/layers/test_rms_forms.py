@@ -8,6 +8,7 @@ from torch.library import opcheck
 import leannorm
 from leannorm import functional, nn
 from leannorm._errors import InputError
+from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.select import pick
 
@@ -35,7 +36,7 @@ def rstd_of(x, eps=1e-6):
 
 def served(x, residual=None):
     """rstd as the backend at hand computes it."""
-    return pick(x).row_forward(x, residual, None, None, x.dim() - 1, x.dim(), 1e-6, True)[3]
+    return pick(x).row_forward(x, residual, None, None, Rows(x.dim() - 1, x.dim(), 1e-6, True))[3]
 
 
 @DTYPE
@@ -107,14 +108,12 @@ def test_values_and_gradients_are_the_references(offset, cast, dtype, shape, dim
     )
     assert torch.equal(alone, y)
     grads = torch.autograd.grad((y, total), (x, residual, weight), (dy, dtotal))
-    span = start, start + 1
-    t = total.detach().double()
-    mean, rstd = REFERENCE.row_moments(t, *span, 1e-6, True)
-    w = weight.detach().double()
-    exact = REFERENCE.row_normalize(t, mean, rstd, w, None, *span, offset)
-    dx, dw, _ = REFERENCE.row_backward(
-        dy.double(), dtotal.double(), t, mean, rstd, w, *span, True, True, offset
-    )
+    rows = Rows(start, start + 1, 1e-6, True, offset)
+    t, w = total.detach().double(), weight.detach().double()
+    mean, rstd = REFERENCE.row_moments(t, rows)
+    exact = REFERENCE.row_normalize(t, mean, rstd, w, None, rows)
+    kept = KeptByRowNorm(t, mean, rstd, w)
+    dx, dw, _ = REFERENCE.row_backward(dy.double(), dtotal.double(), kept, rows)
     for g, e in zip((y, *grads), (exact, dx, dx, dw), strict=True):
         unit = torch.finfo(dtype).eps * 2 + (0 if dtype == torch.float64 else 1e-5)
         assert (g.double() - e).abs().max() <= max(unit, 1e-12) * e.abs().max()

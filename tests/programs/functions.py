@@ -23,8 +23,8 @@ def _saves(name, count):
     return type(name, (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
-ConvNorm, ChannelNorm, RowNorm = _saves("ConvNorm", 6), _saves("ChannelNorm", 7), _saves("RowNorm", 4)
-ChannelAffine, SyncNorm, UserSin = _saves("ChannelAffine", 7), _saves("SyncNorm", 8), _saves("UserSin", 2)
+ConvNorm, ChannelNorm, RowNorm = _saves("ConvNorm", 6), _saves("ChannelNorm", 9), _saves("RowNorm", 5)
+ChannelAffine, GatedNorm, UserSin = _saves("ChannelAffine", 9), _saves("GatedNorm", 4), _saves("UserSin", 2)
 # a class may call its node what it likes: these two are called as torch's own
 UserSilu, UserRelu = _saves("UserSilu", 2), _saves("UserRelu", 3)
 UserSilu._backward_cls.__name__, UserRelu._backward_cls.__name__ = "SiluBackward0", "ReluBackward0"

@@ -31,7 +31,7 @@ _USERS = [
     "ChannelNorm",
     "RowNorm",
     "ChannelAffine",
-    "SyncNorm",
+    "GatedNorm",
     "UserSin",
     "UserSilu",
     "UserRelu",

@@ -2,7 +2,8 @@
 
 Saved, in bytes per input element: the input itself (4 in float32, 2 in half precision) and nothing else of
 its size, with one exception. With a residual and an activation the output is saved too (the next layer
-saves it anyway) if the derivative can be computed from it, else the residual. Mean and rstd are float64.
+saves it anyway) if the derivative can be computed from it, else the residual. Mean and rstd are float64. With
+a mask it is saved, a byte a position; with statistics of several ranks, 8 bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +14,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, Maybe, Moments, Running, Valid, kept_of
+from leannorm.autograd.sync import AddUp, Sharing, gradient_sums_of_all, repeatable, shared
 from leannorm.ops.activation import ACTIVATIONS
-from leannorm.ops.backends import REFERENCE
+from leannorm.ops.backends import REFERENCE, Backend
+from leannorm.ops.backends.compiled import like
+from leannorm.ops.backends.reference import over_channels
 from leannorm.ops.backends.shown import shown
 from leannorm.ops.layout import memory_format
 from leannorm.ops.modes import recorded
+from leannorm.ops.plan import channel_plan
+from leannorm.ops.precision import gradient_dtype
 from leannorm.ops.select import pick, transformed
+
+# mean, M2, rstd, and the count where the shape does not tell
+Statistics = tuple[Tensor, Tensor, Tensor, Maybe]
+
+
+class ChannelCall(NamedTuple):
+    """A call of a per-channel norm, but for its tensors.
+
+    `zero`: are results 0 where there is no data? Else they are normalized too, by the statistics of the data.
+    With `statistics` the function returns mean, M2 and count beside the output. `wide` is the dtype for the
+    weight where the bias has another one (`wide_for`).
+    """
+
+    backend: Backend
+    act: str = "identity"
+    eps: float = 0.0
+    groups: int = 0
+    sharing: Sharing | None = None
+    zero: bool = True
+    statistics: bool = False
+    wide: torch.dtype | None = None
+    has_bias: bool = False
+    has_residual: bool = False
 
 
 def twice_differentiable() -> bool:
@@ -28,177 +57,289 @@ def twice_differentiable() -> bool:
 
 
 def applied_directly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply` without its check for functorch transforms; the caller has made that check."""
+    """`function.apply` without its check for functorch transforms; the caller has made that check.
+
+    And autograd calls the backward pass without looking for a `vjp` first.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply
 
 
-def gradients_in_dtype(ctx: Any, needed: Sequence[bool], *gradients: Tensor | None) -> list[Tensor | None]:
-    """The gradients of (x, weight, bias, residual) that are needed, each in its input's dtype."""
-    return [
-        (g if g.dtype is dtype else g.to(dtype)) if need and g is not None else None
-        for g, dtype, need in zip(gradients, ctx.dtypes, needed, strict=True)
-    ]
+def wide_for(weight: Tensor | None, bias: Tensor | None) -> torch.dtype | None:
+    """A dtype that holds the gradients of both, which kernels store in the weight's; None where that does."""
+    if weight is None or bias is None or weight.dtype is bias.dtype:
+        return None
+    return torch.promote_types(weight.dtype, bias.dtype)
 
 
-def for_both_gradients(
-    weight: Tensor | None, dtype: torch.dtype | None, bias_dtype: torch.dtype | None
-) -> Tensor | None:
-    """The weight, wide enough for the bias's gradient too: a device's kernels store both in its dtype."""
-    if weight is None or bias_dtype is None or dtype is bias_dtype:
-        return weight
-    return weight.to(torch.promote_types(weight.dtype, bias_dtype))
+def _behind(act: str, residual: Tensor | None, y: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The residual, or the output in its place, that the derivative of the activation is computed from."""
+    if residual is None or ACTIVATIONS[act].from_output is None:
+        return residual, None
+    return None, None if act == "identity" else y
 
 
-class KeptByChannelNorm(NamedTuple):
-    """What a per-channel norm saves, in the order in which the backward verbs take it."""
-
-    x: Tensor | None
-    mean: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    output: Tensor | None
+def _kept_by(ctx: Any) -> KeptByChannelNorm:
+    call = ctx.call
+    kept = KeptByChannelNorm._make((*ctx.saved_tensors, call.act))
+    if call.wide is None or kept.weight is None:
+        return kept
+    return kept._replace(weight=kept.weight.to(call.wide))
 
 
-def keep_for_backward(
-    ctx: Any, given: tuple[Any, ...], act: str, *more: Tensor | None, constant: bool = False
-) -> None:
-    """Save those of the `given` fields that the backward pass with `act` needs; `more` are saved as they are.
+def _differentiable(x: Tensor, mask: Tensor | None, call: ChannelCall, what: str) -> Statistics:
+    """The statistics, of all ranks that share them, in plain torch operations that can be differentiated."""
+    local, sharing = REFERENCE.channel_moments(x, call.groups, mask), call.sharing
+    if sharing is None:
+        size = local.count if isinstance(local.count, Tensor) else None
+        return local.mean, local.m2, REFERENCE.rstd_of(local, call.eps), size
+    total = AddUp.apply(REFERENCE.sums_of(local), local.count, sharing.group, sharing.call(what, x))
+    mean, m2, rstd, count = REFERENCE.moments_of(total, call.eps)
+    return mean, m2, rstd, count.detach()
 
-    `constant`: the statistics are constants and the weight needs no gradient, so only `act` may need x, or in
-    its place the output, which the next layer keeps too.
-    """
-    x, mean, rstd, weight, bias, residual, out = given
-    dtypes = [None if v is None else v.dtype for v in (x, weight, bias, residual)]
-    if ACTIVATIONS[act].from_output is None or (residual is None and not constant):
-        out = None
+
+def _forward(
+    x: Tensor, epilogue: Epilogue, mask: Tensor | None, running: Running | None, call: ChannelCall
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The output and its statistics, verb by verb: what one call of a kernel does not do."""
+    backend, sharing = call.backend, call.sharing
+    size: Maybe = None
+    moments = backend.channel_moments(x, call.groups, mask)
+    if sharing is None:
+        mean, m2, rstd = moments.mean, moments.m2, backend.rstd_of(moments, call.eps)
+        size = moments.count if isinstance(moments.count, Tensor) else None
     else:
-        residual, out = None, None if act == "identity" else out
-    x = None if constant and (act == "identity" or out is not None) else x
-    bias = None if act == "identity" else bias
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out)
-    ctx.save_for_backward(*kept, *more)
-    ctx.act = act
-    ctx.dtypes = dtypes
-
-
-def _with_buffers(tensors: tuple[Tensor | None, ...], running: Running | None) -> tuple[Tensor | None, ...]:
-    """All tensors that a call reads or writes: the backend is picked by them."""
-    return tensors if running is None else (*tensors, *running[:2])
+        total = shared(backend.sums_of(moments), moments.count, sharing, x)
+        mean, m2, rstd, size = backend.moments_of(total, call.eps)
+    y = backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
+    if running is not None and size is not None:
+        backend.move_running(running, Moments(mean, m2, size))
+    return y, mean, m2, rstd, size
 
 
 class ChannelNorm(torch.autograd.Function):
-    """act(norm(x) * weight + bias + residual) by the input's own statistics; also returns mean and M2."""
+    """act(norm(x) * weight + bias + residual) by the statistics of the input, or of all ranks' inputs."""
 
     Kept = KeptByChannelNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias, residual, act, eps, groups, running = given
-        backend = ctx.backend = shown(pick(*_with_buffers((x, weight, bias, residual), running)), groups)
-        y, mean, m2, rstd = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act)
-        ctx.eps, ctx.groups = eps, groups
-        ctx.mark_non_differentiable(mean, m2)
-        ctx.set_materialize_grads(False)
-        return y, mean, m2
+    def forward(
+        ctx: Any, x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, mask: Maybe, running: Any, call: Any
+    ) -> Any:
+        act = call.act
+        epilogue: Any = (weight, bias, residual, act)  # to make a record takes time
+        if call.sharing is None and call.zero:
+            made = call.backend.channel_forward(x, epilogue, call.eps, call.groups, running, mask)
+        else:
+            made = _forward(x, epilogue, mask, running, call)
+        y, mean, m2, rstd, size = made
+        residual, out = (None, None) if residual is None else _behind(act, residual, y)
+        bias = None if act == "identity" else bias
+        ctx.save_for_backward(x, mean, rstd, weight, bias, residual, out, mask, size)
+        ctx.call = call
+        if not call.statistics:
+            return y
+        ctx.set_materialize_grads(False)  # zeros for mean, M2 and count would be launches of their own
+        found = (mean, m2) if size is None else (mean, m2, size)
+        ctx.mark_non_differentiable(*found)
+        return y, *found
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return (None,) * 8
-        kept, backend = ctx.saved_tensors, ctx.backend  # in the verb's order; making a NamedTuple costs time
-        if twice_differentiable():
-            backend, moments = REFERENCE, REFERENCE.channel_moments(kept[0], ctx.groups)
-            kept = KeptByChannelNorm(*kept)._replace(
-                mean=moments.mean, rstd=REFERENCE.rstd_of(moments, ctx.eps)
-            )
-        needed = ctx.needs_input_grad[:4]
-        x, mean, rstd, weight, *others = kept
-        weight = for_both_gradients(weight, *ctx.dtypes[1:3])
-        dx, dweight, dbias, dz = backend.channel_backward(
-            dy, x, mean, rstd, weight, *others, ctx.act, ctx.groups, needed[3]
-        )
-        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None, None)
+    def backward(ctx: Any, dy: Any, *unused: Any) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        backend = call.backend
+        if backend.as_given and not torch.is_grad_enabled() and call.sharing is None:
+            x, mean, rstd, weight, bias, *_ = ctx.saved_tensors
+            dy = dy if dy.is_contiguous() and x.is_contiguous() else like(x, dy)
+            given = dy, x, mean, rstd, weight, bias, None, None, call.act, call.groups
+            dx, dweight, dbias, _ = backend.ops.channel_backward(*given, False, False, None, None)
+            if weight is None:
+                return dx, None, None, None, None, None, None
+            return dx, dweight, dbias if call.has_bias else None, None, None, None, None
+        if dy is None and call.sharing is None:
+            return (None,) * 7
+        needed = ctx.needs_input_grad
+        gradients = _backward(ctx, dy, needed, twice_differentiable())
+        return *[g if need else None for g, need in zip(gradients, needed, strict=False)], None, None, None
+
+
+def _backward(
+    ctx: Any, dy: Tensor | None, needed: Sequence[bool], twice: bool
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    call: ChannelCall = ctx.call
+    kept, backend = _kept_by(ctx), call.backend
+    if dy is None:
+        dy = torch.zeros_like(kept.x)  # the other ranks wait for this one's sums all the same
+    if twice:
+        backend, what = REFERENCE, "moments to differentiate twice"
+        mean, _, rstd, _ = _differentiable(kept.x, kept.mask, call, what)
+        kept = kept._replace(mean=mean, rstd=rstd)
+    if call.sharing is None and call.zero:
+        return backend.channel_backward(dy, kept, call.groups, needed[3])
+    return _in_steps(backend, dy, kept, call, needed, twice)
+
+
+def _in_steps(
+    backend: Backend,
+    dy: Tensor,
+    kept: KeptByChannelNorm,
+    call: ChannelCall,
+    needed: Sequence[bool],
+    twice: bool,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:
+    """The gradients verb by verb: with a sum over the ranks, or where padding is normalized too."""
+    by_data, sharing, means, dx, dz = kept.mask, call.sharing, None, None, None
+    kept = kept if call.zero else kept._replace(mask=None)
+    sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
+    if sharing is None:
+        assert kept.size is not None
+        means = backend.channel_means(sums, kept.weight, call.groups, kept.size)
+        dtype = gradient_dtype(kept.x, kept.weight)
+        dbias, dweight = ((s.sum(0) if call.groups else s).to(dtype) for s in sums)
+    elif needed[0]:
+        assert kept.size is not None
+        total = gradient_sums_of_all(sums, sharing, kept.x, twice)
+        means = backend.means_of(total, kept.weight, kept.size)
+    if needed[0] or needed[3]:
+        dx, dz = backend.channel_input_grad(dy, kept, means, needed[3])
+        if not call.zero and by_data is not None and means is not None:
+            constant, _ = backend.channel_input_grad(dy, kept)  # no statistic depends on the other positions
+            dx = torch.where(over_channels(by_data, dx), dx, constant)
+    return dx, dweight, dbias, dz
 
 
 class ChannelAffine(torch.autograd.Function):
-    """act((x - mean) * rstd * weight + bias + residual) by given statistics, which are constants."""
+    """act((x - mean) * rstd * weight + bias + residual) by given statistics, which are constants.
+
+    Where the weight needs no gradient only the activation may need x, or in its place the output, which the
+    next layer keeps too.
+    """
 
     Kept = KeptByChannelNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, *epilogue: Any) -> Tensor:
-        weight, bias, residual, act = epilogue
-        ctx.backend = shown(pick(x, weight, bias, residual))
-        y: Tensor = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        constant, ctx.layout = not ctx.needs_input_grad[3], memory_format(y)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, constant=constant)
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Any:
+        weight, bias, residual, mask, mean, rstd, call = given
+        act, backend = call.act, call.backend
+        if backend.as_given:
+            y = backend.ops.channel_normalize(x, mean, rstd, weight, bias, None, act, None)
+        else:
+            y = backend.channel_normalize(kept_of(x, mean, rstd, Epilogue(weight, bias, residual, act), mask))
+        kept_x: Maybe = x
+        if ctx.needs_input_grad[1]:
+            residual, out = _behind(act, residual, y)
+        else:
+            by_output = ACTIVATIONS[act].from_output is not None
+            residual, out = (None, None if act == "identity" else y) if by_output else (residual, None)
+            if act == "identity" or out is not None:
+                kept_x, ctx.layout = None, memory_format(y)
+        bias = None if act == "identity" else bias
+        ctx.save_for_backward(kept_x, mean, rstd, weight, bias, residual, out, mask, None)
+        ctx.call = call
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, rstd, weight, bias, residual, out = ctx.saved_tensors
-        backend = REFERENCE if twice_differentiable() else ctx.backend
-        needed = need_x, need_weight, need_bias, need_residual = [
-            ctx.needs_input_grad[i] for i in (0, 3, 4, 5)
-        ]
-        dweight = dbias = dx = dz = None
-        if x is None:  # only its shape and layout are read
-            x = dy = dy.contiguous(memory_format=ctx.layout)
-        given = dy, x, mean, rstd, weight, bias, residual, out
+        kept, needed = _kept_by(ctx), ctx.needs_input_grad
+        backend = REFERENCE if twice_differentiable() else ctx.call.backend
+        need_x, need_weight, need_bias, need_residual, *_ = needed
+        dx = dweight = dbias = dz = None
+        if kept.x is None:  # only its shape and layout are read
+            dy = dy.contiguous(memory_format=ctx.layout)
+            kept = kept._replace(x=dy)
         if not (need_weight or need_bias):
-            dx, dz = backend.channel_input_grad(*given, None, None, ctx.act, want_dz=need_residual)
+            dx, dz = backend.channel_input_grad(dy, kept, want_dz=need_residual)
         elif not (need_x or need_residual):
-            dbias, dweight = backend.channel_grad_sums(*given, ctx.act)
+            dbias, dweight = backend.channel_grad_sums(dy, kept)
         else:
-            weight = for_both_gradients(weight, *ctx.dtypes[1:3])
-            dx, dweight, dbias, dz = backend.channel_backward(
-                dy, x, mean, rstd, weight, bias, residual, out, ctx.act, 0, need_residual, constant=True
-            )
-        dx, *of_others = gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz)
-        return (dx, None, None, *of_others, None)
+            dx, dweight, dbias, dz = backend.channel_backward(dy, kept, 0, need_residual, constant=True)
+        return (
+            dx if need_x else None,
+            dweight if need_weight else None,
+            dbias if need_bias else None,
+            dz if need_residual else None,
+            *(None, None, None, None),
+        )
 
 
-_norm, _affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
+apply_norm, apply_affine = applied_directly(ChannelNorm), applied_directly(ChannelAffine)
 
 
 def channel_norm(
-    x: Tensor, epilogue: Epilogue, eps: float, groups: int = 0, running: Running | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`ChannelNorm`, or under a functorch transform its formula in plain torch."""
+    x: Tensor,
+    epilogue: Epilogue,
+    eps: float,
+    groups: int = 0,
+    running: Running | None = None,
+    valid: Valid | None = None,
+    sharing: Sharing | None = None,
+) -> tuple[Tensor, Moments | None]:
+    """`ChannelNorm`, or under a functorch transform its formula in plain torch.
+
+    The statistics are not returned where they have moved the `running` ones.
+    """
     weight, bias, residual, act = epilogue
-    tensors = _with_buffers((x, weight, bias, residual), running)
-    in_transform = transformed(*tensors)
-    if in_transform or not recorded(x, weight, bias, residual):
-        backend = REFERENCE if in_transform else shown(pick(*tensors), groups)
-        y, mean, m2, _ = backend.channel_forward(x, weight, bias, residual, eps, act, groups, running)
-        return y, mean, m2
-    apply = ChannelNorm.apply if torch.compiler.is_compiling() else _norm
-    result: tuple[Tensor, Tensor, Tensor] = apply(x, weight, bias, residual, act, eps, groups, running)
-    return result
+    tensors = (x, weight, bias, residual)
+    buffers = () if running is None else running[:2]
+    mask, zero = (None, True) if valid is None else (valid.mask, valid.zero)
+    in_transform = transformed(*tensors, *buffers, mask)
+    if in_transform:
+        backend: Backend = REFERENCE
+    elif sharing is None:
+        backend = shown(pick(*tensors, *buffers), groups, mask)
+    else:
+        backend, sharing = pick(*tensors, *buffers), repeatable(sharing)
+    size: Maybe
+    if sharing is None and zero and (mask is None if in_transform else not recorded(*tensors)):
+        y, mean, m2, _, size = backend.channel_forward(x, epilogue, eps, groups, running, mask)
+    else:
+        call = ChannelCall(
+            *(backend, act, eps, groups, sharing, zero, running is None, wide_for(weight, bias)),
+            *(bias is not None, residual is not None),
+        )
+        if in_transform:
+            mean, m2, rstd, size = _differentiable(x, mask, call, "training forward")
+            y = REFERENCE.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if zero else None))
+            if running is not None and size is not None:
+                REFERENCE.move_running(running, Moments(mean, m2, size))
+        elif sharing is None and not recorded(*tensors):
+            y, mean, m2, _, size = _forward(x, epilogue, mask, running, call)
+        else:
+            apply = ChannelNorm.apply if torch.compiler.is_compiling() else apply_norm
+            made = apply(x, weight, bias, residual, mask, running, call)
+            if running is not None:
+                return made, None
+            y, mean, m2, *sizes = made
+            size = sizes[0] if sizes else None
+    if running is not None:
+        return y, None
+    if size is not None:
+        return y, Moments(mean, m2, size)
+    plan = channel_plan(x.shape, groups)
+    return y, Moments(mean, m2, plan.outer * plan.inner)
 
 
 def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor | None:
     """Evaluation of which nothing is recorded, by one verb; None where `channel_affine` must do it."""
-    tensors = (x, running.mean, running.var, epilogue.weight, epilogue.bias, epilogue.residual)
+    tensors = (x, running.mean, running.var, *epilogue[:3])
     if torch.compiler.is_compiling() or recorded(*tensors) or transformed(*tensors):
         return None
-    assert running.mean is not None
-    assert running.var is not None
-    return pick(*tensors).channel_evaluate(x, running.mean, running.var, eps, *epilogue)
+    return pick(*tensors).channel_evaluate(x, running, eps, epilogue)
 
 
-def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue) -> Tensor:
+def channel_affine(
+    x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Tensor | None = None
+) -> Tensor:
     """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue
-    if transformed(x, mean, rstd, weight, bias, residual):
-        return REFERENCE.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-    if not recorded(x, weight, bias, residual):
-        backend = shown(pick(x, weight, bias, residual))
-        return backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-    apply = ChannelAffine.apply if torch.compiler.is_compiling() else _affine
-    y: Tensor = apply(x, mean, rstd, weight, bias, residual, act)
+    tensors = (x, weight, bias, residual)
+    in_transform = transformed(*tensors, mean, rstd, mask)
+    backend = REFERENCE if in_transform else shown(pick(*tensors), 0, mask)
+    if in_transform or not recorded(*tensors):
+        return backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask))
+    given = bias is not None, residual is not None
+    call = ChannelCall(backend, act, 0.0, 0, None, True, False, wide_for(weight, bias), *given)
+    apply = ChannelAffine.apply if torch.compiler.is_compiling() else apply_affine
+    y: Tensor = apply(x, weight, bias, residual, mask, mean, rstd, call)
     return y

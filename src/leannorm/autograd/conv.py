@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._types import Moments
+from leannorm._types import Epilogue, KeptByChannelNorm, Moments
 from leannorm.autograd.channel import twice_differentiable
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import differentiable, many_at_once
@@ -175,13 +175,13 @@ class ConvNorm(torch.autograd.Function):
         m2 = None
         ctx.constant = mean is not None
         if mean is not None and rstd is not None:
-            y = backend.channel_normalize(z, mean, rstd, weight, bias)
+            y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
         elif outside:
             moments, rstd = _statistics(backend, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
-            y = backend.channel_normalize(z, mean, rstd, weight, bias)
+            y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
         else:
-            y, mean, m2, rstd = backend.channel_forward(z, weight, bias, None, eps)
+            y, mean, m2, rstd, _ = backend.channel_forward(z, Epilogue(weight, bias), eps)
         ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd))
         ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
@@ -209,19 +209,17 @@ class ConvNorm(torch.autograd.Function):
             if not ctx.constant:
                 moments, rstd = _statistics(REFERENCE, z, ctx.eps, ctx.outside)
                 mean = moments.mean
+        kept, means = KeptByChannelNorm(z, mean, rstd, weight), None
         if ctx.constant or ctx.outside:
-            dbias, dweight = backend.channel_grad_sums(dy, z, mean, rstd)
-            p = q = None
+            sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
             if not ctx.constant:
                 count = values_per_channel(z.shape)
-                p, q = REFERENCE.channel_means(dbias, dweight, weight, 0, count)
+                of_dz, of_dz_xhat = REFERENCE.channel_means(sums, weight, 0, count)
                 # with eps outside of the root d rstd / d x has this factor more
-                q = q * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
-            dz, _ = backend.channel_input_grad(dy, z, mean, rstd, weight, p=p, q=q, into=into)
+                means = of_dz, of_dz_xhat * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
+            dz, _ = backend.channel_input_grad(dy, kept, means, into=into)
         else:
-            dz, dweight, dbias, _ = backend.channel_backward(
-                dy, z, mean, rstd, weight, None, None, None, into=into
-            )
+            dz, dweight, dbias, _ = backend.channel_backward(dy, kept, into=into)
         gradients = ctx.convolution.backward(dz, x, conv_weight, conv_bias is not None, needed[:3])
         affine = [
             v.to(dtype) if need else None
@@ -244,7 +242,7 @@ def conv_norm(
         if mean is None or rstd is None:
             moments, rstd = _statistics(REFERENCE, z, eps, outside)
             mean, m2 = moments.mean, moments.m2
-        return REFERENCE.channel_normalize(z, mean, rstd, weight, bias), mean, m2
+        return REFERENCE.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias)), mean, m2
     result = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
     if mean is not None:
         return result, mean, None

@@ -1,7 +1,7 @@
 """The library of autograd nodes in C++ (csrc/nodes/): is it there, and for this torch and this Python?
 
 It needs torch's C++ interface, which changes from release to release, so that only a build from source has
-it. Where it rests, the functions of `direct.py` do the same.
+it. Where it rests, the functions of Python do the same.
 """
 
 from __future__ import annotations

@@ -7,27 +7,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import Rows
-from leannorm.autograd.channel import applied_directly, for_both_gradients, twice_differentiable
-from leannorm.ops.backends import REFERENCE, TRITON
+from leannorm._types import KeptByRowNorm, Rows
+from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
+from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.backends.reference_rows import of_valid
 from leannorm.ops.modes import recorded
 from leannorm.ops.select import pick, transformed
 
 
-class KeptByRowNorm(NamedTuple):
-    """What layer and RMS norm save; with a residual `x` is the sum. Of the mean, see `mean_to_keep`."""
+class RowCall(NamedTuple):
+    """A call of a row norm, but for its tensors; `wide` as in `ChannelCall`.
 
-    x: Tensor
-    mean: Tensor | None
-    rstd: Tensor
-    weight: Tensor | None
-    valid: Tensor | None
+    `adds_alike`: has the residual the dtype of x?
+    """
+
+    backend: Backend
+    rows: Rows
+    wide: torch.dtype | None = None
+    has_bias: bool = False
+    has_residual: bool = False
+    adds_alike: bool = False
 
 
-def mean_to_keep(mean: Tensor, rms: bool, backend: object) -> Tensor | None:
+def mean_to_keep(mean: Tensor, rms: bool, backend: Backend) -> Tensor | None:
     """None for an RMS norm, but where zeros in its place would be one more launch."""
-    return None if rms and backend is not TRITON else mean
+    return mean if backend.launches or not rms else None
 
 
 class RowNorm(torch.autograd.Function):
@@ -41,51 +45,45 @@ class RowNorm(torch.autograd.Function):
     Kept = KeptByRowNorm
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor] | Tensor:
-        residual, weight, bias, rows, valid = given
-        backend = ctx.backend = pick(x, residual, weight, bias)
-        how = *rows, valid
-        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, *how)
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Any:
+        residual, weight, bias, valid, call = given
+        backend, rows = call.backend, call.rows
+        y, total, mean, rstd = backend.row_forward(x, residual, weight, bias, rows, valid)
         kept = x if residual is None else total
-        centre = mean_to_keep(mean, rows[3], backend)
-        ctx.save_for_backward(*KeptByRowNorm(kept, centre, rstd, weight, valid))
-        ctx.rows = rows
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, residual, weight, bias)]
+        ctx.save_for_backward(kept, mean_to_keep(mean, rows.rms, backend), rstd, weight, valid)
+        ctx.call = call
+        if residual is None:
+            return y
         ctx.set_materialize_grads(False)
-        return y if residual is None else (y, total)
+        return y, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, mean, rstd, weight, valid = ctx.saved_tensors
-        start, stop, eps, rms, weight_offset, _ = ctx.rows
-        want_affine = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        backend, rows, wide, *_ = ctx.call
+        need_x, need_residual, need_weight, need_bias, *_ = ctx.needs_input_grad
+        dx = dweight = dbias = None
         if dy is None:  # only x + residual was used
-            return _grads(ctx, of_valid(valid, dtotal), None, None)
-        backend = ctx.backend
-        if twice_differentiable():
-            # the statistics are recomputed from x, so that the second derivative has all its terms
-            backend = REFERENCE
-            mean, rstd = REFERENCE.row_moments(x, start, stop, eps, rms, valid)
-        mean = torch.zeros_like(rstd) if mean is None else mean
-        weight = for_both_gradients(weight, *ctx.dtypes[2:])
-        how = start, stop, rms, want_affine, weight_offset, valid
-        grads = backend.row_backward(dy, dtotal, x, mean, rstd, weight, *how)
-        return _grads(ctx, *grads)
+            dx = of_valid(valid, dtotal)
+        else:
+            if twice_differentiable():
+                # the statistics are recomputed from x, so that the second derivative has all its terms
+                backend = REFERENCE
+                mean, rstd = REFERENCE.row_moments(x, rows, valid)
+            mean = torch.zeros_like(rstd) if mean is None else mean
+            kept = KeptByRowNorm(x, mean, rstd, weight if wide is None else weight.to(wide), valid)
+            want_affine = need_weight or need_bias
+            dx, dweight, dbias = backend.row_backward(dy, dtotal, kept, rows, want_affine)
+        return (
+            dx if need_x else None,
+            dx if need_residual else None,
+            dweight if need_weight else None,
+            dbias if need_bias else None,
+            *(None, None),
+        )
 
 
-def _grads(
-    ctx: Any, dx: Tensor | None, dweight: Tensor | None, dbias: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """One gradient for each argument of `forward`, in that argument's dtype, where it is wanted."""
-    found = zip((dx, dx, dweight, dbias), ctx.needs_input_grad, ctx.dtypes, strict=False)
-    grads = [
-        (g if g.dtype is dtype else g.to(dtype)) if wanted and g is not None else None
-        for g, wanted, dtype in found
-    ]
-    return (*grads, None, None)
-
-
-_norm = applied_directly(RowNorm)
+apply_row_norm = applied_directly(RowNorm)
 
 
 def row_norm(
@@ -101,8 +99,12 @@ def row_norm(
     in_transform = transformed(*tensors)
     if in_transform or not recorded(*tensors):
         backend = REFERENCE if in_transform else pick(*tensors)
-        y, total, _, _ = backend.row_forward(x, residual, weight, bias, *rows, valid)
+        y, total, _, _ = backend.row_forward(x, residual, weight, bias, rows, valid)
         return y, total
-    apply = RowNorm.apply if torch.compiler.is_compiling() else _norm
-    out = apply(x, residual, weight, bias, rows, valid)
+    apply = RowNorm.apply if torch.compiler.is_compiling() else apply_row_norm
+    alike = residual is not None and residual.dtype is x.dtype
+    call = RowCall(
+        pick(*tensors), rows, wide_for(weight, bias), bias is not None, residual is not None, alike
+    )
+    out = apply(x, residual, weight, bias, valid, call)
     return (out, x) if residual is None else out

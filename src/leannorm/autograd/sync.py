@@ -1,7 +1,7 @@
-"""Batch norm by statistics of several ranks: one sum over the ranks forward, one backward.
+"""Statistics of several ranks: one sum over the ranks forward, one backward.
 
-Saved, in bytes per input element: as `ChannelNorm`. Gradients are those of the sum of all ranks' losses: the
-input's gradient needs the other ranks' gradient sums; the weight's and bias's are this rank's share.
+Gradients are those of the sum of all ranks' losses: the input's gradient needs the other ranks' gradient
+sums; the weight's and bias's are this rank's share.
 """
 
 from __future__ import annotations
@@ -15,17 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from leannorm._errors import SyncError
-from leannorm._types import Epilogue
-from leannorm.autograd.channel import (
-    gradients_in_dtype,
-    keep_for_backward,
-    twice_differentiable,
-)
 from leannorm.distributed.call import Call
 from leannorm.distributed.collective import add_up
-from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import rebuilding
-from leannorm.ops.select import pick, transformed
 
 
 class Shared(NamedTuple):
@@ -78,65 +70,6 @@ class AddUp(torch.autograd.Function):
         return AddUp.apply(gradient[1:].contiguous(), 0, ctx.group, call)[1:], None, None, None
 
 
-class KeptBySyncNorm(NamedTuple):
-    """As `KeptByChannelNorm`, and the number of values that each statistic is of."""
-
-    x: Tensor
-    mean: Tensor
-    rstd: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    residual: Tensor | None
-    output: Tensor | None
-    size: Tensor
-
-
-class SyncNorm(torch.autograd.Function):
-    """`ChannelNorm` by the statistics of all ranks' inputs; also returns their mean, M2 and count."""
-
-    Kept = KeptBySyncNorm
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        weight, bias, residual, act, eps, sharing = given
-        ctx.backend = pick(x, weight, bias, residual)
-        local = ctx.backend.channel_moments(x)
-        total = shared(ctx.backend.sums_of(local), local.count, sharing, x)
-        mean, m2, rstd, count = ctx.backend.moments_of(total, eps)
-        y = ctx.backend.channel_normalize(x, mean, rstd, weight, bias, residual, act)
-        keep_for_backward(ctx, (x, mean, rstd, weight, bias, residual, y), act, count)
-        ctx.eps, ctx.sharing = eps, sharing
-        ctx.mark_non_differentiable(mean, m2, count)
-        ctx.set_materialize_grads(False)  # zeros for mean, M2 and count would be launches of their own
-        return y, mean, m2, count
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
-        kept = KeptBySyncNorm(*ctx.saved_tensors)
-        if dy is None:  # the other ranks wait for this one's sums all the same
-            dy = torch.zeros_like(kept.x)
-        needed, sharing = ctx.needs_input_grad[:4], ctx.sharing
-        backend, twice = ctx.backend, twice_differentiable()
-        if twice:
-            backend, call = REFERENCE, sharing.call("moments to differentiate twice", kept.x)
-            mean, _, rstd, _ = _moments(kept.x, ctx.eps, sharing, call)
-            kept = kept._replace(mean=mean, rstd=rstd)
-        *statistics, size = kept
-        dbias, dweight = backend.channel_grad_sums(dy, *statistics, ctx.act)
-        dx = dz = None
-        if needed[0]:
-            call = sharing.call("backward", kept.x)
-            if twice:
-                total = AddUp.apply(torch.cat((dbias, dweight)), 0, sharing.group, call)
-            else:
-                total = add_up((dbias, dweight), 0, sharing.group, call)
-            p, q = backend.means_of(total, kept.weight, size)
-            dx, dz = backend.channel_input_grad(dy, *statistics, p, q, ctx.act, want_dz=needed[3])
-        elif needed[3]:
-            _, dz = backend.channel_input_grad(dy, *statistics, None, None, ctx.act, want_dz=True)
-        return (*gradients_in_dtype(ctx, needed, dx, dweight, dbias, dz), None, None, None)
-
-
 def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Tensor:
     """The sums over the ranks; a recompute of a forward pass gets the sums of that pass."""
     if sharing.seen is None:
@@ -156,6 +89,15 @@ def shared(sums: Tensor, count: int | Tensor, sharing: Sharing, x: Tensor) -> Te
     )
 
 
+def gradient_sums_of_all(sums: tuple[Tensor, Tensor], sharing: Sharing, x: Tensor, twice: bool) -> Tensor:
+    """The gradient sums of all ranks behind a header; with `twice` they can be differentiated again."""
+    call = sharing.call("backward", x)
+    if twice:
+        total: Tensor = AddUp.apply(torch.cat(sums), 0, sharing.group, call)
+        return total
+    return add_up(sums, 0, sharing.group, call)
+
+
 def may_be_repeated() -> bool:
     """May a checkpoint recompute this forward pass?
 
@@ -172,23 +114,3 @@ def repeatable(sharing: Sharing) -> Sharing:
     if sharing.seen is not None and not (rebuilding() or may_be_repeated()):
         sharing = sharing._replace(seen=None)
     return sharing
-
-
-def _moments(x: Tensor, eps: float, sharing: Sharing, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean, M2, rstd and count of all ranks' inputs, in plain torch operations that can be differentiated."""
-    local = REFERENCE.channel_moments(x)
-    total = AddUp.apply(REFERENCE.sums_of(local), local.count, sharing.group, call)
-    mean, m2, rstd, count = REFERENCE.moments_of(total, eps)
-    return mean, m2, rstd, count.detach()
-
-
-def sync_norm(
-    x: Tensor, epilogue: Epilogue, eps: float, sharing: Sharing
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`SyncNorm`, or under a functorch transform its formula in plain torch."""
-    if transformed(x, epilogue.weight, epilogue.bias, epilogue.residual):
-        mean, m2, rstd, count = _moments(x, eps, sharing, sharing.forward_call(x))
-        return REFERENCE.channel_normalize(x, mean, rstd, *epilogue), mean, m2, count
-    sharing = repeatable(sharing)
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = SyncNorm.apply(x, *epilogue, eps, sharing)
-    return result

@@ -14,6 +14,7 @@ def profile(
     input: Annotated[str, typer.Option(help="Sizes of the input, batch first.", metavar="8x3x224x224")],
     budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
+    compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     json: JsonFile = None,
@@ -42,7 +43,13 @@ def profile(
         network = model_named(model).to(device)
         images = tried(network, sizes, model, device)
         measured = measure(
-            network, images, budgets=budget, against=others, steps=steps, progress=status.update
+            network,
+            images,
+            budgets=budget,
+            against=others,
+            compiled=compiled,
+            steps=steps,
+            progress=status.update,
         )
     measured.model = model
     tell(measured, json, report)

@@ -9,12 +9,10 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Pool, Running, Valid
+from leannorm._types import Epilogue, Moments, Pool, Running, Valid
+from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
-from leannorm.autograd.direct import direct_channel_norm, direct_evaluation
-from leannorm.autograd.direct_sync import direct_sync_norm
-from leannorm.autograd.masked import masked_affine, masked_norm
-from leannorm.autograd.sync import Sharing, sync_norm
+from leannorm.autograd.sync import Sharing
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional import stock
 from leannorm.functional.ghost import ghost_norm, of_all_ranks
@@ -23,7 +21,6 @@ from leannorm.functional.overridden import as_operator, hand_over, stands_in_for
 from leannorm.functional.running import (
     fused_update,
     running_mean_and_rstd,
-    staying,
     update_running_statistics,
 )
 from leannorm.functional.valid import (
@@ -37,6 +34,7 @@ from leannorm.functional.valid import (
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import leaving, recorded, sharded
 from leannorm.ops.plan import values_per_channel
+from leannorm.ops.running import frozen
 
 
 @takes_jagged(channels)
@@ -82,7 +80,7 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    if training and staying():
+    if training and frozen():
         running_mean = running_var = None
     if (
         has_torch_function_variadic(input, running_mean, running_var, weight, bias)
@@ -135,7 +133,7 @@ def batch_norm_act(
     >>> bool((y >= 0).all())
     True
     """
-    if training and staying():
+    if training and frozen():
         running_mean = running_var = None
     if (
         has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
@@ -155,9 +153,7 @@ def _by_number(
     """For functions that have no counter of batches, so that `momentum` must be a number."""
     _checks.momentum_is_a_number(running.momentum)
     if epilogue.residual is None and input.dim() > 1 and unmasked(*masking):
-        y = usual_batch_norm(
-            input, *running[:3], *epilogue[:2], training, running.momentum, eps, epilogue.act
-        )
+        y = fast.batch_norm(input, *epilogue[:2], eps, epilogue.act, running, training)
         if y is not None:
             return y
     if leaving() or sharded(input, *running[:2], *epilogue[:3]):
@@ -171,40 +167,6 @@ def _by_number(
     if training:
         return _by_batch(input, running, epilogue, eps, valid=valid)
     return _by_running(input, running, epilogue, eps, valid)
-
-
-def usual_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    training: bool,
-    momentum: float | None,
-    eps: float,
-    act: str = "identity",
-    sharing: Sharing | None = None,
-) -> Tensor | None:
-    """By running statistics, which training moves, where the call is a usual one (`autograd.direct`).
-
-    None for all others, and where a rule is broken: the caller goes on to check them one by one.
-    """
-    if running_mean is None or running_var is None or not eps > 0:
-        return None
-    if not training:
-        return direct_evaluation(input, running_mean, running_var, weight, bias, eps, act)
-    if momentum is not None and not (type(momentum) is float and 0 <= momentum <= 1):
-        return None
-    if sharing is not None:
-        group = sharing_group(sharing.asked)
-        if group is not None:
-            layer, timeout, debug = sharing[1:4]
-            sharing = Sharing(group, layer, timeout, debug, None, sharing.asked, eps, momentum, True)
-            buffers = running_mean, running_var, num_batches_tracked
-            return direct_sync_norm(input, weight, bias, act, buffers, sharing)
-    running = running_mean, running_var, num_batches_tracked, momentum
-    return direct_channel_norm(input, weight, bias, eps, act, 0, running)
 
 
 @takes_jagged(channels)
@@ -239,7 +201,7 @@ def tracked_batch_norm(
     statistics in the place of the running ones. With `group_size` so many samples are normalized together;
     the running statistics are those of all.
     """
-    if training and staying():
+    if training and frozen():
         running_mean = running_var = num_batches_tracked = None
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
@@ -277,7 +239,7 @@ def _by_running(
     input: Tensor, running: Running, epilogue: Epilogue, eps: float, valid: Valid | None = None
 ) -> Tensor:
     if valid is not None and valid.zero:
-        return masked_affine(input, valid, *running_mean_and_rstd(running, eps), epilogue)
+        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue, valid.mask)
     y = channel_evaluated(input, running, eps, epilogue)
     return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue) if y is None else y
 
@@ -312,44 +274,23 @@ def _by_batch(
     group_size: int | None = None,
     valid: Valid | None = None,
 ) -> Tensor:
-    count: int | Tensor
-    if valid is not None:
-        return _by_valid(input, valid, running, epilogue, eps, sharing, pool, group_size)
+    count = None if valid is None else valid.total
     if group_size is not None:
+        if valid is not None:
+            _checks.no_groups_of_samples(group_size)
         y, moments = ghost_norm(input, epilogue, eps, group_size)
-        moments = of_all_ranks(moments, sharing, input)
-        update_running_statistics(running, moments.mean, moments.m2, moments.count, pool)
+        update_running_statistics(running, of_all_ranks(moments, sharing, input), pool)
         return y
-    if sharing is None:
-        count = values_per_channel(input.shape)
-        _checks.more_than_one_value(input, count)
-        fused = fused_update(running) if pool is None else None
-        y, mean, m2 = channel_norm(input, epilogue, eps, running=fused)
-        if fused is not None:
-            return y
-    else:
-        y, mean, m2, count = sync_norm(input, epilogue, eps, sharing)
-    update_running_statistics(running, mean, m2, count, pool)
-    return y
-
-
-def _by_valid(
-    input: Tensor,
-    valid: Valid,
-    running: Running,
-    epilogue: Epilogue,
-    eps: float,
-    sharing: Sharing | None,
-    pool: Pool | None,
-    group_size: int | None,
-) -> Tensor:
-    """By the positions that are data; with fewer than two on all ranks the running statistics stay."""
-    _checks.no_groups_of_samples(group_size)
-    if sharing is None:
-        _checks.more_than_one_valid(input, valid.total)
-    y, moments = masked_norm(input, valid, epilogue, eps, 0, sharing)
-    count = moments.count if sharing is not None or valid.total is None else valid.total
-    if pool is None and isinstance(count, Tensor):
-        count = count * (count > 1)
-    update_running_statistics(running, moments.mean, moments.m2, count, pool)
+    if valid is None and sharing is None:
+        _checks.more_than_one_value(input, values_per_channel(input.shape))
+    elif sharing is None:
+        _checks.more_than_one_valid(input, count)
+    fused = fused_update(running) if pool is None and valid is None else None
+    y, found = channel_norm(input, epilogue, eps, 0, fused, valid, sharing)
+    if found is not None:
+        if valid is not None and sharing is None and count is not None:
+            found = Moments(found.mean, found.m2, count)
+        elif valid is not None and pool is None:  # with fewer than two values the running statistics stay
+            found = Moments(found.mean, found.m2, found.count * (found.count > 1))
+        update_running_statistics(running, found, pool)
     return y

@@ -13,12 +13,13 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Pool, Running
+from leannorm._types import Epilogue, Moments, Pool, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over
-from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
+from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.ops.modes import autocasts, leaving
+from leannorm.ops.running import frozen
 
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -69,7 +70,7 @@ def conv_batch_norm(
     >>> F.conv_batch_norm(x, w, None, None, None, padding=1, training=True).shape
     torch.Size([2, 5, 8, 8])
     """
-    if training and staying():
+    if training and frozen():
         running_mean = running_var = num_batches_tracked = None
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     if has_torch_function_variadic(*tensors):
@@ -123,7 +124,7 @@ def conv_batch_norm(
         operands, affine = (input, conv_weight, conv_bias), Normalization(bn_weight, bn_bias, mean, rstd)
         y, mean, m2 = conv_norm(convolution, operands, affine, eps, outside)
     if m2 is not None:
-        update_running_statistics(running, mean, m2, count, pool)
+        update_running_statistics(running, Moments(mean, m2, count), pool)
     return y
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._types import Gating
 from leannorm.autograd.modulated import gated_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import hand_over
@@ -67,4 +68,5 @@ def gated_rms_norm(
     _checks.same_device("gate", gate, input)
     _checks.same_shape("gate", gate, input)
     _checks.non_negative_eps(eps)
-    return gated_norm(input, gate, weight, start, eps, act, bool(norm_before_gate), cast == "before")
+    gating = Gating(start, eps, act, bool(norm_before_gate), cast == "before")
+    return gated_norm(input, gate, weight, gating)

@@ -35,15 +35,12 @@ def ghost_norm(input: Tensor, epilogue: Epilogue, eps: float, size: int) -> tupl
 def _groups(x: Tensor, epilogue: Epilogue, eps: float, size: int) -> tuple[Tensor, Moments]:
     """Groups of one size as one call; mean and M2 are (groups, C)."""
     samples, channels = x.shape[:2]
-    if samples <= size:
-        y, mean, m2 = channel_norm(x, epilogue, eps)
-        return y, Moments(mean[None], m2[None], values_per_channel(x.shape))
-    count = values_per_channel(x[:size].shape)
-    if size == 1:
-        y, mean, m2 = channel_norm(x, epilogue, eps, channels)
-    else:
-        y, mean, m2 = channel_norm(x, epilogue, eps, -size)
-    return y, Moments(mean, m2, count)
+    groups = 0 if samples <= size else channels if size == 1 else -size
+    y, moments = channel_norm(x, epilogue, eps, groups)
+    assert moments is not None
+    if groups == 0:
+        return y, Moments(moments.mean[None], moments.m2[None], values_per_channel(x.shape))
+    return y, Moments(moments.mean, moments.m2, values_per_channel(x[:size].shape))
 
 
 def _pooled(*parts: Moments) -> Moments:

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Epilogue, Running, Valid
+from leannorm._types import Epilogue, Moments, Running, Valid
+from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_norm
-from leannorm.autograd.direct import direct_channel_norm
-from leannorm.autograd.masked import masked_affine, masked_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
-from leannorm.functional.running import running_mean_and_rstd, staying, update_running_statistics
+from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.functional.valid import (
     UNMASKED,
     Lengths,
@@ -31,6 +30,7 @@ from leannorm.functional.valid import (
 from leannorm.ops.activation import lists_activations
 from leannorm.ops.modes import leaving, sharded
 from leannorm.ops.plan import channel_plan
+from leannorm.ops.running import frozen
 
 
 @stands_in_for(F.group_norm)
@@ -71,7 +71,7 @@ def group_norm(
     if has_torch_function_variadic(input, weight, bias):
         return hand_over(group_norm, locals())
     if unmasked(mask, lengths, fill):
-        y = usual_group_norm(input, num_groups, weight, bias, eps)
+        y = fast.group_norm(input, weight, bias, eps, "identity", num_groups)
         if y is not None:
             return y
     return _group_norm(input, num_groups, Epilogue(weight, bias), eps, (mask, lengths, fill))
@@ -113,26 +113,10 @@ def group_norm_act(
         return hand_over(group_norm_act, locals())
     _checks.activation(act)
     if unmasked(mask, lengths, fill):
-        y = usual_group_norm(input, num_groups, weight, bias, eps, act)
+        y = fast.group_norm(input, weight, bias, eps, act, num_groups)
         if y is not None:
             return y
     return _group_norm(input, num_groups, Epilogue(weight, bias, None, act), eps, (mask, lengths, fill))
-
-
-def usual_group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str = "identity",
-) -> Tensor | None:
-    """Where the call is a usual one (`autograd.direct`); else None: then the rules are checked one by one."""
-    if has_torch_function_variadic(input, weight, bias) or leaving():
-        return None
-    if not (input.dim() > 1 and eps >= 0 and input.numel() >= 2 * num_groups > 0):
-        return None
-    return direct_channel_norm(input, weight, bias, eps, act, num_groups)
 
 
 def _group_norm(
@@ -150,9 +134,7 @@ def _group_norm(
     # torch's rule: groups of one value are refused only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
     valid = valid_positions(input, *masking)
-    if valid is not None:
-        return masked_norm(input, valid, epilogue, eps, num_groups)[0]
-    return channel_norm(input, epilogue, eps, num_groups)[0]
+    return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
 
 
 def moves_its_statistics(given: Mapping[str, Any]) -> bool:
@@ -199,10 +181,15 @@ def instance_norm(
     >>> F.instance_norm(torch.randn(2, 3, 8, 8)).mean((2, 3)).abs().max().item() < 1e-6
     True
     """
-    if use_input_stats and staying():
+    if use_input_stats and frozen():
         running_mean = running_var = None
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
         return hand_over(instance_norm, locals())
+    if use_input_stats and running_mean is None and running_var is None and unmasked(mask, lengths, fill):
+        _checks.momentum(momentum)
+        y = fast.instance_norm(input, weight, bias, eps)
+        if y is not None:
+            return y
     if leaving() and moves_its_statistics(locals()):
         return as_operator(instance_norm, locals())
     if leaving() or sharded(input, running_mean, running_var, weight, bias):
@@ -223,19 +210,18 @@ def instance_norm(
     running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(weight, bias)
     valid = valid_positions(input, mask, lengths, fill)
     if not use_input_stats:
-        if valid is not None and valid.zero:
-            return masked_affine(input, valid, *running_mean_and_rstd(running, eps), epilogue)
-        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue)
+        mask = None if valid is None or not valid.zero else valid.mask
+        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue, mask)
     _checks.more_than_one_spatial_element(input)
     channels = input.shape[1]
     if channels == 0:  # no channels, so no groups: the input is empty
         return input.clone()
     if valid is not None:
         return _instances_of_valid(input, valid, running, epilogue, eps)
-    y, mean, m2 = channel_norm(input, epilogue, eps, channels)
-    if running_mean is not None and input.numel():
+    y, moments = channel_norm(input, epilogue, eps, channels)
+    if running_mean is not None and moments is not None and input.numel():
         inner = channel_plan(input.shape, channels).inner
-        update_running_statistics(running, mean.mean(0), m2.mean(0), inner)
+        update_running_statistics(running, Moments(moments.mean.mean(0), moments.m2.mean(0), inner))
     return y
 
 
@@ -243,8 +229,8 @@ def _instances_of_valid(
     input: Tensor, valid: Valid, running: Running, epilogue: Epilogue, eps: float
 ) -> Tensor:
     _checks.more_than_one_valid(input, valid.total)
-    y, moments = masked_norm(input, valid, epilogue, eps, input.shape[1])
-    if running.mean is not None and input.numel():
+    y, moments = channel_norm(input, epilogue, eps, input.shape[1], valid=valid)
+    if running.mean is not None and moments is not None and input.numel():
         count = moments.count
         assert isinstance(count, Tensor)
         enough = count > 1
@@ -256,21 +242,8 @@ def _instances_of_valid(
 
         variance = average(moments.m2 / (count - 1).clamp_min(1))
         two = 2.0 * (samples > 0).to(variance.dtype)  # of two values M2 is the variance
-        update_running_statistics(running, average(moments.mean), variance, two)
+        update_running_statistics(running, Moments(average(moments.mean), variance, two))
     return y
-
-
-def usual_instance_norm(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rank: int, num_features: int
-) -> Tensor | None:
-    """`usual_group_norm` of a layer without running statistics, on a batch of its channels."""
-    if has_torch_function_variadic(input, weight, bias) or leaving():
-        return None
-    if not (input.dim() == rank and input.size(1) == num_features and eps >= 0):
-        return None
-    if input.numel() <= input.size(0) * num_features:
-        return None
-    return direct_channel_norm(input, weight, bias, eps, "identity", num_features)
 
 
 def layer_instance_norm(
@@ -294,7 +267,7 @@ def layer_instance_norm(
     `rank` is the number of axes of a batch; an input with one axis less is one sample, and its mask and
     length have one axis less, too.
     """
-    if use_input_stats and staying():
+    if use_input_stats and frozen():
         running_mean = running_var = None
     tensors = (input, running_mean, running_var, weight, bias)
     # a tensor subclass is handed torch's function by `instance_norm`, below
@@ -302,7 +275,7 @@ def layer_instance_norm(
     if overridden and not has_subclass(*tensors):
         return hand_over(layer_instance_norm, locals())
     if use_input_stats and running_mean is None and not overridden and unmasked(mask, lengths, fill):
-        y = usual_instance_norm(input, weight, bias, eps, rank, num_features)
+        y = fast.instance_norm(input, weight, bias, eps, rank, num_features)
         if y is not None:
             return y
     if leaving() and moves_its_statistics(locals()):

@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Rows
-from leannorm.autograd.direct import direct_row_norm
+from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
 from leannorm.functional.jagged import NestedTensor, rows
@@ -63,20 +63,6 @@ def _valid_rows(
     return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
 
 
-def usual_row_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float | None,
-    rms: bool,
-) -> Tensor | None:
-    """For layers: where the call is a usual one (`autograd.direct`) over the last axes; else None."""
-    if has_torch_function_variadic(input, weight, bias):
-        return None
-    return direct_row_norm(input, weight, bias, normalized_shape, eps, rms)
-
-
 @takes_jagged(rows)
 @stands_in_for(F.layer_norm)
 def layer_norm(
@@ -120,7 +106,7 @@ def layer_norm(
     if has_torch_function_variadic(input, weight, bias, mask, lengths) or type(input) is NestedTensor:
         return hand_over(layer_norm, locals())
     if dim is None and mask is None and lengths is None:
-        y = direct_row_norm(input, weight, bias, normalized_shape, eps, rms=False)
+        y = fast.row_norm(input, weight, bias, normalized_shape, eps, rms=False)
         if y is not None:
             return y
     return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, False, mask, lengths)[0]
@@ -165,7 +151,7 @@ def rms_norm(
     if has_torch_function_variadic(input, weight, mask, lengths) or type(input) is NestedTensor:
         return hand_over(rms_norm, locals())
     if dim is None and mask is None and lengths is None and weight_offset == 0 and cast == "after":
-        y = direct_row_norm(input, weight, None, normalized_shape, eps, rms=True)
+        y = fast.row_norm(input, weight, None, normalized_shape, eps, rms=True)
         if y is not None:
             return y
     _checks.weight_offset(weight_offset)

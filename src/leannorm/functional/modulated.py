@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._types import Modulation, Rows
 from leannorm.autograd.modulated import ada_norm
 from leannorm.functional import stock
 from leannorm.functional.overridden import hand_over
@@ -37,7 +38,7 @@ def _ada_norm(
         _checks.same_device("branch", branch, input)
         _checks.same_shape("branch", branch, input)
     _checks.non_negative_eps(eps)
-    return ada_norm(*tensors, start, eps, rms)
+    return ada_norm(input, Modulation(*tensors[1:]), Rows(start, input.dim(), eps, rms))
 
 
 def ada_layer_norm(

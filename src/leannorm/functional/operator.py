@@ -11,15 +11,16 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Epilogue, Running
+from leannorm._types import Epilogue, Moments, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.functional import stock
 from leannorm.functional.declare import AffineNames, declare
 from leannorm.functional.overridden import hand_over
-from leannorm.functional.running import running_mean_and_rstd, staying
+from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import leaving, rebuilding, transformed
 from leannorm.ops.plan import values_per_channel
+from leannorm.ops.running import frozen
 
 DATA_LAYOUTS = ("NCHW", "NHWC")
 
@@ -129,7 +130,7 @@ def checked_batch_norm_op(
     if isinstance(batch_id, int):
         momentum, batch_id = momentum if batch_id else 0.0, None
     estimates = estimated_mean, estimated_var
-    if staying() and not is_infer:
+    if frozen() and not is_infer:
         estimates = estimated_mean.clone(), estimated_var.clone()
     y, batch_mean, batch_var = run(
         moved,
@@ -159,12 +160,12 @@ def _batch_norm_op(
             y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
-        moments = REFERENCE.channel_moments(x.detach())
-        mean, m2 = moments.mean, moments.m2
+        moments: Moments | None = REFERENCE.channel_moments(x.detach())
     else:
-        y, mean, m2 = channel_norm(x, epilogue, epsilon)
+        y, moments = channel_norm(x, epilogue, epsilon)
+    assert moments is not None
     count = values_per_channel(x.shape)
-    mean, var = mean.detach(), m2.detach() / max(count, 1)
+    mean, var = moments.mean.detach(), moments.m2.detach() / max(count, 1)
     if count and not rebuilding():
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -14,39 +11,6 @@ from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
-
-_staying = False
-
-
-@contextmanager
-def no_stats_update() -> Iterator[None]:
-    """Within the context, training uses the batch's statistics, and running statistics and counters stay.
-
-    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
-    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
-    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
-    it too. `torch.compile` compiles once more for it.
-
-    Raises: nothing.
-
-    >>> import torch, leannorm
-    >>> layer = leannorm.nn.BatchNorm1d(4)
-    >>> with leannorm.no_stats_update():
-    ...     y = layer(torch.randn(16, 4) + 3)
-    >>> layer.num_batches_tracked.item(), layer.running_mean.sum().item(), y.mean().abs().item() < 1e-6
-    (0, 0.0, True)
-    """
-    global _staying
-    before, _staying = _staying, True
-    try:
-        yield
-    finally:
-        _staying = before
-
-
-def staying() -> bool:
-    """Do running statistics stay as they are? Then training goes as for a layer that has none."""
-    return _staying
 
 
 def running_mean_and_rstd(running: Running, eps: float) -> tuple[Tensor, Tensor]:
@@ -81,9 +45,7 @@ def fused_update(running: Running) -> Running | None:
     return running if num_batches is None or num_batches.dtype is torch.int64 else None
 
 
-def update_running_statistics(
-    running: Running, mean: Tensor, m2: Tensor, count: int | Tensor, pool: Pool | None = None
-) -> None:
+def update_running_statistics(running: Running, moments: Moments, pool: Pool | None = None) -> None:
     """Move the running statistics that are not None towards a batch's, in place, or add the batch to a pool.
 
     Does nothing in a recompute: the first forward pass has moved them.
@@ -91,9 +53,9 @@ def update_running_statistics(
     if rebuilding() or (running.mean is None and running.num_batches is None):
         return
     if pool is None:
-        _serving(running.mean, running.var, mean).move_running(*running, mean, m2, count)
+        _serving(running.mean, running.var, moments.mean).move_running(running, moments)
     else:
-        merge_into(pool, Moments(mean, m2, count))
+        merge_into(pool, moments)
         pool.used = True
 
 

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm._types import Pool
+from leannorm.autograd import fast
 from leannorm.autograd.sync import Sharing
-from leannorm.functional.batch import tracked_batch_norm, usual_batch_norm
-from leannorm.functional.running import staying
-from leannorm.functional.valid import UNMASKED, Lengths, Masking, unmasked
+from leannorm.functional.batch import tracked_batch_norm
+from leannorm.functional.valid import UNMASKED, Lengths, Masking
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
 
@@ -98,36 +97,27 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
             fill=masking[2],
         )
 
-    def _usual(self, input: Tensor, act: str = "identity") -> Tensor | None:
-        """`usual_batch_norm`, its tensors by the shortest way that there is to them."""
-        if type(input) is not Tensor or torch.compiler.is_compiling() or staying():
+    def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
+        """By the fast path, its tensors by the shortest way that there is to them."""
+        if not self.track_running_stats or type(input) is not Tensor or input.dim() not in self.dims:
             return None
         if self.group_size is not None or self._pool is not None:
-            return None
-        if not self.track_running_stats or input.dim() not in self.dims:
             return None
         if self.stats_dtype is not None:
             self._cast_back()
         try:
             parameters, buffers = self._parameters, self._buffers
             weight, bias = parameters["weight"], parameters["bias"]
-            mean, var, count = (
-                buffers["running_mean"],
-                buffers["running_var"],
-                buffers["num_batches_tracked"],
-            )
+            mean, var = buffers["running_mean"], buffers["running_var"]
+            running: Any = (mean, var, buffers["num_batches_tracked"], self.momentum)
         except KeyError:  # a parametrization, or a replica, has them elsewhere
-            return None
-        if has_torch_function_variadic(input, mean, var, count, weight, bias):
             return None
         sharing = None
         if self.shares:
             if not self.training:
                 return None
             sharing = self._sharing()
-        return usual_batch_norm(
-            input, mean, var, count, weight, bias, self.training, self.momentum, self.eps, act, sharing
-        )
+        return fast.batch_norm(input, weight, bias, self.eps, act, running, self.training, sharing)
 
     def extra_repr(self) -> str:
         said = super().extra_repr()
@@ -147,8 +137,8 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
         running ones, or with the batch's own where `track_running_stats` is False. `mask` or `lengths` leave
         out padding, as in `functional.batch_norm`.
         """
-        if unmasked(mask, lengths, fill):
-            y = self._usual(input)
+        if mask is None and lengths is None and fill == "zero":
+            y = self._fast(input)
             if y is not None:
                 return y
             if quantizing(input) and (seen := quantized(self, input)) is not None:

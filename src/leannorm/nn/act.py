@@ -51,7 +51,7 @@ class BatchNormActBase(BatchNormBase):
         `mask` or `lengths` leave out padding, as in `functional.batch_norm`.
         """
         if residual is None and unmasked(mask, lengths, fill):
-            y = self._usual(input, self.activation)
+            y = self._fast(input, self.activation)
             if y is not None:
                 return y
         return self._normalize(input, self.activation, residual, (mask, lengths, fill))

@@ -8,8 +8,9 @@ import torch.nn
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm.functional.group import group_norm, group_norm_act, usual_group_norm
-from leannorm.functional.valid import Lengths, unmasked
+from leannorm.autograd import fast
+from leannorm.functional.group import group_norm, group_norm_act
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import parameter_of, without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.ops.activation import lists_activations
@@ -47,13 +48,14 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
 
         `mask` or `lengths` leave out padding, as in `functional.group_norm`.
         """
-        of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
-        if unmasked(mask, lengths, fill):
-            y = usual_group_norm(input, *of_layer) if type(input) is Tensor else None
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+        if mask is None and lengths is None and fill == "zero":
+            y = fast.group_norm(input, weight, bias, self.eps, "identity", self.num_groups)
             if y is not None:
                 return y
             if quantizing(input) and (seen := quantized(self, input)) is not None:
                 return seen  # type: ignore[no-any-return]
+        of_layer = self.num_groups, weight, bias, self.eps
         return group_norm(input, *of_layer, mask=mask, lengths=lengths, fill=fill)
 
     def _normalize(self, input: Tensor, act: str = "identity") -> Tensor:

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from leannorm import _checks
-from leannorm.functional.group import layer_instance_norm, usual_instance_norm
-from leannorm.functional.valid import Lengths, unmasked
+from leannorm.autograd import fast
+from leannorm.functional.group import layer_instance_norm
+from leannorm.functional.valid import Lengths
 from leannorm.nn._base import parameter_of, without_bias
 from leannorm.nn._leaving import Leaving, quantized, quantizing
 from leannorm.nn._statistics import HasStatistics
@@ -33,15 +34,15 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         super().__init__(*given, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
 
-    def _usual(self, input: Tensor) -> Tensor | None:
-        """`usual_instance_norm`, where there are no running statistics."""
+    def _fast(self, input: Tensor) -> Tensor | None:
+        """By the fast path, where there are no running statistics."""
         parameters = self._parameters
         if self.track_running_stats or self._buffers.get("running_mean", input) is not None:
             return None
         if not ("weight" in parameters and "bias" in parameters):  # a parametrization has them elsewhere
             return None
         rank, weight, bias = self._get_no_batch_dim() + 1, parameters["weight"], parameters["bias"]
-        return usual_instance_norm(input, weight, bias, self.eps, rank, self.num_features)
+        return fast.instance_norm(input, weight, bias, self.eps, rank, self.num_features)
 
     def forward(
         self,
@@ -56,8 +57,8 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         With `track_running_stats` evaluation uses the running statistics, which training moves. `mask` or
         `lengths` leave out padding, as in `functional.instance_norm`.
         """
-        if unmasked(mask, lengths, fill):
-            y = self._usual(input) if type(input) is Tensor else None
+        if mask is None and lengths is None and fill == "zero":
+            y = self._fast(input)
             if y is not None:
                 return y
             if quantizing(input) and (seen := quantized(self, input)) is not None:

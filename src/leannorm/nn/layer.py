@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from leannorm import _checks
-from leannorm.functional.layer import layer_norm, rms_norm, usual_row_norm
+from leannorm.autograd import fast
+from leannorm.functional.layer import layer_norm, rms_norm
 from leannorm.functional.valid import Lengths
 from leannorm.nn._base import parameter_of
 from leannorm.nn._leaving import Leaving, quantized, quantizing
@@ -57,8 +58,9 @@ class LayerNorm(Leaving, torch.nn.LayerNorm):
         """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
         of_layer = self.normalized_shape, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
         if mask is None and lengths is None:
-            if self.dim is None and type(input) is Tensor:
-                y = usual_row_norm(input, *of_layer, rms=False)
+            if self.dim is None:
+                shape, weight, bias, eps = of_layer
+                y = fast.row_norm(input, weight, bias, shape, eps, rms=False)
                 if y is not None:
                     return y
             if quantizing(input) and (seen := quantized(self, input)) is not None:
@@ -119,8 +121,8 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
         """`input`, divided for each row by its root mean square; 0 in the rows that are no data."""
         weight = parameter_of(self, "weight")
         if mask is None and lengths is None:
-            if self.dim is None and type(input) is Tensor and not self.weight_offset and self.cast == "after":
-                y = usual_row_norm(input, self.normalized_shape, weight, None, self.eps, rms=True)
+            if self.dim is None and not self.weight_offset and self.cast == "after":
+                y = fast.row_norm(input, weight, None, self.normalized_shape, self.eps, rms=True)
                 if y is not None:
                     return y
             if quantizing(input) and (seen := quantized(self, input)) is not None:

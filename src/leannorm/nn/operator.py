@@ -7,10 +7,10 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
-from leannorm.functional.running import staying
 from leannorm.nn._leaving import Leaving
 from leannorm.nn._statistics import HasStatistics
 from leannorm.ops.modes import rebuilding
+from leannorm.ops.running import frozen
 
 
 class BatchNormOp(HasStatistics, Leaving):
@@ -84,7 +84,7 @@ class BatchNormOp(HasStatistics, Leaving):
             batch_id=self.batch_id,
             data_layout=self.data_layout,
         )
-        if self.training and not (staying() or rebuilding()):
+        if self.training and not (frozen() or rebuilding()):
             self.batch_id.add_(1)
         return result.y
 

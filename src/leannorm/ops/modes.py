@@ -9,8 +9,7 @@ from torch.autograd import forward_ad
 from leannorm._torch import RELEASE
 
 _functorch = torch._C._functorch
-# looked up once: small calls ask them every time
-_interpreter, _tracing = _functorch.peek_interpreter_stack, torch._C._is_tracing
+_tracing = torch._C._is_tracing
 _backward_pass = torch._C._current_graph_task_id  # -1 outside of one
 _BY_FLAG = RELEASE < (2, 13)
 
@@ -45,17 +44,6 @@ def _within_transforms() -> bool:
 
 
 _within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def plain() -> bool:
-    """Is this an eager call, which nothing but autograd records, and no recompute by a backward pass?"""
-    return not (
-        torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or _interpreter() is not None
-        or _tracing()
-        or _backward_pass() != -1
-    )
 
 
 def leaving() -> bool:

@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments, Pool
+from leannorm._types import Moments, Pool, Running
 from leannorm.ops.precision import statistics_dtype
+
+_frozen = False
+
+
+@contextmanager
+def no_stats_update() -> Iterator[None]:
+    """Within the context, training uses the batch's statistics, and running statistics and counters stay.
+
+    For a second forward pass over a batch (an adversarial, a generator's, a sharpness-aware step). All layers
+    and functions of leannorm obey it; torch's own know nothing of it, so `convert` the model first. A
+    backward pass may come after the context. Process-wide, as torch's own flags are: replicas in threads obey
+    it too. `torch.compile` compiles once more for it.
+
+    Raises: nothing.
+
+    >>> import torch, leannorm
+    >>> layer = leannorm.nn.BatchNorm1d(4)
+    >>> with leannorm.no_stats_update():
+    ...     y = layer(torch.randn(16, 4) + 3)
+    >>> layer.num_batches_tracked.item(), layer.running_mean.sum().item(), y.mean().abs().item() < 1e-6
+    (0, 0.0, True)
+    """
+    global _frozen
+    before, _frozen = _frozen, True
+    try:
+        yield
+    finally:
+        _frozen = before
+
+
+def frozen() -> bool:
+    """Do running statistics stay as they are? Then training goes as for a layer that has none."""
+    return _frozen
 
 
 def _end(running: Tensor, value: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -62,16 +96,7 @@ class RunningVerbs:
         dtype = statistics_dtype(running_mean)
         return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
 
-    def move_running(
-        self,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches: Tensor | None,
-        momentum: float | None,
-        mean: Tensor,
-        m2: Tensor,
-        count: int | Tensor,
-    ) -> None:
+    def move_running(self, running: Running, moments: Moments) -> None:
         """Move the running mean and (unbiased) variance towards a batch's by `momentum` and count the batch.
 
         In place; what is None is skipped. `momentum=None` weighs the batch by 1 / the number of batches,
@@ -81,6 +106,8 @@ class RunningVerbs:
         All move, or none: nothing changes where one of the batch's statistics is not finite, or where one of
         the running ones, being finite, would no longer be (in float16 a variance soon is not).
         """
+        running_mean, running_var, num_batches, momentum = running
+        mean, m2, count = moments.mean, moments.m2, moments.count
         finite: bool | Tensor = True
         if (
             running_mean is not None

@@ -1,13 +1,16 @@
 """The schema and the fake of every operator that has kernels; the backends register the kernels.
 
 `groups` is 0 for statistics of the batch, G of each sample's G groups of channels, -B of every B samples.
+`mask` of a per-channel norm is bool (samples, positions), contiguous: what is False is not read, and gets
+zeros; it goes with no groups of samples. `count`, float64 () or (samples, 1), is what it leaves of each
+statistic.
 
-The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums,
-p, q) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype and, where
-that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's output,
-given where the derivative is computed from it. With `constant` no gradient goes through the statistics,
-as in evaluation. `dz` (the residual's gradient) and `total` (input plus
-residual) are empty tensors where there is no residual, since an op may not return its own input. `dweight`
+The verbs mean what `ops/backends/reference.py` computes. Per-channel statistics (mean, m2, rstd, sums and
+means of gradients) are float64; per-row statistics have the compute dtype. An output keeps its input's dtype
+and, where that is dense, its layout. `act` is a name of `ops/activation.py`; `out` is the forward pass's
+output, given where the derivative is computed from it. With `constant` no gradient goes through the
+statistics, as in evaluation. Results are None where they are not asked for: `count` without a mask, `dz` (the
+residual's gradient); `total` (input plus residual) is empty without a residual. `dweight`
 and `dbias` have the dtypes of `gradient_dtype` and `row_gradient_dtype`; of a row they are empty where they
 are not wanted, and `dbias` of RMS norm always is. `valid` of a row norm is bool, contiguous, an entry for
 each row in the order of the statistics: what is False is not read, and gets zeros.
@@ -28,22 +31,24 @@ from leannorm.ops.precision import compute_dtype, gradient_dtype, row_gradient_d
 
 LIBRARY = torch.library.Library("leannorm", "DEF")
 
+# x to out are the first fields of `KeptByChannelNorm`, in their order
 _SCHEMAS = (
-    "channel_moments(Tensor x, int groups) -> (Tensor mean, Tensor m2)",
+    "channel_moments(Tensor x, int groups, Tensor? mask=None) -> (Tensor mean, Tensor m2, Tensor count)",
     "channel_normalize(Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual,"
-    " str act) -> Tensor",
+    " str act, Tensor? mask=None) -> Tensor",
     "channel_grad_sums(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " Tensor? residual, Tensor? out, str act) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
+    " Tensor? residual, Tensor? out, str act, Tensor? mask=None) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
     "channel_input_grad(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " Tensor? residual, Tensor? out, Tensor? p, Tensor? q, str act, bool want_dz) -> (Tensor dx, Tensor dz)",
-    "channel_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps,"
-    " str act, int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
+    " Tensor? residual, Tensor? out, Tensor? mean_dz, Tensor? mean_dz_xhat, str act, bool want_dz,"
+    " Tensor? mask=None) -> (Tensor dx, Tensor dz)",
+    "channel_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
+    " int groups, Tensor? mask=None) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd, Tensor count)",
     "channel_forward_tracked_(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, str act,"
     " Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!)? num_batches, float? momentum)"
     " -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd)",
     "channel_backward(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " Tensor? residual, Tensor? out, str act, int groups, bool want_dz, bool constant=False)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
+    " Tensor? residual, Tensor? out, str act, int groups, bool want_dz, bool constant=False,"
+    " Tensor? mask=None, Tensor? count=None) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
     "channel_backward_(Tensor dy, Tensor(a!) x, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
     " Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
     " -> (Tensor dweight, Tensor dbias, Tensor dz)",
@@ -71,24 +76,6 @@ _MODULATED = (
 )
 MODULATED = tuple(LIBRARY.define(_schema) for _schema in _MODULATED)
 
-# the channel family with a mask, bool (samples, positions); count is float64, () or (samples, 1)
-_MASKED = (
-    "masked_moments(Tensor x, Tensor mask, int groups) -> (Tensor mean, Tensor m2, Tensor count)",
-    "masked_normalize(Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias,"
-    " Tensor? residual, str act) -> Tensor",
-    "masked_forward(Tensor x, Tensor mask, Tensor? weight, Tensor? bias, Tensor? residual, float eps,"
-    " str act, int groups) -> (Tensor y, Tensor mean, Tensor m2, Tensor rstd, Tensor count)",
-    "masked_grad_sums(Tensor dy, Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor? weight,"
-    " Tensor? bias, Tensor? residual, Tensor? out, str act) -> (Tensor sum_dz, Tensor sum_dz_xhat)",
-    "masked_input_grad(Tensor dy, Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor? weight,"
-    " Tensor? bias, Tensor? residual, Tensor? out, Tensor? p, Tensor? q, str act, bool want_dz)"
-    " -> (Tensor dx, Tensor dz)",
-    "masked_backward(Tensor dy, Tensor x, Tensor mask, Tensor mean, Tensor rstd, Tensor count,"
-    " Tensor? weight, Tensor? bias, Tensor? residual, Tensor? out, str act, int groups, bool want_dz)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dz)",
-)
-MASKED = tuple(LIBRARY.define(_schema) for _schema in _MASKED)
-
 # these take any layout, so that a compiler may choose it
 ANY_LAYOUT = ("channel_moments",)
 OPERATORS = tuple(
@@ -108,13 +95,10 @@ _BETWEEN = (
     "means_of(Tensor total, Tensor? weight, Tensor count) -> (Tensor p, Tensor q)",
 )
 BETWEEN = tuple(LIBRARY.define(_schema) for _schema in _BETWEEN)
-SCHEMAS = _SCHEMAS + _MODULATED + _MASKED + _BETWEEN
+SCHEMAS = _SCHEMAS + _MODULATED + _BETWEEN
 # the operators by name; looking up the overload at every call would cost time
 OPS = SimpleNamespace(
-    **{
-        name: getattr(torch.ops.leannorm, name).default
-        for name in (*OPERATORS, *MODULATED, *MASKED, *BETWEEN)
-    }
+    **{name: getattr(torch.ops.leannorm, name).default for name in (*OPERATORS, *MODULATED, *BETWEEN)}
 )
 
 
@@ -126,8 +110,8 @@ def _none(x: Tensor) -> Tensor:
     return x.new_empty(0)
 
 
-def _dz(x: Tensor, wanted: bool) -> Tensor:
-    return torch.empty_like(x) if wanted else _none(x)
+def _dz(x: Tensor, wanted: bool) -> Tensor | None:
+    return torch.empty_like(x) if wanted else None
 
 
 Fake = TypeVar("Fake", bound=Callable[..., object])
@@ -137,10 +121,14 @@ def _fake(name: str) -> Callable[[Fake], Fake]:
     return cast(Callable[[Fake], Fake], torch.library.register_fake(f"leannorm::{name}", lib=LIBRARY))
 
 
+def _count(x: Tensor, groups: int, mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else _statistics(x, (x.shape[0], 1) if groups else ())
+
+
 @_fake("channel_moments")
-def _(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, groups: int, mask: Tensor | None = None) -> tuple[Tensor | None, ...]:
     shape = statistics_shape(x.shape, groups)
-    return _statistics(x, shape), _statistics(x, shape)
+    return _statistics(x, shape), _statistics(x, shape), _count(x, groups, mask)
 
 
 @_fake("channel_normalize")
@@ -155,16 +143,15 @@ def _(dy: Tensor, x: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 @_fake("channel_input_grad")
-def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *_, want_dz = rest
-    return torch.empty_like(x), _dz(x, want_dz)
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(x), _dz(x, rest[9])
 
 
 @_fake("channel_forward")
-def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *_, groups = rest
+def _(x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    groups, mask = (*rest, None)[5:7]
     mean, m2, rstd = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(3))
-    return torch.empty_like(x), mean, m2, rstd
+    return torch.empty_like(x), mean, m2, rstd, _count(x, groups, mask)
 
 
 @_fake("channel_forward_tracked_")
@@ -174,54 +161,15 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @_fake("channel_backward")
-def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     return torch.empty_like(x), *_in_place(dy, x, *rest)
 
 
 @_fake("channel_backward_")
-def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _in_place(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     weight, want_dz = rest[2], rest[8]
     dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
     return dweight, dbias, _dz(x, want_dz)
-
-
-def _masked_statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    mean, m2 = (_statistics(x, statistics_shape(x.shape, groups)) for _ in range(2))
-    return mean, m2, _statistics(x, (x.shape[0], 1) if groups else ())
-
-
-@_fake("masked_moments")
-def _(x: Tensor, mask: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _masked_statistics(x, groups)
-
-
-@_fake("masked_normalize")
-def _(x: Tensor, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-@_fake("masked_forward")
-def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    mean, m2, count = _masked_statistics(x, rest[-1])
-    return torch.empty_like(x), mean, m2, torch.empty_like(mean), count
-
-
-@_fake("masked_grad_sums")
-def _(dy: Tensor, x: Tensor, mask: Tensor, mean: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[1],) if mean.dim() == 1 else (x.shape[0], x.shape[1])
-    return _statistics(x, shape), _statistics(x, shape)
-
-
-@_fake("masked_input_grad")
-def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), _dz(x, rest[-1])
-
-
-@_fake("masked_backward")
-def _(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    weight = rest[4]
-    dweight, dbias = (x.new_empty(x.shape[1], dtype=gradient_dtype(x, weight)) for _ in range(2))
-    return torch.empty_like(x), dweight, dbias, _dz(x, rest[-1])
 
 
 @_fake("row_forward")

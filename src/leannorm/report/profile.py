@@ -29,6 +29,7 @@ def profile(
     recompute: Sequence[str] = ("norm", "conv"),
     budgets: Sequence[float] = (),
     against: Sequence[str] = (),
+    compiled: bool = False,
     loss: Callable[[Any], Tensor] = mean_square,
     steps: int = 5,
     progress: Callable[[str], None] = lambda doing: None,
@@ -36,7 +37,8 @@ def profile(
     """Run training steps of `model(*inputs)` stock and under each lean setting, and report what they cost.
 
     `recompute` and `budgets` are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around
-    every block) and "compile" (`torch.compile` keeping half of the activations). `loss` makes a scalar of the
+    every block) and "compile" (`torch.compile` keeping half of the activations). `compiled`: also
+    `torch.compile` as it is, and with `compile_options` for each lean setting. `loss` makes a scalar of the
     output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
     memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
     before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB are
@@ -54,7 +56,7 @@ def profile(
     True
     """
     arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    settings = settings_for(model, recompute, budgets, against)
+    settings = settings_for(model, recompute, budgets, against, compiled)
     learned = [p for p in model.parameters() if p.requires_grad]
     if not learned:
         raise InputError(

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional
-from leannorm.ops.select import picks_cpu
 from leannorm.saving import lean
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes import RECIPES
@@ -133,13 +132,6 @@ _PROGRAMS: dict[str, _Program] = {
     ),
     "leannorm.ChannelAffine": _Program(lambda x, leaf: _our_running_norm(x, leaf, leaf)),
     "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3)),
-    "leannorm.DirectChannelNorm": _Program(lambda x, leaf: functional.group_norm(x, 1, *_affine(x, leaf))),
-    "leannorm.DirectChannelAffine": _Program(_our_running_norm),
-    "leannorm.DirectRowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:])),
-    "leannorm.MaskedNorm": _Program(
-        lambda x, leaf: functional.batch_norm(x, None, None, *_affine(x, leaf), training=True, mask=_mask(x))
-    ),
-    "leannorm.MaskedAffine": _Program(lambda x, leaf: _our_running_norm(x, leaf, mask=_mask(x))),
     "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
     "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
     "leannorm.ConvNorm": _Program(_our_conv_norm),
@@ -182,7 +174,6 @@ _ELSEWHERE = {
     "FusedRmsNormBackward0": "made on CUDA devices",
     "ScaledDotProductFlashAttentionBackward0": "made on CUDA devices",
     "ScaledDotProductEfficientAttentionBackward0": "made on CUDA devices",
-    "leannorm.SyncNorm": "made by two processes",
 }
 
 
@@ -195,9 +186,7 @@ def recipe_states() -> Iterator[RecipeState]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for kind in RECIPES:
-            if kind.startswith("leannorm.Direct") and not picks_cpu():
-                yield RecipeState(kind, NOT_TRIED, "made by the C++ kernels, which do not serve here")
-            elif kind in _PROGRAMS:
+            if kind in _PROGRAMS:
                 yield _tried(kind, _PROGRAMS[kind])
             else:
                 yield RecipeState(kind, NOT_TRIED, _ELSEWHERE.get(kind, ""))

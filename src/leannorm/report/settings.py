@@ -1,4 +1,4 @@
-"""The ways to run a training step that `profile` compares: stock, lean, checkpointed, compiled."""
+"""The ways to run a training step that `profile` compares: stock, lean, compiled, checkpointed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from leannorm._errors import InputError
+from leannorm.compiled import compile_options
 from leannorm.saving import lean
 from leannorm.saving.small import NEVER_SMALL
 
@@ -19,29 +20,38 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Setting(NamedTuple):
-    """`run(*inputs)` is the model's forward pass; `around()` is a context for it and the loss."""
+    """`run(*inputs)` is the model's forward pass; `around()` is a context for it and the loss. `eager`: does
+    autograd save tensors layer by layer, so that they can be counted by layer?"""
 
     name: str
     run: Callable[..., Any]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    @property
-    def eager(self) -> bool:
-        """Does autograd save tensors layer by layer, so that they can be counted by layer?"""
-        return self.name not in AGAINST
+    eager: bool = True
 
 
 def settings_for(
-    model: nn.Module, recompute: Sequence[str], budgets: Sequence[float] = (), against: Sequence[str] = ()
+    model: nn.Module,
+    recompute: Sequence[str],
+    budgets: Sequence[float] = (),
+    against: Sequence[str] = (),
+    compiled: bool = False,
 ) -> list[Setting]:
-    """Stock first, then lean by kind and by budget, then the others. Raises InputError for unknown names."""
+    """Stock first, then lean by kind and by budget, the same compiled, then the others. Raises InputError for
+    unknown names."""
     made = [Setting("stock", model)]
-    for name in (*recompute, *(f"budget {budget:g}" for budget in budgets)):
+    names = [*recompute, *(f"budget {budget:g}" for budget in budgets)]
+    for name in names:
         leaner(name)  # raises where there is no such setting
         made.append(Setting(name, model, partial(_at_any_size, name)))
+    if compiled:
+        made.append(Setting("compiled", torch.compile(model), eager=False))
+        for name in names:
+            run = torch.compile(model, options=compile_options(**_arguments(name)))
+            made.append(Setting(f"compiled {name}", run, eager=False))
     check_methods(against)
     for other in against:
-        made.append(Setting(other, _checkpointed(model) if other == "checkpoint" else _compiled(model)))
+        run = _checkpointed(model) if other == "checkpoint" else _compiled(model)
+        made.append(Setting(other, run, eager=False))
     return made
 
 
@@ -51,8 +61,12 @@ def leaner(name: str, **more: Any) -> lean:
     >>> leaner("conv"), leaner("budget 0.5")  # doctest: +ELLIPSIS
     (<leannorm.saving.context.lean object at ...>, <leannorm.saving.context.lean object at ...>)
     """
+    return lean(**_arguments(name), **more)
+
+
+def _arguments(name: str) -> dict[str, Any]:
     option, _, value = name.partition(" ")
-    return lean(**{option: float(value)}, **more) if value else lean(option, **more)  # type: ignore[arg-type]
+    return {option: float(value)} if value else {"recompute": option}
 
 
 def check_methods(against: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from leannorm.saving.ledger import Row
 
 COMPILED = (
     "lean() was entered inside compiled code, where autograd saves what the compiler chooses: nothing was"
-    " done; compile without lean(), or leave this model uncompiled"
+    " done; type torch.compile(model, options=leannorm.compile_options()), without lean()"
 )
 TRANSFORMED = (
     "lean() was entered under a torch.func transform, which admits no saved-tensor hooks: nothing was done;"
@@ -33,8 +33,8 @@ HOOKS_WITHIN = (
     " theirs, and lean() neither saw nor rebuilt it; hand them over instead: lean(held=save_on_cpu())"
 )
 COMPILED_WITHIN = (
-    "compiled code ran within lean(): what it saves is the compiler's choice and was held; lean() rebuilds"
-    " only what eager code saves"
+    "compiled code ran within lean(): what it saves is the compiler's choice and was held; type"
+    " torch.compile(model, options=leannorm.compile_options()), since lean() rebuilds what eager code saves"
 )
 NOTHING = (
     "lean() saw no tensor being saved: nothing needed a gradient, or all of the forward pass ran inside"

@@ -7,12 +7,13 @@ Triton for CUDA tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Moments, Rows, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.reference_rows import rounded_then_weighted
@@ -54,11 +55,15 @@ def flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def _wanted_dz(dy: Tensor, dz: Tensor, act: str, want_dz: bool) -> Tensor | None:
-    """dz, if wanted; without an activation it is dy, which the kernel does not copy."""
+def _is_dy(kept: KeptByChannelNorm) -> bool:
+    """Is the gradient before the activation dy itself? Then kernels do not write it."""
+    return kept.act == "identity" and kept.mask is None
+
+
+def _wanted_dz(dy: Tensor, dz: Tensor, kept: KeptByChannelNorm, want_dz: bool) -> Tensor | None:
     if not want_dz:
         return None
-    return dy if act == "identity" else dz
+    return dy if _is_dy(kept) else dz
 
 
 def _number(momentum: float | Tensor | None) -> float | None:
@@ -66,9 +71,9 @@ def _number(momentum: float | Tensor | None) -> float | None:
     return float(momentum) if isinstance(momentum, Tensor) else momentum
 
 
-def _increment_versions(buffers: tuple[Tensor | None, ...]) -> None:
+def _increment_versions(buffers: Iterable[Tensor | None]) -> None:
     """As torch's in-place operations do, so that autograd detects an edit of a tensor that it saved."""
-    torch.autograd.graph.increment_version([b for b in buffers if b is not None and not b.is_inference()])
+    torch._C._increment_version([b for b in buffers if b is not None and not b.is_inference()])
 
 
 class Compiled(Backend):
@@ -91,143 +96,84 @@ class Compiled(Backend):
                 reasons.append("the kernels take strided tensors, one is not")
         return reasons
 
-    def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
+    def _laid_out(self, x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
+        x = dense(x)
+        weight, bias, residual, act = epilogue
+        return x, Epilogue(flat(weight), flat(bias), like(x, residual), act)
+
+    def _kept(self, kept: KeptByChannelNorm) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """x, and the tensors behind it in the record, in the order in which operators take them."""
+        x, (weight, bias, residual, _) = self._laid_out(kept.x, kept.epilogue())
+        statistics = kept.mean.contiguous(), kept.rstd.contiguous()
+        return x, (*statistics, weight, bias, residual, like(x, kept.output))
+
+    def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
         plan = channel_plan(x.shape, groups)
-        mean, m2 = self.ops.channel_moments(dense(x), groups)
-        return Moments(mean, m2, plan.outer * plan.inner)
+        mean, m2, count = self.ops.channel_moments(dense(x), groups, mask)
+        return Moments(mean, m2, plan.outer * plan.inner if mask is None else count)
 
-    def channel_normalize(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        act: str = "identity",
-    ) -> Tensor:
-        x = dense(x)
-        statistics = mean.contiguous(), rstd.contiguous()
-        return self.ops.channel_normalize(x, *statistics, flat(weight), flat(bias), like(x, residual), act)
+    def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
+        x, (*others, _) = self._kept(kept)
+        return self.ops.channel_normalize(x, *others, kept.act, kept.mask)
 
-    def channel_grad_sums(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        act: str = "identity",
-    ) -> tuple[Tensor, Tensor]:
-        x = dense(x)
-        return self.ops.channel_grad_sums(
-            like(x, dy),
-            x,
-            mean.contiguous(),
-            rstd.contiguous(),
-            flat(weight),
-            flat(bias),
-            like(x, residual),
-            like(x, out),
-            act,
-        )
+    def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
+        x, others = self._kept(kept)
+        return self.ops.channel_grad_sums(like(x, dy), x, *others, kept.act, kept.mask)
 
     def channel_input_grad(
         self,
         dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        p: Tensor | None = None,
-        q: Tensor | None = None,
-        act: str = "identity",
+        kept: KeptByChannelNorm,
+        means: tuple[Tensor, Tensor] | None = None,
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`into` is not used."""
-        x = dense(x)
+        x, others = self._kept(kept)
         dy = like(x, dy)
-        dx, dz = self.ops.channel_input_grad(
-            dy,
-            x,
-            mean.contiguous(),
-            rstd.contiguous(),
-            flat(weight),
-            flat(bias),
-            like(x, residual),
-            like(x, out),
-            flat(p),
-            flat(q),
-            act,
-            want_dz and act != "identity",
-        )
-        return dx, _wanted_dz(dy, dz, act, want_dz)
+        of_means = (None, None) if means is None else map(flat, means)
+        written = want_dz and not _is_dy(kept)
+        dx, dz = self.ops.channel_input_grad(dy, x, *others, *of_means, kept.act, written, kept.mask)
+        return dx, _wanted_dz(dy, dz, kept, want_dz)
 
     def channel_forward(
         self,
         x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        epilogue: Epilogue,
         eps: float,
-        act: str = "identity",
         groups: int = 0,
         running: Running | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """Each channel is normalized while it is in the cache. `running` must not need a gradient."""
-        x = dense(x)
-        arguments = x, flat(weight), flat(bias), like(x, residual), eps, act
+        x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
         if running is None:
-            result = self.ops.channel_forward(*arguments, groups)
-        else:
-            *buffers, momentum = running
-            result = self.ops.channel_forward_tracked_(*arguments, *buffers, _number(momentum))
-            _increment_versions(running[:3])
-        return result
+            return self.ops.channel_forward(x, weight, bias, residual, eps, act, groups, mask)
+        assert mask is None
+        *buffers, momentum = running
+        arguments = x, weight, bias, residual, eps, act, *buffers, _number(momentum)
+        made = self.ops.channel_forward_tracked_(*arguments)
+        _increment_versions(buffers)
+        return *made, None
 
     def channel_backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        out: Tensor | None,
-        act: str = "identity",
+        kept: KeptByChannelNorm,
         groups: int = 0,
         want_dz: bool = False,
         constant: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        x = dense(x)
+        x, others = self._kept(kept)
         dy = like(x, dy)
-        arguments = (
-            dy,
-            x,
-            mean.contiguous(),
-            rstd.contiguous(),
-            flat(weight),
-            flat(bias),
-            like(x, residual),
-            like(x, out),
-            act,
-            groups,
-            want_dz and act != "identity",
-        )
-        if into is x and not constant:
+        arguments = dy, x, *others, kept.act, groups, want_dz and not _is_dy(kept)
+        if into is x and not constant and kept.mask is None:
             dweight, dbias, dz = self.ops.channel_backward_(*arguments)
-            return x, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
-        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant)
-        return dx, dweight, dbias, _wanted_dz(dy, dz, act, want_dz)
+            return x, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
+        of_mask = (None, None) if kept.mask is None else (kept.mask, kept.size)
+        dx, dweight, dbias, dz = self.ops.channel_backward(*arguments, constant, *of_mask)
+        return dx, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
 
     def row_forward(
         self,
@@ -235,39 +181,24 @@ class Compiled(Backend):
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        start: int,
-        stop: int,
-        eps: float,
-        rms: bool = False,
-        weight_offset: float = 0.0,
-        cast_before: bool = False,
+        rows: Rows,
         valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernel takes any layout; it does not widen the output for a weight of a wider dtype."""
-        if cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
-            plain = start, stop, eps, rms, 0.0, False, valid
-            y, total, mean, rstd = self.row_forward(x, residual, None, None, *plain)
-            return rounded_then_weighted(y, weight, weight_offset, start, stop), total, mean, rstd
-        how = start, stop, eps, rms, weight_offset, cast_before, valid
-        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *how)
+        if rows.cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:
+            plain = rows._replace(weight_offset=0.0, cast_before=False)
+            y, total, mean, rstd = self.row_forward(x, residual, None, None, plain, valid)
+            y = rounded_then_weighted(y, weight, rows.weight_offset, rows.start, rows.stop)
+            return y, total, mean, rstd
+        y, total, mean, rstd = self.ops.row_forward(x, residual, weight, bias, *rows, valid)
         return y, x if residual is None else total, mean, rstd
 
     def row_backward(
-        self,
-        dy: Tensor,
-        dtotal: Tensor | None,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        start: int,
-        stop: int,
-        rms: bool = False,
-        want_affine: bool = True,
-        weight_offset: float = 0.0,
-        valid: Tensor | None = None,
+        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """In a dtype that holds dy, which is wider than x where a wider weight made the output so."""
+        x, mean, rstd, weight, valid = kept
+        start, stop, _, rms, weight_offset, _ = rows
         input_dtype = x.dtype
         if dy.dtype is not input_dtype:
             dtype = torch.promote_types(dy.dtype, input_dtype)
@@ -279,33 +210,27 @@ class Compiled(Backend):
             dx = dx.to(input_dtype)
         return dx, dweight if want_affine else None, dbias if want_affine and not rms else None
 
-    def move_running(
-        self,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches: Tensor | None,
-        momentum: float | None,
-        mean: Tensor,
-        m2: Tensor,
-        count: int | Tensor,
-    ) -> None:
+    def move_running(self, running: Running, moments: Moments) -> None:
         """One operator where no buffer needs a gradient and the counter is int64, else the plain formula."""
+        mean, var, num_batches, momentum = running
         if (
-            (running_mean is None or running_var is None)
-            or (running_mean.requires_grad or running_var.requires_grad)
+            (mean is None or var is None)
+            or (mean.requires_grad or var.requires_grad)
             or (num_batches is not None and num_batches.dtype is not torch.int64)
         ):
-            super().move_running(running_mean, running_var, num_batches, momentum, mean, m2, count)
+            super().move_running(running, moments)
             return
-        given = (count, None) if isinstance(count, int) else (0, count)
-        weight = _number(momentum)
-        self.ops.move_running_(running_mean, running_var, num_batches, weight, mean, m2, *given)
-        _increment_versions((running_mean, running_var, num_batches))
+        count = (0, moments.count) if isinstance(moments.count, Tensor) else (moments.count, None)
+        self.ops.move_running_(mean, var, num_batches, _number(momentum), moments.mean, moments.m2, *count)
+        _increment_versions((mean, var, num_batches))
 
     def constants_of(self, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self.ops.constants_of(running_mean, running_var, eps)
 
     def sums_of(self, moments: Moments) -> Tensor:
+        """A count that only the device knows is not for the operator."""
+        if isinstance(moments.count, Tensor):
+            return super().sums_of(moments)
         return self.ops.sums_of(moments.mean, moments.m2, moments.count)
 
     def moments_of(self, total: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, Rows
 from leannorm.ops.backends.compiled import Compiled
 from leannorm.ops.backends.reference_modulated import spread, summed_like
 from leannorm.ops.plan import row_statistics_shape
@@ -67,40 +68,32 @@ class CompiledModulated(Compiled):
         return _apart(wide, start, x.dtype if stays else compute_dtype(x))
 
     def ada_forward(
-        self,
-        x: Tensor,
-        branch: Tensor | None,
-        gate: Tensor | None,
-        scale: Tensor,
-        shift: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        eps: float,
-        rms: bool,
+        self, x: Tensor, modulation: Modulation, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """weight and bias are multiplied into the lines, which are few where they are of a sample."""
+        branch, gate, scale, shift, weight, bias = modulation
+        start = rows.start
         if x.numel() == 0 or _wider(branch, x):
-            return super().ada_forward(x, branch, gate, scale, shift, weight, bias, start, eps, rms)
+            return super().ada_forward(x, modulation, rows)
         narrow = weight is None and bias is None
         factor, one = self._lines(scale, x, start, narrow), 1.0
-        kept, dtype = factor.shape[1], compute_dtype(x)
+        width, dtype = factor.shape[1], compute_dtype(x)
         if shift is None:
-            addend = factor.new_zeros(1, kept, dtype=dtype)
+            addend = factor.new_zeros(1, width, dtype=dtype)
         else:
             addend = self._lines(shift, x, start, narrow)
         if weight is not None or bias is not None:
             factor, one = factor + 1, 0.0
             addend = (
-                addend if bias is None else torch.addcmul(addend, factor, bias.to(factor.dtype).view(kept))
+                addend if bias is None else torch.addcmul(addend, factor, bias.to(factor.dtype).view(width))
             )
-            factor = factor if weight is None else factor * weight.to(factor.dtype).view(kept)
+            factor = factor if weight is None else factor * weight.to(factor.dtype).view(width)
         of_sum = (
             None if branch is None else _rows(branch, start, x.dtype),
             None if gate is None else self._lines(gate, x, start),
         )
-        given = _rows(x, start, x.dtype), *of_sum, factor, addend, one, eps, rms
-        y, total, mean, rstd = self.ops.row_ada_forward(*given)
+        arguments = _rows(x, start, x.dtype), *of_sum, factor, addend, one, rows.eps, rows.rms
+        y, total, mean, rstd = self.ops.row_ada_forward(*arguments)
         total = x if branch is None else total.view(x.shape)
         shape = row_statistics_shape(x.shape, start, x.dim())
         return y.view(x.shape), total, mean.view(shape), rstd.view(shape)
@@ -109,21 +102,16 @@ class CompiledModulated(Compiled):
         self,
         dy: Tensor,
         dtotal: Tensor | None,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        scale: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        rms: bool,
+        kept: KeptByAdaNorm,
+        rows: Rows,
         want_modulation: bool = True,
         want_affine: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Every gradient but dx follows from each group's sums of dy * xhat and of dy."""
-        wanted = want_modulation, want_affine
+        x, mean, rstd, scale, weight, bias, *_ = kept
+        start, rms, wanted = rows.start, rows.rms, (want_modulation, want_affine)
         if x.numel() == 0:
-            return super().ada_backward(dy, dtotal, x, mean, rstd, scale, weight, bias, start, rms, *wanted)
+            return super().ada_backward(dy, dtotal, kept, rows, *wanted)
         factor, one = self._lines(scale, x, start, weight is None and bias is None and not want_affine), 1.0
         w, b = (None if p is None else p.to(factor.dtype).view(-1) for p in (weight, bias))
         if w is not None or want_affine:
@@ -158,48 +146,30 @@ class CompiledModulated(Compiled):
         return dbranch.view(dtotal.shape), found
 
     def gated_forward(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor | None,
-        start: int,
-        eps: float,
-        act: str,
-        norm_before_gate: bool,
-        cast_before: bool,
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating
     ) -> tuple[Tensor, Tensor]:
-        how = eps, act, norm_before_gate, cast_before
-        if x.numel() == 0 or _wider(gate, x) or (cast_before and _wider(weight, x)):
-            return super().gated_forward(x, gate, weight, start, *how)
-        rows = [_apart(t, start, x.dtype) for t in (x, gate)]
-        y, rstd = self.ops.row_gated_forward(*rows, self._weight(x, weight, start), *how)
+        start, *how = gating
+        if x.numel() == 0 or _wider(gate, x) or (gating.cast_before and _wider(weight, x)):
+            return super().gated_forward(x, gate, weight, gating)
+        both = (_apart(t, start, x.dtype) for t in (x, gate))
+        y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *how)
         return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
 
     def gated_backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        gate: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        start: int,
-        act: str,
-        norm_before_gate: bool,
-        want_affine: bool = True,
+        self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        x, gate, rstd, weight = kept
+        start, _, act, norm_before_gate, _ = gating
         if x.numel() == 0 or _wider(dy, x) or _wider(gate, x):
-            return super().gated_backward(
-                dy, x, gate, rstd, weight, start, act, norm_before_gate, want_affine
-            )
-        rows = [_apart(t, start, x.dtype) for t in (dy, x, gate)]
+            return super().gated_backward(dy, kept, gating, want_affine)
+        three = (_apart(t, start, x.dtype) for t in (dy, x, gate))
         how = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
-        dx, dgate, dweight = self.ops.row_gated_backward(*rows, *how)
-        shape = x.shape[start:]
+        dx, dgate, dweight = self.ops.row_gated_backward(*three, *how)
         dgate = dgate.view(x.shape)
         return (
             dx.view(x.shape),
             dgate if gate.dtype == x.dtype else dgate.to(gate.dtype),
-            dweight.view(shape) if want_affine else None,
+            dweight.view(x.shape[start:]) if want_affine else None,
         )
 
     @staticmethod

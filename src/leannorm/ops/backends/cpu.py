@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from leannorm.ops.backends.compiled_masked import CompiledMasked
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 from leannorm.ops.backends.library import load
 
 _UNAVAILABLE = load()
 
 
-class Cpu(CompiledMasked, CompiledModulated):
+class Cpu(CompiledModulated):
     """The C++ kernels, on the CPU."""
 
     name = "cpu"

@@ -11,6 +11,10 @@ record, the channel family works through the batch in slices that stay in cache,
 as large as the input. The other backends compute the same numbers faster. Half precision is
 computed in float32 and cast once, at the end. The row family stands in `reference_rows.py`.
 `REFERENCE` of `ops/backends` has all of these verbs and nothing else.
+
+Where some positions are no data (padding), a mask says so: bool, (N, positions of a sample). What stands at
+the others, NaN too, is replaced before it meets anything (a product with 0 would not be 0), and results there
+are 0. Counts are then float64 tensors, () or (N, 1), as the host may not know them.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, MaybeTensor, Moments, Running, kept_of
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.layout import in_blocks, laid_out_for, out_of_blocks
 from leannorm.ops.modes import differentiable
@@ -35,9 +39,13 @@ from leannorm.ops.running import RunningVerbs
 _SLICE = 1 << 18  # elements worked on at a time: 1 MiB of float32
 
 
-def _slices(x: Tensor, *others: Tensor | None) -> list[slice]:
-    """Ranges of samples that fit the cache; one range where autograd, a transform or a compiler records."""
-    if differentiable(x, *others) or x.numel() <= _SLICE:
+def _slices(x: Tensor, mask: Tensor | None, *others: Tensor | None) -> list[slice]:
+    """Ranges of samples that fit the cache; one range where autograd, a transform or a compiler records.
+
+    One on a device, too, where there is a mask.
+    """
+    whole = x.numel() <= _SLICE or (mask is not None and x.device.type != "cpu")
+    if whole or differentiable(x, mask, *others):
         return [slice(None)]
     samples = max(1, _SLICE * x.shape[0] // x.numel())
     return [slice(i, i + samples) for i in range(0, x.shape[0], samples)]
@@ -58,14 +66,43 @@ def _per_channel(v: Tensor, x: Tensor) -> Tensor:
     return v.reshape(*v.shape, *(1,) * (x.dim() - 2))
 
 
+def over_channels(mask: Tensor, x: Tensor) -> Tensor:
+    """(N, positions) as (N, 1, *), which broadcasts against x (N, C, *)."""
+    return mask.reshape(mask.shape[0], 1, *x.shape[2:])
+
+
+def at_data(mask: Tensor | None, v: MaybeTensor, fill: Tensor | float = 0.0) -> MaybeTensor:
+    """v, and `fill` where the mask says that there is no data; in the layout of v."""
+    if v is None or mask is None:
+        return v
+    if not isinstance(fill, Tensor):
+        fill = torch.full((), fill, dtype=v.dtype, device=v.device)
+    return torch.where(over_channels(mask, v), v, fill.to(v.dtype))
+
+
+def _of_samples(part: slice, kept: KeptByChannelNorm) -> KeptByChannelNorm:
+    """What is kept of these samples. Where there is no data x is its mean, and the residual 0."""
+    x, mean, mask = kept.x[part], _at(part, kept.mean), _rows(kept.mask, part)
+    if mask is not None:
+        x = at_data(mask, x, _per_channel(mean.detach(), x))
+    residual, output = at_data(mask, _rows(kept.residual, part)), _rows(kept.output, part)
+    return kept._replace(
+        x=x, mean=mean, rstd=_at(part, kept.rstd), residual=residual, output=output, mask=mask
+    )
+
+
 def _block(x: Tensor, statistics: Tensor) -> int:
     """How many samples share statistics, where it is neither one nor all: those of ghost batch norm."""
     sets = statistics.shape[0] if statistics.dim() == 2 else 0
     return 0 if sets in (0, x.shape[0]) else x.shape[0] // sets
 
 
-def _in_blocks(size: int, *tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else in_blocks(t, size) for t in tensors]
+def _in_blocks(size: int, kept: KeptByChannelNorm) -> KeptByChannelNorm:
+    """What is kept, each block of so many samples as one sample."""
+    tensors = kept.x, kept.residual, kept.output
+    x, residual, output = (None if t is None else in_blocks(t, size) for t in tensors)
+    assert x is not None
+    return kept._replace(x=x, residual=residual, output=output)
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -82,89 +119,91 @@ def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     return centred * _per_channel(rstd.to(dtype), x)
 
 
-def _before_activation(
-    xhat: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> Tensor:
+def _before_activation(xhat: Tensor, epilogue: Epilogue) -> Tensor:
+    weight, bias, residual, _ = epilogue
     z = xhat if weight is None else xhat * _per_channel(weight.to(xhat.dtype), xhat)
     z = z if bias is None else z + _per_channel(bias.to(z.dtype), z)
     return z if residual is None else z + residual.to(z.dtype)
 
 
-def _activation_grad(
-    dy: Tensor,
-    xhat: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-) -> Tensor:
+def _activation_grad(dy: Tensor, xhat: Tensor, kept: KeptByChannelNorm) -> Tensor:
     """dz: the gradient before the activation, from its output where that is given, else rebuilt."""
-    dz, activation = dy.to(xhat.dtype), ACTIVATIONS[act]
-    if act == "identity":
+    dz, activation = dy.to(xhat.dtype), ACTIVATIONS[kept.act]
+    if kept.act == "identity":
         return dz
-    if out is not None and activation.from_output is not None:
-        return dz * activation.from_output(out.to(xhat.dtype))
-    return dz * activation.grad(_before_activation(xhat, weight, bias, residual))
+    if kept.output is not None and activation.from_output is not None:
+        return dz * activation.from_output(kept.output.to(xhat.dtype))
+    return dz * activation.grad(_before_activation(xhat, kept.epilogue()))
+
+
+def _gradient(dy: Tensor, part: slice, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor, KeptByChannelNorm]:
+    """dz and xhat of these samples, and what is kept of them."""
+    some = _of_samples(part, kept)
+    xhat = _xhat(some.x, some.mean, some.rstd)
+    return _activation_grad(at_data(some.mask, dy[part]), xhat, some), xhat, some
 
 
 class ChannelVerbs(RunningVerbs):
     """Statistics of every channel, or of every group of every sample: batch, sync, group, instance norm."""
 
-    def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
+    def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
         """Mean and M2 of every channel (or of every group of every sample); 0 and 0 where there is no value.
 
         Two passes with the correction of Chan, Golub and LeVeque (1983): the deviations' own mean, which
         would be 0 in exact arithmetic, corrects the rounding of the first.
         """
         if groups < 0:
+            assert mask is None
             return self.channel_moments(in_blocks(x, -groups), x.shape[1])
-        plan, dtype = channel_plan(x.shape, groups), statistics_dtype(x)
-        count, shape = plan.outer * plan.inner, statistics_shape(x.shape, groups)
-        parts = [slice(None)] if groups else _slices(x)
+        plan, dtype, shape = (
+            channel_plan(x.shape, groups),
+            statistics_dtype(x),
+            statistics_shape(x.shape, groups),
+        )
+        count: int | Tensor = plan.outer * plan.inner
+        of_each: int | Tensor = count
+        if mask is not None:
+            count = mask.sum(1, keepdim=True, dtype=dtype) * (x.shape[1] // groups if groups else 1)
+            count = count if groups else count.sum()
+            of_each = count.expand(shape).flatten()
+        parts = [slice(None)] if groups else _slices(x, mask)
 
-        def folded(part: slice) -> Tensor:
-            return x[part].to(compute_dtype(x)).reshape(channel_plan(x[part].shape, groups))
+        def folded(part: slice, fill: Tensor | None = None) -> Tensor:
+            wide = x[part].to(compute_dtype(x))
+            if mask is not None:
+                centre = 0.0 if fill is None else _per_channel(fill.reshape(shape), wide)
+                wide = at_data(mask[part], wide, centre)
+            return wide.reshape(channel_plan(wide.shape, groups))
 
         zero = x.new_zeros((plan.kept,), dtype=dtype)
-        mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / max(count, 1)
+        mean = sum((folded(part).sum((0, 2)).to(dtype) for part in parts), start=zero) / at_least_one(of_each)
         # 0 in place of an infinite mean, the difference from which would be infinite or NaN
-        rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x)).unsqueeze(-1)
+        rounded = torch.where(mean.isfinite(), mean, zero).to(compute_dtype(x))
         rest, m2 = zero, zero
         for part in parts:
-            deviation = folded(part) - rounded
+            deviation = folded(part, rounded) - rounded.unsqueeze(-1)
             rest = rest + deviation.sum((0, 2)).to(dtype)
             m2 = m2 + sum_of_squares(deviation, (0, 2), dtype).reshape(plan.kept)
-        rest = rest / max(count, 1)
-        m2 = (m2 - rest * rest * count).clamp_min(0)
-        return Moments((rounded.flatten().to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
+        rest = rest / at_least_one(of_each)
+        m2 = (m2 - rest * rest * of_each).clamp_min(0)
+        return Moments((rounded.to(dtype) + rest).reshape(shape), m2.reshape(shape), count)
 
     def rstd_of(self, moments: Moments, eps: float) -> Tensor:
         """1 / sqrt(biased variance + eps); an empty set has variance 0."""
         return torch.rsqrt(moments.m2 / at_least_one(moments.count) + eps)
 
-    def channel_normalize(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        act: str = "identity",
-    ) -> Tensor:
+    def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
         """act((x - mean) * rstd * weight + bias + residual), in x's dtype and layout."""
-        if block := _block(x, mean):
-            (r,) = _in_blocks(block, residual)
-            y = self.channel_normalize(in_blocks(x, block), mean, rstd, weight, bias, r, act)
-            return out_of_blocks(y, x)
+        x = kept.x
+        if block := _block(x, kept.mean):
+            return out_of_blocks(self.channel_normalize(_in_blocks(block, kept)), x)
 
         def normalize(part: slice) -> Tensor:
-            xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
-            z = _before_activation(xhat, weight, bias, _rows(residual, part))
-            return in_dtype(ACTIVATIONS[act].forward(z), x.dtype)
+            some = _of_samples(part, kept)
+            z = _before_activation(_xhat(some.x, some.mean, some.rstd), some.epilogue())
+            return at_data(some.mask, in_dtype(ACTIVATIONS[kept.act].forward(z), x.dtype))
 
-        parts = _slices(x, mean, weight, bias, residual)
+        parts = _slices(x, kept.mask, kept.mean, *kept.epilogue()[:3])
         if len(parts) == 1:
             return normalize(parts[0])
         y = torch.empty_like(x)
@@ -172,43 +211,22 @@ class ChannelVerbs(RunningVerbs):
             y[part] = normalize(part)
         return y
 
-    def channel_evaluate(
-        self,
-        x: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        eps: float,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        act: str = "identity",
-    ) -> Tensor:
+    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
         """`channel_normalize` by running statistics."""
-        constants = self.constants_of(running_mean, running_var, eps)
-        return self.channel_normalize(x, *constants, weight, bias, residual, act)
+        mean, var, *_ = running
+        assert mean is not None
+        assert var is not None
+        return self.channel_normalize(kept_of(x, *self.constants_of(mean, var, eps), epilogue))
 
-    def channel_grad_sums(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        act: str = "identity",
-    ) -> tuple[Tensor, Tensor]:
+    def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
         """Sums of dz and of dz * xhat: (C,) where the statistics are of the batch, else of each set."""
+        x, mean = kept.x, kept.mean
         if block := _block(x, mean):
-            r, o = _in_blocks(block, residual, out)
-            seen = in_blocks(dy, block), in_blocks(x, block), mean, rstd, weight, bias, r, o, act
-            return self.channel_grad_sums(*seen)
+            return self.channel_grad_sums(in_blocks(dy, block), _in_blocks(block, kept))
         dtype, per_sample = statistics_dtype(x), mean.dim() == 2
         sums = []
-        for part in _slices(x, dy, mean, weight):
-            xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
-            dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+        for part in _slices(x, kept.mask, dy, mean, kept.weight):
+            dz, xhat, _ = _gradient(dy, part, kept)
             folded = torch.stack((dz, dz * xhat)).reshape(2, *channel_plan(dz.shape))
             sums.append(folded.sum(3 if per_sample else (1, 3)).to(dtype))
         total = torch.cat(sums, dim=1) if per_sample else torch.stack(sums).sum(0)
@@ -217,54 +235,33 @@ class ChannelVerbs(RunningVerbs):
     def channel_input_grad(
         self,
         dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        p: Tensor | None = None,
-        q: Tensor | None = None,
-        act: str = "identity",
+        kept: KeptByChannelNorm,
+        means: tuple[Tensor, Tensor] | None = None,
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """dx = rstd * (weight * dz - p - xhat * q), and dz (the residual's gradient) if wanted, in x's dtype.
+        """dx = rstd * (weight * dz - mean_dz - xhat * mean_dz_xhat), and dz (the residual's gradient).
 
-        p and q have the statistics' shape: the means over the set of weight*dz and of weight*dz*xhat;
-        None where the statistics are constants (evaluation). `into`, for example x, may be overwritten
-        with dx.
+        Both in x's dtype; dz if it is wanted. The `means` over the set, of weight*dz and of weight*dz*xhat,
+        have the statistics' shape; None where the statistics are constants (evaluation). `into`, for example
+        x, may be overwritten with dx.
         """
-        if block := _block(x, mean):
-            r, o = _in_blocks(block, residual, out)
-            seen = (
-                in_blocks(dy, block),
-                in_blocks(x, block),
-                mean,
-                rstd,
-                weight,
-                bias,
-                r,
-                o,
-                p,
-                q,
-                act,
-                want_dz,
-            )
-            found = self.channel_input_grad(*seen)
-            return out_of_blocks(found[0], x), None if found[1] is None else out_of_blocks(found[1], x)
+        x, weight = kept.x, kept.weight
+        if block := _block(x, kept.mean):
+            dx, dz = self.channel_input_grad(in_blocks(dy, block), _in_blocks(block, kept), means, want_dz)
+            return out_of_blocks(dx, x), None if dz is None else out_of_blocks(dz, x)
 
         def grad(part: slice) -> tuple[Tensor, Tensor]:
-            xhat = _xhat(x[part], _at(part, mean), _at(part, rstd))
-            dz = _activation_grad(dy[part], xhat, weight, bias, _rows(residual, part), _rows(out, part), act)
+            dz, xhat, some = _gradient(dy, part, kept)
             inner = dz if weight is None else dz * _per_channel(weight.to(dz.dtype), dz)
-            if p is not None and q is not None:
-                inner = inner - _per_channel(_at(part, p).to(dz.dtype), dz)
-                inner = inner - xhat * _per_channel(_at(part, q).to(dz.dtype), dz)
-            return (inner * _per_channel(_at(part, rstd).to(dz.dtype), dz)).to(x.dtype), dz.to(x.dtype)
+            if means is not None:
+                mean_dz, mean_dz_xhat = (_per_channel(_at(part, v).to(dz.dtype), dz) for v in means)
+                inner = inner - mean_dz
+                inner = inner - xhat * mean_dz_xhat
+            dx = (inner * _per_channel(some.rstd.to(dz.dtype), dz)).to(x.dtype)
+            return at_data(some.mask, dx), at_data(some.mask, dz.to(x.dtype))
 
-        parts = _slices(x, dy, mean, weight)
+        parts = _slices(x, kept.mask, dy, kept.mean, weight)
         dy = laid_out_for(x, dy)  # so that results have x's layout
         if len(parts) == 1 and into is None:
             dx, dz = grad(parts[0])
@@ -278,46 +275,40 @@ class ChannelVerbs(RunningVerbs):
         return dx, all_dz
 
     def channel_means(
-        self, sum_dz: Tensor, sum_dz_xhat: Tensor, weight: Tensor | None, groups: int, count: int | Tensor
+        self, sums: tuple[Tensor, Tensor], weight: Tensor | None, groups: int, count: int | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """p and q of `channel_input_grad`: the gradient sums, weighted, summed in groups, over the count."""
+        """The means of `channel_input_grad`: the sums, weighted, added up in groups, over the count."""
 
         def mean(s: Tensor) -> Tensor:
             s = s if weight is None else s * weight.to(s.dtype)
             return (s if groups == 0 else s.unflatten(1, (groups, -1)).sum(2)) / at_least_one(count)
 
-        return mean(sum_dz), mean(sum_dz_xhat)
+        return mean(sums[0]), mean(sums[1])
 
     def channel_forward(
         self,
         x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
+        epilogue: Epilogue,
         eps: float,
-        act: str = "identity",
         groups: int = 0,
         running: Running | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """moments and normalize as one call, which may also move running statistics: y, mean, m2, rstd."""
-        moments = self.channel_moments(x, groups)
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """moments and normalize as one call, which may also move running statistics.
+
+        Returns y, mean, m2, rstd and, with a mask, the count.
+        """
+        moments = self.channel_moments(x, groups, mask)
         rstd = self.rstd_of(moments, eps)
-        y = self.channel_normalize(x, moments.mean, rstd, weight, bias, residual, act)
+        y = self.channel_normalize(kept_of(x, moments.mean, rstd, epilogue, mask))
         if running is not None:
-            self.move_running(*running, moments.mean, moments.m2, moments.count)
-        return y, moments.mean, moments.m2, rstd
+            self.move_running(running, moments)
+        return y, moments.mean, moments.m2, rstd, moments.count if isinstance(moments.count, Tensor) else None
 
     def channel_backward(
         self,
         dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        out: Tensor | None,
-        act: str = "identity",
+        kept: KeptByChannelNorm,
         groups: int = 0,
         want_dz: bool = False,
         constant: bool = False,
@@ -327,15 +318,14 @@ class ChannelVerbs(RunningVerbs):
 
         `constant`: the statistics are constants, as in evaluation.
         """
-        plan = channel_plan(x.shape, groups)
-        sums = self.channel_grad_sums(dy, x, mean, rstd, weight, bias, residual, out, act)
-        p = q = None
+        x, weight = kept.x, kept.weight
+        sums, means = self.channel_grad_sums(dy, kept), None
         if not constant:
+            plan = channel_plan(x.shape, groups)
             of_channels = x.shape[1] if groups < 0 else groups  # the sums of a block are of each channel
-            p, q = self.channel_means(*sums, weight, of_channels, plan.outer * plan.inner)
-        dx, dz = self.channel_input_grad(
-            dy, x, mean, rstd, weight, bias, residual, out, p, q, act, want_dz, into
-        )
+            count = plan.outer * plan.inner if kept.size is None else kept.size
+            means = self.channel_means(sums, weight, of_channels, count)
+        dx, dz = self.channel_input_grad(dy, kept, means, want_dz, into)
         dtype = gradient_dtype(x, weight)
         dbias, dweight = ((s if groups == 0 else s.sum(0)).to(dtype) for s in sums)
         return dx, dweight, dbias, dz

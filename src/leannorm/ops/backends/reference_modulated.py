@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, KeptByRowNorm, Modulation, Rows
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_rows import RowVerbs, rounded_then_weighted
 from leannorm.ops.precision import compute_dtype, in_dtype
@@ -50,23 +51,14 @@ class ModulatedVerbs(RowVerbs):
         return (wide * spread(gate, dtotal, start).to(dtype)).to(dtotal.dtype), dgate
 
     def ada_forward(
-        self,
-        x: Tensor,
-        branch: Tensor | None,
-        gate: Tensor | None,
-        scale: Tensor,
-        shift: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        eps: float,
-        rms: bool,
+        self, x: Tensor, modulation: Modulation, rows: Rows
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, x + gate * branch (x itself where there is no branch), mean, rstd."""
-        stop, dtype = x.dim(), compute_dtype(x)
+        branch, gate, scale, shift, weight, bias = modulation
+        dtype, start = compute_dtype(x), rows.start
         total = x if branch is None else self.add_gated(x, branch, gate, start)
-        mean, rstd = self.row_moments(total, start, stop, eps, rms)
-        y = self.row_normalize(in_dtype(total, dtype), mean, rstd, weight, bias, start, stop)
+        mean, rstd = self.row_moments(total, rows)
+        y = self.row_normalize(in_dtype(total, dtype), mean, rstd, weight, bias, rows)
         y = y * (1 + spread(scale, x, start).to(dtype))
         y = y if shift is None else y + spread(shift, x, start).to(dtype)
         return in_dtype(y, x.dtype), total, mean, rstd
@@ -75,14 +67,8 @@ class ModulatedVerbs(RowVerbs):
         self,
         dy: Tensor,
         dtotal: Tensor | None,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        scale: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        rms: bool,
+        kept: KeptByAdaNorm,
+        rows: Rows,
         want_modulation: bool = True,
         want_affine: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -90,62 +76,53 @@ class ModulatedVerbs(RowVerbs):
 
         A kernel may give dscale and dshift in x's dtype where they are no sums.
         """
-        stop, dtype = x.dim(), mean.dtype
+        x, mean, rstd, scale, weight, bias, *_ = kept
+        dtype, start = mean.dtype, rows.start
         dy, wide = dy.to(dtype), x.to(dtype)
         factor = 1 + spread(scale, x, start).to(dtype)
-        how = start, stop, rms, want_affine
-        dx, dweight, dbias = self.row_backward(dy * factor, dtotal, wide, mean, rstd, weight, *how)
+        of_row = KeptByRowNorm(wide, mean, rstd, weight)
+        dx, dweight, dbias = self.row_backward(dy * factor, dtotal, of_row, rows, want_affine)
         dscale = dshift = None
         if want_modulation:
-            z = self.row_normalize(wide, mean, rstd, weight, bias, start, stop)
+            z = self.row_normalize(wide, mean, rstd, weight, bias, rows)
             dscale, dshift = summed_like(dy * z, scale, start), summed_like(dy, scale, start)
         return dx.to(x.dtype), dscale, dshift, dweight, dbias
 
     def gated_forward(
-        self,
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor | None,
-        start: int,
-        eps: float,
-        act: str,
-        norm_before_gate: bool,
-        cast_before: bool,
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating
     ) -> tuple[Tensor, Tensor]:
         """rms_norm(x) * act(gate) or rms_norm(x * act(gate)), and rstd."""
-        stop, dtype = x.dim(), compute_dtype(x)
-        opened, value = ACTIVATIONS[act].forward(gate.to(dtype)), x.to(dtype)
-        value = value if norm_before_gate else value * opened
-        mean, rstd = self.row_moments(value, start, stop, eps, True)
-        if cast_before:
-            y = rounded_then_weighted(in_dtype(value * rstd, x.dtype), weight, 0.0, start, stop)
+        start, dtype, first = gating.start, compute_dtype(x), gating.norm_before_gate
+        rows = Rows(start, x.dim(), gating.eps, True)
+        opened, value = ACTIVATIONS[gating.act].forward(gate.to(dtype)), x.to(dtype)
+        value = value if first else value * opened
+        mean, rstd = self.row_moments(value, rows)
+        if gating.cast_before:
+            y = rounded_then_weighted(in_dtype(value * rstd, x.dtype), weight, 0.0, start, x.dim())
         else:
-            y = self.row_normalize(value, mean, rstd, weight, None, start, stop)
-        if norm_before_gate:
+            y = self.row_normalize(value, mean, rstd, weight, None, rows)
+        if first:
             y = y * opened
-        return (y if cast_before and not norm_before_gate else in_dtype(y, x.dtype)), rstd
+        return (y if gating.cast_before and not first else in_dtype(y, x.dtype)), rstd
 
     def gated_backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        gate: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        start: int,
-        act: str,
-        norm_before_gate: bool,
-        want_affine: bool = True,
+        self, dy: Tensor, kept: KeptByGatedNorm, gating: Gating, want_affine: bool = True
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """dx, dgate, dweight (compute dtype)."""
-        stop, dtype, activation = x.dim(), rstd.dtype, ACTIVATIONS[act]
+        x, gate, rstd, weight = kept
+        dtype, activation, rows = (
+            rstd.dtype,
+            ACTIVATIONS[gating.act],
+            Rows(gating.start, x.dim(), gating.eps, True),
+        )
         dy, value, z = dy.to(dtype), x.to(dtype), gate.to(dtype)
-        opened, slope = activation.forward(z), activation.grad(z)
-        how = torch.zeros_like(rstd), rstd, weight, start, stop, True, want_affine
-        if norm_before_gate:
-            dgate = dy * self.row_normalize(value, *how[:3], None, start, stop) * slope
-            dx, dweight, _ = self.row_backward(dy * opened, None, value, *how)
+        opened, slope, mean = activation.forward(z), activation.grad(z), torch.zeros_like(rstd)
+        if gating.norm_before_gate:
+            of_row = KeptByRowNorm(value, mean, rstd, weight)
+            dgate = dy * self.row_normalize(value, mean, rstd, weight, None, rows) * slope
+            dx, dweight, _ = self.row_backward(dy * opened, None, of_row, rows, want_affine)
         else:
-            dvalue, dweight, _ = self.row_backward(dy, None, value * opened, *how)
+            of_row = KeptByRowNorm(value * opened, mean, rstd, weight)
+            dvalue, dweight, _ = self.row_backward(dy, None, of_row, rows, want_affine)
             dx, dgate = dvalue * opened, dvalue * value * slope
         return dx.to(x.dtype), dgate.to(gate.dtype), dweight

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
+from leannorm._types import KeptByRowNorm, MaybeTensor, Rows
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import (
@@ -41,10 +40,7 @@ def rounded_then_weighted(xhat: Tensor, weight: Tensor | None, offset: float, *s
     return in_dtype(xhat * _along_row(weight, xhat, *span), dtype)
 
 
-Given = TypeVar("Given", Tensor, Tensor | None)
-
-
-def of_valid(valid: Tensor | None, v: Given) -> Given:
+def of_valid(valid: Tensor | None, v: MaybeTensor) -> MaybeTensor:
     """v with 0 in all rows that are not valid, whatever they hold; in v's layout."""
     return v if valid is None or v is None else v.masked_fill(~valid, 0)
 
@@ -55,27 +51,19 @@ class RowVerbs:
     `valid` is bool, of the statistics' shape: a row where it is False is not read, and gets zeros.
     """
 
-    def row_moments(
-        self,
-        x: Tensor,
-        start: int,
-        stop: int,
-        eps: float,
-        rms: bool = False,
-        valid: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def row_moments(self, x: Tensor, rows: Rows, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """mean and rstd of every row, compute dtype, 1 in place of the normalized axes (RMS: mean is 0)."""
 
         def rstd_of(square: Tensor) -> Tensor:
-            square = square + eps
+            square = square + rows.eps
             if valid is None:
                 return torch.rsqrt(square).to(dtype)
             return of_valid(valid, torch.rsqrt(torch.where(valid, square, 1))).to(dtype)
 
-        dims, dtype, wide = tuple(range(start, stop)), compute_dtype(x), statistics_dtype(x)
+        dims, dtype, wide = tuple(range(rows.start, rows.stop)), compute_dtype(x), statistics_dtype(x)
         x = of_valid(valid, in_dtype(x, dtype))
-        count = max(row_plan(x.shape, start, stop).kept, 1)
-        if rms:
+        count = max(row_plan(x.shape, rows.start, rows.stop).kept, 1)
+        if rows.rms:
             square = sum_of_squares(x, dims, wide) / count
             return torch.zeros_like(square, dtype=dtype), rstd_of(square)
         mean = x.sum(dims, keepdim=True) / count
@@ -85,26 +73,17 @@ class RowVerbs:
         return mean + rest.to(dtype), rstd_of(square.clamp_min(0))
 
     def row_normalize(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        start: int,
-        stop: int,
-        weight_offset: float = 0.0,
-        cast_before: bool = False,
+        self, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, rows: Rows
     ) -> Tensor:
         """(x - mean) * rstd * (weight + weight_offset) + bias, in x's dtype.
 
         With `cast_before`, which takes no bias, as `rounded_then_weighted`.
         """
-        y = (in_dtype(x, mean.dtype) - mean) * rstd
-        if cast_before:
-            return rounded_then_weighted(in_dtype(y, x.dtype), weight, weight_offset, start, stop)
+        y, start, stop = (in_dtype(x, mean.dtype) - mean) * rstd, rows.start, rows.stop
+        if rows.cast_before:
+            return rounded_then_weighted(in_dtype(y, x.dtype), weight, rows.weight_offset, start, stop)
         if weight is not None:
-            y = y * _along_row(shifted_weight(weight, weight_offset, y.dtype), x, start, stop)
+            y = y * _along_row(shifted_weight(weight, rows.weight_offset, y.dtype), x, start, stop)
         y = y if bias is None else y + _along_row(bias.to(y.dtype), x, start, stop)
         return in_dtype(y, x.dtype)
 
@@ -114,46 +93,26 @@ class RowVerbs:
         residual: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        start: int,
-        stop: int,
-        eps: float,
-        rms: bool = False,
-        weight_offset: float = 0.0,
-        cast_before: bool = False,
+        rows: Rows,
         valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, x + residual (x itself where there is none), mean, rstd."""
         total = x if residual is None else of_valid(valid, x + residual.to(x.dtype))
-        mean, rstd = self.row_moments(total, start, stop, eps, rms, valid)
-        how = start, stop, weight_offset, cast_before
-        y = self.row_normalize(of_valid(valid, total), mean, rstd, weight, bias, *how)
+        mean, rstd = self.row_moments(total, rows, valid)
+        y = self.row_normalize(of_valid(valid, total), mean, rstd, weight, bias, rows)
         return of_valid(valid, y), total, mean, rstd
 
-    def row_grad_sums(
-        self, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, start: int, stop: int
-    ) -> tuple[Tensor, Tensor]:
+    def row_grad_sums(self, dy: Tensor, kept: KeptByRowNorm, rows: Rows) -> tuple[Tensor, Tensor]:
         """dweight = sum over rows of dy * (x - mean) * rstd; dbias = sum of dy."""
-        dy = dy.to(mean.dtype)
-        dims = [d for d in range(x.dim()) if not start <= d < stop]
-        shape = x.shape[start:stop]
+        x, mean, rstd, *_ = kept
+        dy, shape = dy.to(mean.dtype), x.shape[rows.start : rows.stop]
+        dims = [d for d in range(x.dim()) if not rows.start <= d < rows.stop]
         dgamma, dbeta = dy * ((x.to(mean.dtype) - mean) * rstd), dy
         if dims:
             dgamma, dbeta = dgamma.sum(dims), dbeta.sum(dims)
         return dgamma.reshape(shape), dbeta.reshape(shape)
 
-    def row_input_grad(
-        self,
-        dy: Tensor,
-        dtotal: Tensor | None,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        start: int,
-        stop: int,
-        rms: bool = False,
-        weight_offset: float = 0.0,
-    ) -> Tensor:
+    def row_input_grad(self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows) -> Tensor:
         """dx = a*dy*weight + b*x + c, of each row; RMS norm has no c. `dtotal` goes straight through to x.
 
         With ds = sum(dy*w*x), db = sum(dy*w), n values a row:
@@ -161,40 +120,35 @@ class RowVerbs:
         Written here for xhat = (x - mean)*rstd in place of x, which is the same formula without the
         cancellation in db*mean - ds and the overflow of a^3: dx = a * (g - mean(g) - xhat * mean(g*xhat)).
         """
+        x, mean, rstd, weight, _ = kept
+        start, stop = rows.start, rows.stop
         dims = tuple(range(start, stop))
         count = max(row_plan(x.shape, start, stop).kept, 1)
         dy = laid_out_for(x, dy)  # so that dx has x's layout
         g = dy.to(mean.dtype)
         if weight is not None:
-            g = g * _along_row(shifted_weight(weight, weight_offset, g.dtype), x, start, stop)
+            g = g * _along_row(shifted_weight(weight, rows.weight_offset, g.dtype), x, start, stop)
         xhat = (x.to(mean.dtype) - mean) * rstd
         inner = g - xhat * ((g * xhat).sum(dims, keepdim=True) / count)
-        if not rms:
+        if not rows.rms:
             inner = inner - g.sum(dims, keepdim=True) / count
         dx = rstd * inner
         return (dx if dtotal is None else dx + dtotal.to(dx.dtype)).to(x.dtype)
 
     def row_backward(
-        self,
-        dy: Tensor,
-        dtotal: Tensor | None,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None,
-        start: int,
-        stop: int,
-        rms: bool = False,
-        want_affine: bool = True,
-        weight_offset: float = 0.0,
-        valid: Tensor | None = None,
+        self, dy: Tensor, dtotal: Tensor | None, kept: KeptByRowNorm, rows: Rows, want_affine: bool = True
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """dx, dweight, dbias (normalized shape, `row_gradient_dtype`; None if unwanted, RMS has no bias)."""
+        valid = kept.valid
         if valid is not None:
-            dy, dtotal, x = of_valid(valid, dy), of_valid(valid, dtotal), of_valid(valid, x)
-        dx = self.row_input_grad(dy, dtotal, x, mean, rstd, weight, start, stop, rms, weight_offset)
+            dy, dtotal, kept = (
+                of_valid(valid, dy),
+                of_valid(valid, dtotal),
+                kept._replace(x=of_valid(valid, kept.x)),
+            )
+        dx = self.row_input_grad(dy, dtotal, kept, rows)
         if not want_affine:
             return dx, None, None
-        dweight, dbias = self.row_grad_sums(dy, x, mean, rstd, start, stop)
-        dtype = row_gradient_dtype(x, weight)
-        return dx, dweight.to(dtype), None if rms else dbias.to(dtype)
+        dweight, dbias = self.row_grad_sums(dy, kept, rows)
+        dtype = row_gradient_dtype(kept.x, kept.weight)
+        return dx, dweight.to(dtype), None if rows.rms else dbias.to(dtype)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Moments
+from leannorm._types import KeptByChannelNorm, Moments
 from leannorm.ops import schema
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.backend import Backend
@@ -38,70 +38,42 @@ class Shown(Backend):
         """It serves where the operators do, and is never named."""
         return []
 
-    def channel_moments(self, x: Tensor, groups: int = 0) -> Moments:
+    def channel_moments(self, x: Tensor, groups: int = 0, mask: Tensor | None = None) -> Moments:
+        assert mask is None
         plan = channel_plan(x.shape, groups)
-        mean, m2 = schema.OPS.channel_moments(dense(x), groups)
+        mean, m2, _ = schema.OPS.channel_moments(dense(x), groups)
         return Moments(mean, m2, plan.outer * plan.inner)
 
-    def channel_normalize(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        act: str = "identity",
-    ) -> Tensor:
-        z = _before_activation(x, mean, rstd, weight, bias, residual)
-        return in_dtype(ACTIVATIONS[act].forward(z), x.dtype)
+    def channel_normalize(self, kept: KeptByChannelNorm) -> Tensor:
+        return in_dtype(ACTIVATIONS[kept.act].forward(_before_activation(kept)), kept.x.dtype)
 
-    def channel_grad_sums(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        act: str = "identity",
-    ) -> tuple[Tensor, Tensor]:
-        dz = _activation_grad(dy, x, mean, rstd, weight, bias, residual, out, act)
-        dims = [d for d in range(x.dim()) if d > 1 or (d == 0 and mean.dim() == 1)]
-        sums = (v.sum(dims) if dims else v for v in (dz, dz * _xhat(x, mean, rstd)))
+    def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
+        x, dz = kept.x, _activation_grad(dy, kept)
+        dims = [d for d in range(x.dim()) if d > 1 or (d == 0 and kept.mean.dim() == 1)]
+        sums = (v.sum(dims) if dims else v for v in (dz, dz * _xhat(kept)))
         sum_dz, sum_dz_xhat = (s.to(statistics_dtype(x)) for s in sums)
         return sum_dz, sum_dz_xhat
 
     def channel_input_grad(
         self,
         dy: Tensor,
-        x: Tensor,
-        mean: Tensor,
-        rstd: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-        p: Tensor | None = None,
-        q: Tensor | None = None,
-        act: str = "identity",
+        kept: KeptByChannelNorm,
+        means: tuple[Tensor, Tensor] | None = None,
         want_dz: bool = False,
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`into` is not used."""
-        dz = _activation_grad(dy, x, mean, rstd, weight, bias, residual, out, act)
-        scale = rstd_of_channels = _of_channels(x, rstd)
-        if weight is not None:
-            scale = scale * weight
-        if p is None or q is None:
+        x, dz = kept.x, _activation_grad(dy, kept)
+        scale = rstd = _of_channels(x, kept.rstd)
+        if kept.weight is not None:
+            scale = scale * kept.weight
+        if means is None:
             (factor,) = _rows(x, scale)
             dx = dz * factor
         else:
-            p, q = (_of_channels(x, v) * rstd_of_channels for v in (p, q))
-            factor, of_dz, of_xhat = _rows(x, scale, p, q)
-            dx = dz * factor - of_dz - _xhat(x, mean, rstd) * of_xhat
+            mean_dz, mean_dz_xhat = (_of_channels(x, v) * rstd for v in means)
+            factor, of_dz, of_xhat = _rows(x, scale, mean_dz, mean_dz_xhat)
+            dx = dz * factor - of_dz - _xhat(kept) * of_xhat
         return dx.to(x.dtype), dz.to(x.dtype) if want_dz else None
 
 
@@ -125,51 +97,35 @@ def _centred(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor | None = None
     return (x.to(large.dtype) - large) * scale + rest
 
 
-def _xhat(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    return _centred(x, mean, _of_channels(x, rstd))
+def _xhat(kept: KeptByChannelNorm) -> Tensor:
+    return _centred(kept.x, kept.mean, _of_channels(kept.x, kept.rstd))
 
 
-def _before_activation(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> Tensor:
-    scale = _of_channels(x, rstd)
-    z = _centred(x, mean, scale if weight is None else scale * weight, bias)
-    return z if residual is None else z + residual.to(z.dtype)
+def _before_activation(kept: KeptByChannelNorm) -> Tensor:
+    scale = _of_channels(kept.x, kept.rstd)
+    scale = scale if kept.weight is None else scale * kept.weight
+    z = _centred(kept.x, kept.mean, scale, kept.bias)
+    return z if kept.residual is None else z + kept.residual.to(z.dtype)
 
 
-def _activation_grad(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-) -> Tensor:
+def _activation_grad(dy: Tensor, kept: KeptByChannelNorm) -> Tensor:
     """dz, the gradient before the activation."""
-    dz, activation = dy.to(compute_dtype(x)), ACTIVATIONS[act]
-    if act == "identity":
+    dz, activation = dy.to(compute_dtype(kept.x)), ACTIVATIONS[kept.act]
+    if kept.act == "identity":
         return dz
-    if out is not None and activation.from_output is not None:
-        return dz * activation.from_output(out.to(dz.dtype))
-    return dz * activation.grad(_before_activation(x, mean, rstd, weight, bias, residual))
+    if kept.output is not None and activation.from_output is not None:
+        return dz * activation.from_output(kept.output.to(dz.dtype))
+    return dz * activation.grad(_before_activation(kept))
 
 
 SHOWN = Shown()
 
 
-def shown(backend: Backend, groups: int = 0) -> Backend:
+def shown(backend: Backend, groups: int = 0, mask: Tensor | None = None) -> Backend:
     """In compiled code `SHOWN` in the place of a backend whose verbs are operators.
 
-    Not for statistics of groups of samples (`groups` below 0).
+    Not for statistics of groups of samples (`groups` below 0), nor with a mask.
     """
-    if torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0:
+    if torch.compiler.is_compiling() and isinstance(backend, Compiled) and groups >= 0 and mask is None:
         return SHOWN
     return backend

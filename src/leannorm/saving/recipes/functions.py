@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leannorm._types import Gating, KeptByChannelNorm, Modulation, Rows
 from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
-from leannorm.autograd.direct import DirectChannelAffine, DirectChannelNorm, DirectRowNorm
-from leannorm.autograd.masked import MaskedAffine, MaskedNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
-from leannorm.autograd.sync import SyncNorm
 from leannorm.ops.backends import Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
@@ -24,15 +22,10 @@ from leannorm.saving.values import Step, Value
 
 
 def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
-    *residual, mean, rstd, weight, bias, backend, act = rest
-    kernels: Backend = backend
-    return kernels.channel_normalize(x, mean, rstd, weight, bias, (residual or [None])[0], act)
-
-
-def _masked_normalize(x: Tensor, *rest: Any) -> Tensor:
     *residual, mask, mean, rstd, weight, bias, backend, act = rest
-    y: Tensor = backend.masked_normalize(x, mask, mean, rstd, weight, bias, (residual or [None])[0], act)
-    return y
+    kernels: Backend = backend
+    r = residual[0] if residual else None
+    return kernels.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias, r, mask=mask, act=act))
 
 
 def _kept(node: Any) -> Any:
@@ -41,65 +34,30 @@ def _kept(node: Any) -> Any:
     None while the node is still saving (its output, for example), and if it saved outside of `lean()`.
     """
     record = type(node)._forward_cls.Kept
-    values = saved_by_function(node, len(record._fields))
+    tensors = [name for name in record._fields if name != "act"]
+    values = saved_by_function(node, len(tensors))
     kept = None if values is None else record(*values)
     return None if kept is None or kept.x is None or kept.rstd is None else kept
 
 
-@recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine), kind_of_function(SyncNorm))
+@recipe(kind_of_function(ChannelNorm), kind_of_function(ChannelAffine))
 def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     kept = _kept(node)
     if output or kept is None:
         return None
-    found = _channel_operands(node, kept, 2 if isinstance(node, ChannelAffine._backward_cls) else 0, given)
-    return None if found is None else Step(_channel_normalize, *found, (node.backend, node.act))
-
-
-@recipe(kind_of_function(MaskedNorm), kind_of_function(MaskedAffine))
-def masked_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept = _kept(node)
-    if output or kept is None:
-        return None
-    affine = isinstance(node, MaskedAffine._backward_cls)
-    found = _channel_operands(node, kept, 2 if affine else 0, given)
-    if found is None:
-        return None
-    inputs, captured = found
-    how = node.backend, node.act
-    if affine or node.zero:
-        return Step(_masked_normalize, inputs, (copy_of(kept.mask), *captured), how)
-    return Step(_channel_normalize, inputs, captured, how)
-
-
-def _channel_operands(
-    node: Any, kept: Any, statistics: int, given: Given
-) -> tuple[tuple[Value, ...], tuple[Tensor | None, ...]] | None:
-    """What a step reads (x, and the residual where there is one), and what it captures; None if not known."""
-    has_x, has_weight, has_bias, has_residual = (dtype is not None for dtype in node.dtypes)
-    before_bias = has_x + statistics + has_weight
-    known, bias = _bias(kept.bias, before_bias, given, has_bias)
+    call, before_bias = node.call, 1 + (kept.weight is not None)
+    known, bias = _bias(kept.bias, before_bias, given, call.has_bias)
     residual = kept.residual
-    if has_residual and residual is None:
-        residual = given(before_bias + has_bias)
+    if call.has_residual and residual is None:
+        residual = given(before_bias + call.has_bias)
         if residual is None:
             return None
     if not known:
         return None
-    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
-    return (kept.x,) if residual is None else (kept.x, residual), captured
-
-
-@recipe(kind_of_function(DirectChannelNorm), kind_of_function(DirectChannelAffine))
-def direct_channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept = _kept(node)
-    if kept is None:
-        return None
-    affine = kept.weight is not None  # weight and bias, or none
-    known, bias = _bias(kept.bias, 2, given, affine)
-    if not known:
-        return None
-    captured = kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
-    return Step(_channel_normalize, (kept.x,), captured, (node.backend, node.act))
+    mask = copy_of(kept.mask) if call.zero else None
+    captured = mask, kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
+    inputs = (kept.x,) if residual is None else (kept.x, residual)
+    return Step(_channel_normalize, inputs, captured, (call.backend.whole, call.act))
 
 
 def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:
@@ -109,51 +67,39 @@ def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool,
 
 
 def _row_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, *rows: Any
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, valid: Tensor | None, backend: Any, rows: Rows
 ) -> Tensor:
-    y: Tensor = backend.row_forward(x, None, weight, bias, *rows, valid)[0]
+    y: Tensor = backend.row_forward(x, None, weight, bias, rows, valid)[0]
     return y
 
 
-def _sum(node: Any, given: Given) -> Step | None:
-    """The second output of a row norm: its input and what was added to it."""
+def _sum(given: Given) -> Step | None:
+    """The second output of a row norm: its input and what was added to it, in the same dtype."""
     a, b = given(0), given(1)
-    if a is None or b is None or node.dtypes[0] != node.dtypes[1]:
+    if a is None or b is None:
         return None
     return Step(torch.add, (a, b), in_place=add_to, kind="sum")
 
 
 @recipe(kind_of_function(RowNorm))
 def row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
+    kept, call = _kept(node), node.call
     if output:
-        return _sum(node, given)
-    kept = _kept(node)
+        return _sum(given) if call.adds_alike else None
     if kept is None:
         return None
-    *before_bias, has_bias = (dtype is not None for dtype in node.dtypes)
-    known, bias = _bias(None, sum(before_bias), given, has_bias)
+    before_bias = 1 + call.has_residual + (kept.weight is not None)
+    known, bias = _bias(None, before_bias, given, call.has_bias)
     if not known:
         return None
     captured = copy_of(kept.weight), bias, copy_of(kept.valid)
-    return Step(_row_forward, (kept.x,), captured, (node.backend, *node.rows))
-
-
-@recipe(kind_of_function(DirectRowNorm))
-def direct_row_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    kept = _kept(node)
-    if kept is None:
-        return None
-    has_weight = kept.weight is not None
-    known, bias = _bias(None, 1 + has_weight, given, node.has_bias)
-    if not known:
-        return None
-    return Step(_row_forward, (kept.x,), (copy_of(kept.weight), bias, None), (node.backend, *node.rows))
+    return Step(_row_forward, (kept.x,), captured, (call.backend.whole, call.rows))
 
 
 def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-    *shift, weight, bias, backend, start, eps, rms = rest
+    *shift, weight, bias, backend, rows = rest
     of_scale = scale, (shift or [None])[0], weight, bias
-    y: Tensor = backend.ada_forward(x, None, None, *of_scale, start, eps, rms)[0]
+    y: Tensor = backend.ada_forward(x, Modulation(None, None, *of_scale), rows)[0]
     return y
 
 
@@ -161,7 +107,8 @@ def _ada_forward(x: Tensor, scale: Tensor, *rest: Any) -> Tensor:
 def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """From x or the sum; scale and shift may be as large, so they are inputs and no copies."""
     if output:
-        return _sum(node, given) if node.dtypes[2] is None else None  # without a gate
+        without_gate = node.dtypes[2] is None
+        return _sum(given) if without_gate and node.dtypes[0] == node.dtypes[1] else None
     kept = _kept(node)
     if kept is None or kept.scale is None:
         return None
@@ -173,11 +120,11 @@ def ada_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
             return None
         inputs.append(shift)
     captured = copy_of(kept.weight), copy_of(kept.bias)
-    return Step(_ada_forward, tuple(inputs), captured, (node.backend, *node.rows))
+    return Step(_ada_forward, tuple(inputs), captured, (node.backend, node.rows))
 
 
-def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any, *how: Any) -> Tensor:
-    y: Tensor = backend.gated_forward(x, gate, weight, *how)[0]
+def _gated_forward(x: Tensor, gate: Tensor, weight: Tensor | None, backend: Any, gating: Gating) -> Tensor:
+    y: Tensor = backend.gated_forward(x, gate, weight, gating)[0]
     return y
 
 
@@ -187,13 +134,13 @@ def gated_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if kept is None or kept.gate is None:
         return None
     captured = (copy_of(kept.weight),)
-    return Step(_gated_forward, (kept.x, kept.gate), captured, (node.backend, *node.how))
+    return Step(_gated_forward, (kept.x, kept.gate), captured, (node.backend, node.gating))
 
 
 def _conv_norm(x: Tensor, kernel: Tensor, *rest: Any) -> Tensor:
     *conv_bias, mean, rstd, weight, bias, convolution, backend = rest
     y = convolution.apply(x, kernel, *(conv_bias or (None,)))
-    normalized: Tensor = backend.channel_normalize(y, mean, rstd, weight, bias)
+    normalized: Tensor = backend.channel_normalize(KeptByChannelNorm(y, mean, rstd, weight, bias))
     return normalized
 
 

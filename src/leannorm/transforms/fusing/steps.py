@@ -45,7 +45,7 @@ class Deferred(NamedTuple):
     input: Tensor
 
     def run(self, act: str = "identity") -> Tensor:
-        y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._usual(self.input, act)
+        y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._fast(self.input, act)
         return self.norm._normalize(self.input, act) if y is None else y
 
 

@@ -96,7 +96,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     for layer, pool in ours.items():
         if pool.used:
             state = layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum
-            update_running_statistics(Running(*state), pool.mean, pool.m2, pool.counts[1])
+            update_running_statistics(Running(*state), Moments(pool.mean, pool.m2, pool.counts[1]))
 
 
 @dataclass(frozen=True)
@@ -241,8 +241,7 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
         # one that the layer will refuse is left to it
         if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == pools[layer].mean.numel():  # type: ignore[index]
             valid = valid_positions(x, kwargs.get("mask"), kwargs.get("lengths"))
-            backend = pick(x)
-            moments = backend.channel_moments(x) if valid is None else backend.masked_moments(x, valid.mask)
+            moments = pick(x).channel_moments(x, mask=None if valid is None else valid.mask)
             merge_into(pools[layer], moments)  # type: ignore[index]
 
     handles = [

@@ -1,10 +1,10 @@
 """The Triton kernels: CUDA tensors at the speed of memory.
 
-`channel.py`, `channel_gradients.py`, `masked.py`, `rows.py`, `modulated.py` and `statistics.py` implement
-every operator of `schema.py`, each under its name. They are registered for CUDA here and imported by the
-first call, since Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the
-environment the kernels are interpreted: then they serve CPU tensors as well, but only if the backend is
-chosen by name (`use_backend("triton")`), as that is slow.
+`channel.py`, `channel_gradients.py`, `rows.py`, `modulated.py` and `statistics.py` implement every operator
+of `schema.py`, each under its name. They are registered for CUDA here and imported by the first call, since
+Triton takes longer to import than all of this package. With TRITON_INTERPRET=1 in the environment the kernels
+are interpreted: then they serve CPU tensors as well, but only if the backend is chosen by name
+(`use_backend("triton")`), as that is slow.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from leannorm._types import Epilogue, Running
 from leannorm.ops import schema
-from leannorm.ops.backends.compiled import dense, flat, like
-from leannorm.ops.backends.compiled_masked import CompiledMasked
+from leannorm.ops.backends.compiled import dense, flat
 from leannorm.ops.backends.compiled_modulated import CompiledModulated
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
@@ -64,12 +64,10 @@ def _room(operator: str) -> str:
         return "modulated"
     if operator.startswith("row"):
         return "rows"
-    if operator in schema.MASKED:
-        return "masked"
     return "channel_gradients" if "grad" in operator or "backward" in operator else "channel"
 
 
-_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.MASKED, *schema.BETWEEN)
+_OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN)
 _FUNCTIONS = ("message_of", "channel_evaluate")  # kernels without an operator
 _NAMES = _OPERATORS + _FUNCTIONS
 
@@ -93,7 +91,7 @@ _kernels = _Kernels()
 def imported_by_call(operator: str) -> Callable[..., Any]:
     """An operator's implementation, which is imported at its first call."""
     if operator in schema.ANY_LAYOUT:
-        return lambda x, *arguments: getattr(_kernels, operator)(dense(x), *arguments)
+        return lambda x, groups, mask=None: getattr(_kernels, operator)(dense(x), groups, flat(mask))
     return lambda *arguments: getattr(_kernels, operator)(*arguments)
 
 
@@ -140,10 +138,11 @@ if _UNAVAILABLE is None:
     _register()
 
 
-class Triton(CompiledMasked, CompiledModulated):
+class Triton(CompiledModulated):
     """The Triton kernels, on CUDA."""
 
     name = "triton"
+    launches = True
     narrow_lines = True  # a copy in another dtype would be one more launch
 
     def __init__(self) -> None:
@@ -169,24 +168,20 @@ class Triton(CompiledMasked, CompiledModulated):
                     reasons.append(f"the kernels need compute capability {_OLDEST}.0, {has}")
         return list(dict.fromkeys(reasons + super().why_not(*tensors)))
 
-    def channel_evaluate(
-        self,
-        x: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        eps: float,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        act: str = "identity",
-    ) -> Tensor:
+    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
         """One launch in place of two. Not an operator: who listens there sees the two."""
+        mean, var, *_ = running
         both = super().channel_evaluate
-        if _listened_to() or not (running_mean.is_contiguous() and running_var.is_contiguous()):
-            return both(x, running_mean, running_var, eps, weight, bias, residual, act)
-        x, eps = dense(x), float(eps)
-        arguments = x, running_mean, running_var, eps, flat(weight), flat(bias), like(x, residual), act
-        y: Tensor = _kernels.channel_evaluate.call(arguments, both)
+        if (
+            mean is None
+            or var is None
+            or not (mean.is_contiguous() and var.is_contiguous())
+            or _listened_to()
+        ):
+            return both(x, running, eps, epilogue)
+        x, (weight, bias, residual, act) = self._laid_out(x, epilogue)
+        arguments = x, mean, var, float(eps), weight, bias, residual, act
+        y: Tensor = _kernels.channel_evaluate.call(arguments, lambda *_: both(x, running, eps, epilogue))
         return y
 
     def message_of(

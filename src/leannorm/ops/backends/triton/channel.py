@@ -7,6 +7,10 @@ Launches of each call, and the bytes that memory must move, in sizes S of the in
     backward     one launch, 3 S, or three, 5 S; of several samples one more, which adds up their C sums
     moments      two, 1 S; normalize: one, 2 S; gradient sums: two, 2 S; input gradient: one, 3 S
 
+With a mask the kernels look at it: it is read as the input is, a byte a position for each block of channels.
+What it says is no data is not loaded: such elements are switched off in each load, whatever they hold, and
+results there are written once, as 0.
+
 A residual, its gradient dz, and an output from which the derivative is computed add an S each time they are
 read or written. Where dz is dy or 0 (`MASKS`), the first pass of the backward writes it, and the second reads
 it in place of dy.
@@ -14,9 +18,12 @@ it in place of dy.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
+from leannorm._types import Epilogue, KeptByChannelNorm, Maybe
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
@@ -49,15 +56,14 @@ def _dense(x: Tensor) -> bool:
     return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
 
 
-def check(
-    act: str, x: Tensor, *others: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None
-) -> None:
+def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, groups: int = 0) -> None:
     """Raise for what the kernels, which see pointers and integers, would read wrongly."""
+    weight, bias, residual, act = epilogue
     if act not in ACTIVATIONS:
         raise RuntimeError(f"unknown activation {act}; the kernels have {', '.join(ACTIVATIONS)}")
     if not _dense(x):
         raise RuntimeError(f"x must be contiguous or channels_last, its strides are {x.stride()}")
-    for other in others:
+    for other in (residual, *others):
         if other is None or (other.stride() == x.stride() and other.dtype == x.dtype):
             continue
         like = other.dtype == x.dtype and other.shape == x.shape
@@ -66,6 +72,21 @@ def check(
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.numel() != x.shape[1]:
             raise RuntimeError(f"{name} must have one value a channel: {value.numel()} for {x.shape[1]}")
+    if mask is None:
+        return
+    if groups < 0:
+        raise RuntimeError("a mask goes with no groups of samples")
+    shape = (x.shape[0], prod(x.shape[2:]))
+    if mask.dtype != torch.bool or mask.shape != shape or not mask.is_contiguous():
+        raise RuntimeError(f"mask must be bool, contiguous and of shape {shape}, got {tuple(mask.shape)}")
+
+
+def _new_count(x: Tensor, mask: Maybe, groups: int) -> Maybe:
+    """Of the valid values of each statistic: of all, or of every sample. The kernels write it."""
+    if mask is None:
+        return None
+    shape = (x.shape[0], 1) if groups else ()
+    return zeros(x, shape) if x.numel() == 0 else empty(shape, torch.float64, x.device)
 
 
 def new_statistics(x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -76,9 +97,9 @@ def zeros(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64, device=x.device)
 
 
-def moments(
-    x: Tensor, groups: int, eps: float | None, mask: Tensor | None = None, count: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _moments(
+    x: Tensor, groups: int, eps: float | None, mask: Maybe, count: Maybe
+) -> tuple[Tensor, Tensor, Maybe]:
     """Mean, M2, and rstd where there is an eps; of what is valid, whose number `count` gets."""
     plan = plan_of(x, groups)
     geometry, parts = plan.geometry, plan.moments
@@ -116,28 +137,20 @@ def moments(
 
 
 @taped
-def channel_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    check("identity", x)
+def channel_moments(x: Tensor, groups: int, mask: Maybe = None) -> tuple[Tensor, Tensor, Maybe]:
+    check(x, Epilogue(), mask=mask, groups=groups)
+    count = _new_count(x, mask, groups)
     if x.numel() == 0:
         shape = statistics_shape(x.shape, groups)
-        return zeros(x, shape), zeros(x, shape)
-    mean, m2, _ = moments(x, groups, None)
-    return mean, m2
+        return zeros(x, shape), zeros(x, shape), count
+    mean, m2, _ = _moments(x, groups, None, mask, count)
+    return mean, m2, count
 
 
-def normalized(
-    x: Tensor,
-    mask: Tensor | None,
-    mean: Tensor,
-    spread: Tensor,
-    eps: float | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-) -> Tensor:
-    """`spread` is rstd or, with an eps, the variance."""
-    check(act, x, residual, weight=weight, bias=bias)
+def _normalized(kept: KeptByChannelNorm, eps: float | None = None) -> Tensor:
+    """With an eps, the variance stands in the place of rstd."""
+    x, mean, spread, weight, bias, residual, _, mask, _, act = kept
+    check(x, kept.epilogue(), mask=mask)
     y = empty_like(x)
     if x.numel() == 0:
         return y
@@ -159,57 +172,40 @@ def normalized(
 
 @taped
 def channel_normalize(
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-) -> Tensor:
-    return normalized(x, None, mean, rstd, None, weight, bias, residual, act)
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str,
+    mask: Maybe = None,
+) -> Tensor:  # fmt: skip
+    return _normalized(KeptByChannelNorm(x, mean, rstd, weight, bias, residual, None, mask, None, act))
 
 
 @taped
 def channel_evaluate(
-    x: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    eps: float,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-) -> Tensor:
+    x: Tensor, running_mean: Tensor, running_var: Tensor, eps: float, weight: Maybe, bias: Maybe,
+    residual: Maybe, act: str,
+) -> Tensor:  # fmt: skip
     """`channel_normalize` by running statistics, whose rstd the kernel computes: no operator, one launch."""
     for name, value in (("running_mean", running_mean), ("running_var", running_var)):
         if not value.is_contiguous() or value.numel() != x.shape[1]:
             raise RuntimeError(f"{name} must be contiguous and have one value a channel")
-    return normalized(x, None, running_mean, running_var, float(eps), weight, bias, residual, act)
+    kept = KeptByChannelNorm(x, running_mean, running_var, weight, bias, residual, act=act)
+    return _normalized(kept, float(eps))
 
 
-def forward(
-    x: Tensor,
-    mask: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    groups: int,
-    count: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`channel_forward`; with a mask, of what is valid, whose number `count` gets."""
-    check(act, x, residual, weight=weight, bias=bias)
-    shape = statistics_shape(x.shape, groups)
+def _forward(
+    x: Tensor, epilogue: Epilogue, eps: float, groups: int, mask: Maybe
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Maybe]:
+    check(x, epilogue, mask=mask, groups=groups)
+    weight, bias, residual, act = epilogue
+    shape, count = statistics_shape(x.shape, groups), _new_count(x, mask, groups)
     if x.numel() == 0:
         rstd = zeros(x, shape).add_(eps).rsqrt_()
-        return torch.empty_like(x), zeros(x, shape), zeros(x, shape), rstd
+        return torch.empty_like(x), zeros(x, shape), zeros(x, shape), rstd, count
     plan = plan_of(x, groups)
     if plan.sets is None:
-        mean, m2, of_eps = moments(x, groups, eps, mask, count)
+        mean, m2, of_eps = _moments(x, groups, eps, mask, count)
         assert of_eps is not None
-        return normalized(x, mask, mean, of_eps, None, weight, bias, residual, act), mean, m2, of_eps
+        kept = KeptByChannelNorm(x, mean, of_eps, weight, bias, residual, None, mask, None, act)
+        return _normalized(kept), mean, m2, of_eps, count
     y = empty_like(x)
     mean, m2, rstd = (new_statistics(x, shape) for _ in range(3))
     geometry = plan.geometry
@@ -226,36 +222,23 @@ def forward(
         DOUBLE=x.dtype == torch.float64,
         STAGES=plan.choice.sets_stages,
     )
-    return y, mean, m2, rstd
+    return y, mean, m2, rstd, count
 
 
 @taped
 def channel_forward(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    groups: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return forward(x, None, weight, bias, residual, eps, act, groups)
+    x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, eps: float, act: str, groups: int,
+    mask: Maybe = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
+    return _forward(x, Epilogue(weight, bias, residual, act), eps, groups, mask)
 
 
 @taped
 def channel_forward_tracked_(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    eps: float,
-    act: str,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches: Tensor | None,
-    momentum: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y, mean, m2, rstd = forward(x, None, weight, bias, residual, eps, act, 0)
+    x: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, eps: float, act: str,
+    running_mean: Tensor, running_var: Tensor, num_batches: Maybe, momentum: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    y, mean, m2, rstd, _ = _forward(x, Epilogue(weight, bias, residual, act), eps, 0, None)
     plan = channel_plan(x.shape)
     move_running_(running_mean, running_var, num_batches, momentum, mean, m2, plan.outer * plan.inner, None)
     return y, mean, m2, rstd

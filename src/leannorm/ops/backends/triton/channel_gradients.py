@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leannorm._types import KeptByChannelNorm, Maybe
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton.activations import MASKS
 from leannorm.ops.backends.triton.channel import check, groups_of, new_statistics, plan_of, zeros
@@ -26,46 +27,28 @@ def _takes_most(act: str, x: Tensor) -> bool:
     return x.dtype == torch.float64 and act not in ("identity", "relu")
 
 
-def _needed(
-    act: str, bias: Tensor | None, residual: Tensor | None, out: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """bias, residual and out, with None for those that the derivative of `act` does not need."""
-    if act == "identity":
+def _needed(kept: KeptByChannelNorm) -> tuple[Maybe, Maybe, Maybe]:
+    """bias, residual and output, with None for those that the derivative of the activation does not need."""
+    if kept.act == "identity":
         return None, None, None
-    if out is not None and ACTIVATIONS[act].from_output is not None:
-        return None, None, out
-    return bias, residual, None
+    if kept.output is not None and ACTIVATIONS[kept.act].from_output is not None:
+        return None, None, kept.output
+    return kept.bias, kept.residual, None
 
 
-def sums(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    count: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-    dz: Tensor | None,
-    sum_dz: Tensor,
-    sum_dz_xhat: Tensor,
-    want_means: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """p and q; writes the sums of dz and dz * xhat of every channel of every segment, and dz where given.
-
-    With a mask of what is valid, whose number is `count`.
-    """
+def _sums(
+    dy: Tensor, kept: KeptByChannelNorm, dz: Maybe, into: tuple[Tensor, Tensor], want_means: bool
+) -> tuple[Maybe, Maybe]:
+    """The means; writes the sums of dz and dz * xhat of every channel and segment, and dz where given."""
+    x, mean, rstd, weight, *_, out, mask, count, act = kept
     plan = plan_of(x, groups_of(x, mean))
     geometry, parts = plan.geometry, plan.sums
     merged = merging(geometry, parts)
-    bias, residual, out = _needed(act, bias, residual, out)
+    bias, residual, out = _needed(kept)
     part_dz, part_dz_xhat = (
         new_statistics(x, (geometry.segments, parts.parts, geometry.channels)) for _ in range(2)
     )
-    p, q = (empty_like(mean) if want_means else None for _ in range(2))
+    means = [empty_like(mean) if want_means else None for _ in range(2)]
     # dz does not depend on the weight without an activation, nor if the derivative comes from `out`
     scale = None if act == "identity" or out is not None else weight
     launch(
@@ -87,74 +70,40 @@ def sums(
         merge_sums_kernel,
         merged.programs(geometry),
         x.device,
-        *(part_dz, part_dz_xhat, count, weight, sum_dz, sum_dz_xhat, p, q),
+        *(part_dz, part_dz_xhat, count, weight, *into, *means),
         *(*geometry.sizes, parts.parts, geometry.groups),
         GROUPED=geometry.grouped,
         **merged.constants,
     )
-    return p, q
+    return means[0], means[1]
 
 
 @taped
 def channel_grad_sums(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-) -> tuple[Tensor, Tensor]:
-    return grad_sums(dy, x, None, mean, rstd, weight, bias, residual, out, act)
-
-
-def grad_sums(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-) -> tuple[Tensor, Tensor]:
-    """`channel_grad_sums`; with a mask, of what is valid."""
-    check(act, x, dy, residual, out, weight=weight, bias=bias)
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
+    out: Maybe, act: str, mask: Maybe = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, act)
+    check(x, kept.epilogue(), dy, out, mask=mask)
     shape = (*mean.shape[:-1], x.shape[1])
     if x.numel() == 0:
         return zeros(x, shape), zeros(x, shape)
     both = new_statistics(x, shape), new_statistics(x, shape)
-    sums(dy, x, mask, None, mean, rstd, weight, bias, residual, out, act, None, *both, False)
+    _sums(dy, kept, None, both, False)
     return both
 
 
 def _input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    dx: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    p: Tensor | None,
-    q: Tensor | None,
-    act: str,
-    dz: Tensor | None,
+    dy: Tensor, kept: KeptByChannelNorm, means: tuple[Maybe, Maybe], dx: Tensor, dz: Maybe
 ) -> None:
+    x, mean, rstd, weight, *_, mask, _, act = kept
     plan = plan_of(x, groups_of(x, mean))
-    bias, residual, out = _needed(act, bias, residual, out)
+    bias, residual, out = _needed(kept)
     launch(
         input_grad_kernel,
         plan.programs(plan.mapping),
         x.device,
-        *(dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, p, q),
+        *(dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, *means),
         *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
         ACT=act,
         **plan.tiling.constants,
@@ -165,71 +114,30 @@ def _input_grad(
 
 @taped
 def channel_input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    p: Tensor | None,
-    q: Tensor | None,
-    act: str,
-    want_dz: bool,
-) -> tuple[Tensor, Tensor]:
-    return input_grad(dy, x, None, mean, rstd, weight, bias, residual, out, p, q, act, want_dz)
-
-
-def input_grad(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    p: Tensor | None,
-    q: Tensor | None,
-    act: str,
-    want_dz: bool,
-) -> tuple[Tensor, Tensor]:
-    """`channel_input_grad`; with a mask, 0 where there is no data."""
-    check(act, x, dy, residual, out, weight=weight, bias=bias)
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
+    out: Maybe, mean_dz: Maybe, mean_dz_xhat: Maybe, act: str, want_dz: bool, mask: Maybe = None,
+) -> tuple[Tensor, Maybe]:  # fmt: skip
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, None, act)
+    check(x, kept.epilogue(), dy, out, mask=mask)
     dx = empty_like(x)
     dz = empty_like(x) if want_dz else None
     if x.numel() != 0:
-        _input_grad(dy, x, mask, dx, mean, rstd, weight, bias, residual, out, p, q, act, dz)
-    return dx, empty((0,), x.dtype, x.device) if dz is None else dz
+        _input_grad(dy, kept, (mean_dz, mean_dz_xhat), dx, dz)
+    return dx, dz
 
 
-def backward(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    count: Tensor | None,
-    dx: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-    groups: int,
-    want_dz: bool,
-    constant: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dweight, dbias and dz; writes dx. With a mask of what is valid, whose number is `count`.
+def _backward(
+    dy: Tensor, kept: KeptByChannelNorm, groups: int, dx: Tensor, want_dz: bool, constant: bool = False
+) -> tuple[Tensor, Tensor, Maybe]:
+    """dweight, dbias and dz; writes dx.
 
     With `constant` statistics by several launches, of which the first sums as `channel_grad_sums` does.
     """
-    check(act, x, dy, residual, out, weight=weight, bias=bias)
+    x, mean, rstd, weight, *_, mask, count, act = kept
+    check(x, kept.epilogue(), dy, kept.output, mask=mask, groups=groups)
     channels = (x.shape[1],)
     dz = empty_like(x) if want_dz else None
-    returned_dz = empty((0,), x.dtype, x.device) if dz is None else dz
+    returned_dz = dz
     dtype = gradient_dtype(x, weight)
     if x.numel() == 0:
         dweight, dbias = (torch.zeros(channels, dtype=dtype, device=x.device) for _ in range(2))
@@ -243,14 +151,12 @@ def backward(
     both = shares.dbias, shares.dweight
     if plan.sets is None or constant:
         first_writes = want_dz and act in MASKS
-        written = dz if first_writes else None
-        saved = mean, rstd, weight, bias, residual, out
-        p, q = sums(dy, x, mask, count, *saved, act, written, *both, not constant)
-        if first_writes:
-            dy, act, dz = returned_dz, "identity", None
-        _input_grad(dy, x, mask, dx, *saved, p, q, act, dz)
+        means = _sums(dy, kept, dz if first_writes else None, both, not constant)
+        if first_writes and dz is not None:
+            dy, kept, dz = dz, kept._replace(act="identity"), None
+        _input_grad(dy, kept, means, dx, dz)
     else:
-        bias, residual, out = _needed(act, bias, residual, out)
+        bias, residual, out = _needed(kept)
         more = residual is not None or out is not None
         pressed = (
             mask is not None or _takes_most(act, x) or (more if geometry.grouped else plan.sets.vector == 1)
@@ -274,36 +180,19 @@ def backward(
 
 @taped
 def channel_backward(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-    groups: int,
-    want_dz: bool,
-    constant: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
+    out: Maybe, act: str, groups: int, want_dz: bool, constant: bool = False, mask: Maybe = None,
+    count: Maybe = None,
+) -> tuple[Tensor, Tensor, Tensor, Maybe]:  # fmt: skip
     dx = empty_like(x)
-    arguments = (mean, rstd, weight, bias, residual, out, act, groups, want_dz, constant)
-    return dx, *backward(dy, x, None, None, dx, *arguments)
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, mask, count, act)
+    return dx, *_backward(dy, kept, groups, dx, want_dz, constant)
 
 
 @taped
 def channel_backward_(
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor | None,
-    act: str,
-    groups: int,
-    want_dz: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return backward(dy, x, None, None, x, mean, rstd, weight, bias, residual, out, act, groups, want_dz)
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe,
+    out: Maybe, act: str, groups: int, want_dz: bool,
+) -> tuple[Tensor, Tensor, Maybe]:  # fmt: skip
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, out, act=act)
+    return _backward(dy, kept, groups, x, want_dz)

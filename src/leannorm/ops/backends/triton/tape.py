@@ -21,6 +21,7 @@ from leannorm.ops.backends.triton.launch import Launch, Places, listening
 _MOST = 4096  # tapes of an operator: shapes may be new in every call
 _PLAIN = (Tensor, torch.nn.Parameter)
 _PASSED = (*_PLAIN, type(None), bool, int, float, str)  # to C++; no numpy.float32
+_NOTHING = -1  # the number of a result that is None
 _new = torch.empty_like
 _all: list[dict[Hashable, _Tape | None]] = []
 _nodes: Any = None  # in C++, which repeat calls of these operators too
@@ -70,7 +71,7 @@ class _Recorder:
     def tape(self, result: Any) -> _Tape | None:
         """None where the call did something else than making tensors and launching kernels."""
         results = result if isinstance(result, tuple) else () if result is None else (result,)
-        places = [self.place(r) for r in results]
+        places = [(_NOTHING, 0) if r is None else self.place(r) for r in results]
         numbers = [place[0] for place in places if place is not None and place[1] == 0]
         if not (self.sayable and self.launches and len(numbers) == len(results)):
             return None
@@ -99,6 +100,7 @@ class _Tape:
             launch(slots, places)
         if self.single:
             return slots[self.results[0]]
+        slots.append(None)  # the last, and so the number of what is nothing
         return tuple([slots[number] for number in self.results]) or None
 
 

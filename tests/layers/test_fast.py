@@ -1,4 +1,4 @@
-"""The usual call in one step (autograd/direct.py), beside the whole way: same bits, errors and state."""
+"""The fast path (autograd/fast.py), beside the whole way: same bits, errors and state."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.utils.parametrize as parametrize
-from cases import output_and_gradients
+from cases import is_fast, output_and_gradients
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn
-from leannorm.autograd import direct
+from leannorm._types import KeptByChannelNorm
+from leannorm.autograd import fast
 from leannorm.ops.backends import CPU
 
 pytestmark = pytest.mark.skipif(bool(CPU.why_not()), reason="; ".join(CPU.why_not()))
 
 
-@pytest.fixture(params=["C++", "Python"] if direct.NODES is not None else ["Python"], autouse=True)
+@pytest.fixture(params=["C++", "Python"] if fast.NODES is not None else ["Python"], autouse=True)
 def nodes_in(request, monkeypatch):
     """Both kinds of autograd nodes, where both are here."""
     if request.param == "Python":
-        monkeypatch.setattr(direct, "NODES", None)
+        monkeypatch.setattr(fast, "NODES", None)
 
 
 IMAGE = (6, 8, 5, 3)
@@ -72,7 +73,7 @@ def trained(make, dtype):
 
 
 def whole_way(monkeypatch):
-    monkeypatch.setattr(direct, "picks_cpu", lambda: False)
+    monkeypatch.setattr(fast, "picks_cpu", lambda: False)
 
 
 def outcome(layer, x, dy, second=False):
@@ -98,10 +99,10 @@ def test_the_same_bits(name, dtype, layout, monkeypatch):
     make, shape = LAYERS[name]
     x, dy = LAYOUTS[layout](torch.randn(shape).to(dtype)), torch.randn(shape).to(dtype)
     ours, node = outcome(trained(make, dtype), x, dy)
-    assert type(node).__name__.startswith("Direct") == (layout != "strided" or name[:5] in ("layer", "rms"))
+    assert is_fast(node) == (layout != "strided" or name[:5] in ("layer", "rms"))
     whole_way(monkeypatch)
     others, node = outcome(trained(make, dtype), x, dy)
-    assert not type(node).__name__.startswith("Direct")
+    assert not is_fast(node)
     assert_equal(ours, others)
 
 
@@ -110,7 +111,7 @@ def test_the_same_second_derivatives(name, monkeypatch):
     make, shape = LAYERS[name]
     x, dy = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     ours, node = outcome(trained(make, torch.float64), x, dy, second=True)
-    assert type(node).__name__.startswith("Direct")
+    assert is_fast(node)
     whole_way(monkeypatch)
     assert_equal(ours, outcome(trained(make, torch.float64), x, dy, second=True)[0])
 
@@ -119,15 +120,15 @@ def test_the_same_second_derivatives(name, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["identity", "relu", "silu"])
 def test_evaluation_has_the_gradients_of_the_single_verbs(act, dtype, layout, monkeypatch):
-    """Each part of them, whichever operator makes it, by the direct and by the whole way."""
+    """Each part of them, whichever operator makes it, by the fast path and by the whole way."""
     layer = trained(lambda: nn.BatchNormAct2d(8, act=act).eval(), dtype)
     x, dy = LAYOUTS[layout](torch.randn(IMAGE).to(dtype)), torch.randn(IMAGE).to(dtype)
     mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
-    saved = dy, x, mean, rstd, layer.weight.detach(), layer.bias.detach(), None, None, act
-    dbias, dweight = CPU.channel_grad_sums(*saved)
-    dx, _ = CPU.channel_input_grad(*saved[:-1], None, None, act)
+    kept = KeptByChannelNorm(x, mean, rstd, layer.weight.detach(), layer.bias.detach(), act=act)
+    dbias, dweight = CPU.channel_grad_sums(dy, kept)
+    dx, _ = CPU.channel_input_grad(dy, kept)
     want = dx, dweight.to(dtype), dbias.to(dtype)
-    for way in ("direct", "whole"):
+    for way in ("fast", "whole"):
         for needed in itertools.product((False, True), repeat=3):
             if not any(needed):
                 continue
@@ -156,7 +157,7 @@ def test_evaluation_with_a_bias_wider_than_the_weight(monkeypatch):
     x.requires_grad_()
     layer(x).backward(dy)
     mean, rstd = CPU.constants_of(layer.running_mean, layer.running_var, layer.eps)
-    dbias, dweight = CPU.channel_grad_sums(dy, x.detach(), mean, rstd)
+    dbias, dweight = CPU.channel_grad_sums(dy, KeptByChannelNorm(x.detach(), mean, rstd))
     assert torch.equal(layer.bias.grad, dbias)
     assert torch.equal(layer.weight.grad, dweight.float())
 
@@ -165,7 +166,7 @@ def test_evaluation_with_a_bias_wider_than_the_weight(monkeypatch):
 def test_half_input_of_a_float32_layer(dtype, monkeypatch):
     x, dy = torch.randn(IMAGE).to(dtype), torch.randn(IMAGE).to(dtype)
     ours, node = outcome(trained(LAYERS["batch"][0], torch.float32), x, dy)
-    assert type(node).__name__ == "DirectChannelNormBackward"
+    assert is_fast(node)
     whole_way(monkeypatch)
     assert_equal(ours, outcome(trained(LAYERS["batch"][0], torch.float32), x, dy)[0])
 
@@ -249,7 +250,7 @@ def test_a_batch_that_is_not_finite_moves_nothing():
     layer, x = nn.BatchNorm2d(8), torch.randn(IMAGE)
     x[0, 0, 0, 0] = float("inf")
     y = layer(x.requires_grad_())
-    assert type(y.grad_fn).__name__ == "DirectChannelNormBackward"
+    assert is_fast(y.grad_fn)
     assert layer.num_batches_tracked == 0
     assert torch.equal(layer.running_mean, torch.zeros(8))
 
@@ -321,7 +322,7 @@ def test_parameters_that_lie_elsewhere(name):
     parametrize.register_parametrization(layer, "weight", Doubled())
     assert torch.equal(layer(x), twice(x))
     called = torch.func.functional_call(twice, {"weight": layer.weight}, x)
-    assert type(called.grad_fn).__name__.startswith("Direct")
+    assert is_fast(called.grad_fn)
 
 
 def test_within_transforms_and_tracers_the_whole_way_is_gone():

@@ -1,4 +1,4 @@
-"""The usual call of Triton's kernels in one step (autograd/direct.py), beside the whole way: interpreted."""
+"""The fast path of Triton's kernels (autograd/fast.py), beside the whole way: interpreted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+from cases import is_fast
 from torch.utils.checkpoint import checkpoint
 
 import leannorm
 from leannorm import functional, nn, use_backend
-from leannorm.autograd import direct
+from leannorm.autograd import fast
 from leannorm.ops.backends import triton
 
 pytestmark = pytest.mark.skipif(
@@ -39,13 +40,13 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=["C++", "Python"] if direct.NODES is not None else ["Python"], autouse=True)
+@pytest.fixture(params=["C++", "Python"] if fast.NODES is not None else ["Python"], autouse=True)
 def nodes_in(request, monkeypatch):
     """Both kinds of autograd nodes, where both are here; no call has been seen yet."""
     from leannorm.ops.backends.triton import tape
 
     if request.param == "Python":
-        monkeypatch.setattr(direct, "NODES", None)
+        monkeypatch.setattr(fast, "NODES", None)
     tape.forget()
     with use_backend("triton"):
         yield request.param
@@ -53,7 +54,7 @@ def nodes_in(request, monkeypatch):
 
 
 def whole_way(monkeypatch):
-    monkeypatch.setattr(direct, "picks_triton", lambda x: False)
+    monkeypatch.setattr(fast, "picks_triton", lambda x: False)
 
 
 def trained(name, dtype=torch.float32):
@@ -63,10 +64,6 @@ def trained(name, dtype=torch.float32):
         for p in layer.parameters():
             p.copy_(torch.randn_like(p) + 1)
     return layer.to(dtype)
-
-
-def is_direct(y):
-    return type(y.grad_fn).__name__.startswith("Direct")
 
 
 def outcome(layer, x, dy, second=False):
@@ -80,7 +77,7 @@ def outcome(layer, x, dy, second=False):
         more = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     with torch.no_grad():
         plain = copy.deepcopy(layer)(x)
-    return [y, *found, *more, plain, *layer.buffers()], is_direct(y)
+    return [y, *found, *more, plain, *layer.buffers()], is_fast(y.grad_fn)
 
 
 def assert_equal(ours, others):
@@ -96,16 +93,16 @@ KINDS += [(name, torch.float64, "unaligned") for name in ("batch, act", "instanc
 
 
 @pytest.mark.parametrize(("name", "dtype", "layout"), KINDS)
-def test_a_call_that_was_seen_is_direct_and_has_the_same_bits(name, dtype, layout, monkeypatch):
+def test_a_call_that_was_seen_is_fast_and_has_the_same_bits(name, dtype, layout, monkeypatch):
     calls = []
     for _ in range(2):
         x, dy = LAYOUTS[layout](torch.randn(SHAPE).to(dtype)), torch.randn(SHAPE).to(dtype)
         calls.append((x, dy, *outcome(trained(name, dtype), x, dy)))
-    assert [was_direct for *_, was_direct in calls] == [False, True]
+    assert [was_fast for *_, was_fast in calls] == [False, True]
     whole_way(monkeypatch)
     for x, dy, ours, _ in calls:
-        others, was_direct = outcome(trained(name, dtype), x, dy)
-        assert not was_direct
+        others, was_fast = outcome(trained(name, dtype), x, dy)
+        assert not was_fast
         assert_equal(ours, others)
 
 
@@ -113,8 +110,8 @@ def test_a_call_that_was_seen_is_direct_and_has_the_same_bits(name, dtype, layou
 def test_the_same_second_derivatives(name, monkeypatch):
     x, dy = torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)
     outcome(trained(name, torch.float64), x, dy)
-    ours, was_direct = outcome(trained(name, torch.float64), x, dy, second=True)
-    assert was_direct
+    ours, was_fast = outcome(trained(name, torch.float64), x, dy, second=True)
+    assert was_fast
     whole_way(monkeypatch)
     assert_equal(ours, outcome(trained(name, torch.float64), x, dy, second=True)[0])
 
@@ -203,7 +200,7 @@ def test_running_statistics_move_once_and_not_by_what_is_not_finite(momentum):
     before, spoiled = copy.deepcopy(layer.state_dict()), x.detach().clone()
     spoiled[0, 0, 0, 0] = float("inf")
     y = layer(spoiled)
-    assert is_direct(y)
+    assert is_fast(y.grad_fn)
     for key, value in layer.state_dict().items():
         assert torch.equal(value, before[key])
     with leannorm.no_stats_update():
@@ -215,7 +212,7 @@ def test_statistics_that_autograd_saved_are_seen_to_change():
     layer, x = nn.BatchNorm2d(4), torch.randn(SHAPE)
     layer(x)
     product = torch.ones(4, requires_grad=True) * layer.running_mean
-    assert is_direct(layer(x))
+    assert is_fast(layer(x).grad_fn)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -236,7 +233,7 @@ def test_gradients_under_lean_are_the_same(name):
         assert_equal(gradients(leannorm.lean), stock)
 
 
-def test_who_listens_gets_no_direct_call():
+def test_who_listens_gets_no_fast_call():
     layer, x = nn.BatchNorm2d(4).eval(), torch.randn(SHAPE)
     want = layer(x)
     torch.testing.assert_close(torch.func.vmap(lambda v: layer(v[None])[0])(x), want)
@@ -244,9 +241,9 @@ def test_who_listens_gets_no_direct_call():
     assert tangent.abs().max() > 0
     group = nn.GroupNorm(2, 4)
     y = [group(x) for _ in range(2)][1]
-    assert is_direct(y)
+    assert is_fast(y.grad_fn)
     with torch.profiler.profile():  # which is to be told of operators
-        assert not is_direct(group(x))
+        assert not is_fast(group(x).grad_fn)
         y.sum().backward()
     found = group.weight.grad.clone()
     group.weight.grad = None

@@ -1,0 +1,326 @@
+"""The fast path: calls that are handed to a kernel as they are, and which calls may be.
+
+A small call takes as long as its Python does. So a call that is eager, under no transform and in no mode, on
+dense tensors, is handed to the kernel as it is. A kernel of the CPU refuses what it does not take before
+anything is written. One of Triton sees pointers and numbers: there a call goes this way if one of the same
+shapes, strides, dtypes, devices and settings went the whole way before, and repeats it (`tape.py`). For all
+other calls the answer is None, and the caller goes the whole way: it checks every rule, which raises the
+error if one is broken, and picks a backend. Same functions, same operators, same bits.
+
+Where autograd nodes in C++ are built (`nodes.py`), they stand in for `ChannelNorm`, `ChannelAffine` and
+`RowNorm`: same names, same saved tensors. They ask for what `usual_call` asks; they leave calls whose saved
+tensors hooks are to see, and backward passes that are recorded, to the functions in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function_variadic
+
+from leannorm._types import Epilogue, Maybe, Rows, Running
+from leannorm.autograd.channel import ChannelAffine, ChannelCall, ChannelNorm, apply_affine, apply_norm
+from leannorm.autograd.nodes import NODES
+from leannorm.autograd.rows import RowCall, RowNorm, apply_row_norm
+from leannorm.autograd.sync import Sharing, may_be_repeated
+from leannorm.distributed.membership import sharing_group
+from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.as_given import (
+    BACKWARD,
+    CPU_AS_GIVEN,
+    EVALUATE,
+    FORWARD,
+    TRITON_AS_GIVEN,
+    AsGiven,
+    RefusedError,
+)
+from leannorm.ops.backends.compiled import DTYPES, is_dense
+from leannorm.ops.backends.triton.tape import hand_over
+from leannorm.ops.running import frozen
+from leannorm.ops.select import picks_cpu, picks_triton
+
+_DTYPES, _PLAIN = frozenset(DTYPES), (Tensor, torch.nn.Parameter)
+_EPS, _EPS_OF_DOUBLE = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+# looked up once: small calls ask them every time
+_compiling, _tracing = torch.compiler.is_compiling, torch._C._is_tracing
+_transform = torch._C._functorch.peek_interpreter_stack
+_backward_pass = torch._C._current_graph_task_id  # -1 outside of one
+
+
+def _serving(x: Tensor) -> AsGiven | None:
+    """Whose kernels serve an eager call on this tensor; None: no compiled ones.
+
+    Asked first of every call: a compiler or a tracer may not see that sizes are looked at.
+    """
+    if type(x) not in _PLAIN or _compiling() or _tracing():
+        return None
+    if x.is_cpu and picks_cpu():
+        return CPU_AS_GIVEN
+    return TRITON_AS_GIVEN if picks_triton(x) else None
+
+
+def usual_call(
+    backend: AsGiven | None,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: Running | None = None,
+    moves: bool = False,
+    dense: bool = True,
+) -> AsGiven | None:
+    """The `backend`, if its kernels may be handed these tensors as they are; else None.
+
+    The call reads `running` statistics or, if it `moves` them, writes them. With `dense` the kernels take no
+    other layout. What a kernel refuses by itself before it writes is not asked here.
+    """
+    if forward_ad._current_level >= 0 or _transform() is not None or _backward_pass() != -1:
+        return None
+    mean, var, count, _ = (None, None, None, None) if running is None else running
+    if has_torch_function_variadic(weight, bias, mean, var, count) or (dense and not is_dense(x)):
+        return None
+    on_cpu = x.is_cpu
+    if weight is not None:
+        if weight.is_cpu is not on_cpu:
+            return None
+        if bias is not None and (bias.is_cpu is not on_cpu or bias.dtype is not weight.dtype):
+            return None
+    elif bias is not None:
+        return None
+    if mean is not None and var is not None:
+        if mean.is_cpu is not on_cpu or var.is_cpu is not on_cpu:
+            return None
+        if moves:
+            if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
+                return None
+            if count is not None and (count.is_cpu is not on_cpu or count.is_inference()):
+                return None
+            for v in (x, weight, bias):
+                if v is not None and v.is_inference() and _recorded(x, weight, bias):
+                    return None  # autograd cannot keep it: statistics must not move
+    return backend
+
+
+def _recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    """`modes.recorded` of these three."""
+    needed = x.requires_grad or (weight is not None and weight.requires_grad)
+    return (needed or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled()
+
+
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, act: str, groups: int
+) -> Tensor | None:
+    """By the statistics of each sample's groups of channels."""
+    backend = _serving(x)
+    if backend is None or not (x.dim() > 1 and eps >= 0 and x.numel() >= 2 * groups > 0):
+        return None
+    return _by_own(backend, x, weight, bias, eps, act, groups)
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rank: int | None = None,
+    channels: int | None = None,
+) -> Tensor | None:
+    """By the statistics of each sample's channels, of a batch; where given, of so many axes and channels."""
+    backend = _serving(x)
+    if backend is None or not (x.dim() == rank if rank else x.dim() > 1) or not eps >= 0:
+        return None
+    channels = x.size(1) if channels is None else channels
+    if x.size(1) != channels or x.numel() <= x.size(0) * channels:
+        return None
+    return _by_own(backend, x, weight, bias, eps, "identity", channels)
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    running: Running,
+    training: bool,
+    sharing: Sharing | None = None,
+) -> Tensor | None:
+    """By running statistics, which training moves; with `sharing` by the statistics of all ranks."""
+    backend = _serving(x)
+    mean, var, _, momentum = running
+    if backend is None or mean is None or var is None or not eps > 0:
+        return None
+    if not training:
+        return _by_constants(backend, x, weight, bias, eps, act, running)
+    if frozen() or not (momentum is None or (type(momentum) is float and 0 <= momentum <= 1)):
+        return None
+    if sharing is not None and (group := sharing_group(sharing.asked)) is not None:
+        settings: Any = {"eps": eps, "momentum": momentum, "tracks": True}
+        sharing = sharing._replace(group=group, seen=None, **settings)
+        return _by_all(backend, x, weight, bias, act, running, sharing)
+    return _by_own(backend, x, weight, bias, eps, act, 0, running)
+
+
+def _by_own(
+    backend: AsGiven,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    groups: int,
+    running: Running | None = None,
+) -> Tensor | None:
+    """`ChannelNorm`, which moves the `running` statistics, too.
+
+    The caller has checked what no kernel does: `eps`, the momentum, and that x has channels and more than one
+    value of each.
+    """
+    y: Maybe
+    if NODES is not None:
+        by_triton = backend is TRITON_AS_GIVEN
+        y = NODES.channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
+        if y is not None:
+            return y
+    if usual_call(backend, x, weight, bias, running, running is not None) is None:
+        return None
+    try:
+        if _recorded(x, weight, bias):
+            call = ChannelCall(backend, act, eps, groups, None, True, False, None, bias is not None)
+            y = apply_norm(x, weight, bias, None, None, running, call)
+            return y
+        return backend.channel_forward(x, Epilogue(weight, bias, None, act), eps, groups, running)[0]
+    except RefusedError:
+        return None
+
+
+def _by_constants(
+    backend: AsGiven,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    act: str,
+    running: Running,
+) -> Tensor | None:
+    """`ChannelAffine` by running statistics."""
+    mean, var, *_ = running
+    y: Maybe
+    if NODES is not None:
+        y = NODES.evaluation(x, weight, bias, eps, act, mean, var, backend is TRITON_AS_GIVEN)
+        if y is not None:
+            return y
+    if usual_call(backend, x, weight, bias, running) is None:
+        return None
+    try:
+        if _recorded(x, weight, bias):
+            constants = backend.ops.constants_of(mean, var, eps)
+            call = ChannelCall(backend, act, has_bias=bias is not None)
+            y = apply_affine(x, weight, bias, None, None, *constants, call)
+            return y
+        return backend.channel_evaluate(x, running, eps, Epilogue(weight, bias, None, act))
+    except RefusedError:
+        return None
+
+
+def _by_all(
+    backend: AsGiven,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    act: str,
+    running: Running,
+    sharing: Sharing,
+) -> Tensor | None:
+    """`ChannelNorm` of all ranks' inputs, on the CPU, and of a call that no checkpoint repeats.
+
+    A kernel that refuses an argument might come too late here: other ranks wait for this one's sums. So
+    whatever it may refuse is looked at before. Ranks that go this way and ranks that go the whole way send
+    the same.
+    """
+    mean, var, count, _ = running
+    if backend is not CPU_AS_GIVEN or x.dtype not in _DTYPES or act not in ACTIVATIONS or may_be_repeated():
+        return None
+    channels = x.shape[1]
+    if channels == 0 or usual_call(backend, x, weight, bias, running, moves=True) is None:
+        return None
+    for v in (weight, bias, mean, var):
+        if v is not None and not (_of_channels(v, channels) and not v.is_inference()):
+            return None
+    if x.is_inference() or (count is not None and not (count.dtype is torch.int64 and count.numel() == 1)):
+        return None
+    call = ChannelCall(backend, act, sharing.eps, 0, sharing, True, False, None, bias is not None)
+    y: Tensor = apply_norm(x, weight, bias, None, None, running, call)
+    return y
+
+
+def _of_channels(vector: Tensor, channels: int) -> bool:
+    strided = vector.layout is torch.strided and vector.is_contiguous()
+    return strided and vector.dtype in _DTYPES and vector.shape == (channels,)
+
+
+def row_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int], eps: float | None, rms: bool
+) -> Tensor | None:
+    """`RowNorm` over the last axes."""
+    backend = _serving(x)
+    if backend is None:
+        return None
+    if eps is None:
+        eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
+    y: Maybe
+    if NODES is not None:
+        y = NODES.row_norm(x, weight, bias, eps, shape, rms, backend is TRITON_AS_GIVEN)
+        if y is not None:
+            return y
+    stop = x.dim()
+    start = stop - len(shape)
+    if not (eps >= 0 and 0 <= start < stop and x.shape[start:] == shape):
+        return None
+    for v in (weight, bias):
+        if v is not None and not (v.shape == shape and v.is_floating_point()):
+            return None
+    if usual_call(backend, x, weight, bias, dense=False) is None:
+        return None
+    rows = Rows(start, stop, eps, rms)
+    try:
+        if _recorded(x, weight, bias):
+            y = apply_row_norm(x, None, weight, bias, None, RowCall(backend, rows, None, bias is not None))
+            return y
+        return backend.row_forward(x, None, weight, bias, rows)[0]
+    except RefusedError:
+        return None
+
+
+def _backward_of_node(
+    name: str, saved: list[Maybe], needed: tuple[bool, ...], how: tuple[Any, ...], dy: Tensor, by_triton: bool
+) -> tuple[Maybe, ...]:
+    """The backward pass of a node in C++, by the function that it stands in for."""
+    x, mean, rstd, weight, bias, out = saved
+    backend, (need_x, need_weight, need_bias) = TRITON_AS_GIVEN if by_triton else CPU_AS_GIVEN, needed
+    ctx = SimpleNamespace()
+    if name == "RowNormBackward":
+        ctx.saved_tensors, ctx.call = (x, mean, rstd, weight, None), RowCall(backend, Rows(*how))
+        ctx.needs_input_grad = need_x, False, need_weight, need_bias, False, False
+        dx, _, dweight, dbias, *_ = RowNorm.backward(ctx, dy)
+        return dx, dweight, dbias
+    act, *rest = how
+    ctx.saved_tensors = x, mean, rstd, weight, bias, None, out, None, None
+    ctx.needs_input_grad = need_x, need_weight, need_bias, False, False
+    if name == "ChannelAffineBackward":
+        ctx.call, (ctx.layout,) = ChannelCall(backend, act, has_bias=need_bias), rest
+        return ChannelAffine.backward(ctx, dy)[:3]
+    eps, groups = rest
+    ctx.call = ChannelCall(backend, act, eps, groups, has_bias=need_bias)
+    return ChannelNorm.backward(ctx, dy)[:3]
+
+
+if NODES is not None:
+    NODES.set_backward(_backward_of_node)
+    hand_over(NODES, (*FORWARD, *BACKWARD, EVALUATE))
+    for _function in (ChannelNorm, ChannelAffine, RowNorm):
+        torch.autograd.graph.Node.register(getattr(NODES, f"{_function.__name__}Backward"))

@@ -1,0 +1,136 @@
+"""`compile_options()`: the promise of `lean()` for `torch.compile`."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from leannorm._errors import InputError
+from leannorm.compiled import internals
+from leannorm.compiled.partition import partition
+from leannorm.compiled.report import CompileReport, Planned
+from leannorm.planning.goal import Goal, goal
+from leannorm.saving import price
+
+
+class CompileOptions(dict[str, Any]):
+    """Options for `torch.compile`, and a report of what was done with them."""
+
+    def __init__(self, goal: Goal, options: dict[str, Any]) -> None:
+        super().__init__(options)
+        self._goal, self._missing = goal, internals.missing()
+        self._planned: list[Planned] = []
+        if self._missing is None:
+            self["custom_partitioner_fn"] = _partitioner()(goal, self._planned)
+
+    def report(self) -> CompileReport:
+        """What was planned for each graph that was compiled with these options, and why not more."""
+        return CompileReport(self._goal, tuple(self._planned), self._missing)
+
+
+@cache
+def _partitioner() -> type[Any]:
+    """The class of our partition functions: torch's compiler is imported when options are made."""
+
+    class LeanPartitioner(internals.partitioner_class()):  # type: ignore[misc]
+        """Asked by inductor for each joint graph."""
+
+        def __init__(self, goal: Goal, planned: list[Planned]) -> None:
+            self.goal, self.planned = goal, planned
+
+        def __call__(self, module: Any, inputs: Any, **arguments: Any) -> Any:
+            modules, planned = partition(module, inputs, arguments, self.goal)
+            self.planned.append(planned)
+            return modules
+
+        def uuid(self) -> object:
+            """All that decides a plan: a part of the keys of torch's caches."""
+            return _identity(self.goal)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, LeanPartitioner) and self.goal == other.goal
+
+        def __hash__(self) -> int:
+            return hash(self.goal)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return self  # torch copies its whole configuration; the report goes on in one list
+
+        def __reduce__(self) -> Any:
+            return _again, (self.goal, self.uuid())  # torch's caches take these bytes into their keys too
+
+    return LeanPartitioner
+
+
+def _again(goal: Goal, identity: object) -> Any:
+    return _partitioner()(goal, [])
+
+
+def _identity(goal: Goal) -> tuple[object, ...]:
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    return "leannorm", _sources(), tuple(goal), tuple(repr(price.rates(torch.device(d))) for d in devices)
+
+
+@cache
+def _sources() -> str:
+    """A hash of the code that makes plans."""
+    import hashlib
+
+    root = Path(__file__).parent.parent
+    files = sorted(
+        [*(root / "planning").glob("*.py"), *(root / "compiled").glob("*.py"), Path(price.__file__)]
+    )
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def compile_options(
+    recompute: Literal["norm", "conv"] = "norm",
+    *,
+    budget: float | None = None,
+    overhead: float | None = None,
+    peak: float | int | str | None = None,
+    mode: str | None = None,
+) -> CompileOptions:
+    """`lean()` in compiled code: options with which `torch.compile` holds less for the backward pass.
+
+    Torch's compiler decides itself what it saves, so `lean()` has no say in compiled code. These options give
+    its partition of forward and backward pass a plan: from the graph of both, what reads what and when, and
+    the price of each kernel, by shapes, it is computed which values to keep and which to compute again. As it
+    is planned, never more is held than by torch's own choice, and the peak is never higher.
+
+    Args:
+        recompute: "norm" computes again what takes hardly any time (at most 0.03 of the step's); "conv" also
+            products whose bytes are worth their time (at most 0.12).
+        budget: in place of `recompute`, a share of the bytes that torch's own choice holds, in (0, 1].
+        overhead: in place of it, the share of the step's time that computing again may cost, 0 or more.
+        peak: in place of it, the peak of a step: a share of stock's, in (0, 1], or bytes, as `8 * 2**30` or
+            "8GiB". The least time that fits; what is outside of the graph (weights, optimizer) does not
+            count.
+        mode: a mode of `torch.compile`, which takes a mode or options and not both.
+
+    The result is a dict, whose `report()` tells what was planned for each graph: bytes held and computed
+    again, the peak, and reasons. Random numbers, collectives, running statistics and unknown operators never
+    run twice, and what a checkpoint of your own says stays as it says. What is computed again reads what the
+    forward pass read, also where the graph edits a buffer. Rounding is the compiler's: gradients differ from
+    those of eager code as any compiled ones do. It is for the backend "inductor". If torch's compiler
+    does not have what is needed, the model is compiled as without, and `report().reasons` says so.
+
+    Raises: `InputError` for an unknown `recompute` or `mode`, for a share outside its range, or for two of
+    `budget`, `overhead` and `peak`.
+
+    >>> import torch, leannorm
+    >>> options = leannorm.compile_options("conv")
+    >>> model = torch.compile(torch.nn.Linear(8, 8), options=options)
+    >>> options.report().graphs                        # nothing ran yet
+    ()
+    """
+    wanted = goal(recompute, budget, overhead, peak)
+    try:
+        options = {} if mode is None else internals.mode_options(mode)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise InputError(f"mode is one of torch.compile's; got {mode!r}: {text}") from None
+    return CompileOptions(wanted, options)

@@ -1,0 +1,115 @@
+"""What `compile_options` did: for each compiled graph what is kept and made again, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from leannorm._report import Line, Part, Report, Table, bytes_in_words, counted
+from leannorm.planning.goal import Goal
+from leannorm.planning.plan import Plan
+
+_COLUMNS = ("graph", "holds", "torch's", "ratio", "planned peak", "torch's", "ratio", "time")
+
+
+class Planned(NamedTuple):
+    """One joint graph. `place`: torch's number of it, "frame/compilation", as in its logs. `plan`: None where
+    torch's own choice was left; `reason`: why there is none, or not the one that was made."""
+
+    place: str
+    plan: Plan | None = None
+    reason: str | None = None
+
+    def numbers(self) -> dict[str, float | str | None]:
+        """What a report tells of it."""
+        found: dict[str, float | str | None] = {"graph": self.place, "reason": self.reason}
+        if self.plan is not None:
+            stock, point = self.plan.stock, self.plan.point
+            found |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
+            found |= {"peak": point.peak, "stock_peak": stock.peak}
+        return found
+
+
+@dataclass(frozen=True, repr=False)
+class CompileReport(Report):
+    """What `options.report()` returns: bytes, peaks and prices as they were planned, before anything ran.
+
+    `graphs`: what was planned for each compiled graph. `reasons`: why nothing, or less than asked, was saved.
+    """
+
+    goal: Goal
+    graphs: Sequence[Planned]
+    unplanned: str | None = None
+
+    @property
+    def reasons(self) -> list[str]:
+        """Empty where all is well."""
+        if self.unplanned is not None:
+            return [self.unplanned]
+        if not self.graphs:
+            return [
+                "no graph was planned in this process: the model has not run yet, needs no gradient, was"
+                " compiled by a backend other than inductor, which ignores these options, or was taken from"
+                " torch's cache, which keeps the plan but not this report"
+            ]
+        found = [graph.reason for graph in self.graphs if graph.reason is not None]
+        unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
+        found += [_out_of_reach(self.goal, plan) for plan in unreached]
+        frames = {graph.place.partition("/")[0] for graph in self.graphs}
+        if len(frames) > 1:
+            found.append(
+                f"the model was compiled in {len(frames)} pieces, each planned by itself, and what one hands"
+                " to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
+            )
+        return list(dict.fromkeys(found))
+
+    @property
+    def held(self) -> int:
+        """Bytes held for the backward passes of all graphs, as planned."""
+        return sum(graph.plan.point.held for graph in self.graphs if graph.plan)
+
+    @property
+    def stock_held(self) -> int:
+        """Bytes that torch's own choice holds."""
+        return sum(graph.plan.stock.held for graph in self.graphs if graph.plan)
+
+    def parts(self) -> Iterator[Part]:
+        """The graphs, then the reasons."""
+        if self.graphs:
+            yield Table(_COLUMNS, [_row(graph) for graph in self.graphs])
+        for reason in self.reasons:
+            yield Line(f"reason: {reason}")
+
+    def summary(self) -> str:
+        """Held bytes, of torch's."""
+        held = f"{bytes_in_words(self.held)} of torch's {bytes_in_words(self.stock_held)} held"
+        return f"{counted(len(self.graphs), 'graph')}, {held}, {counted(len(self.reasons), 'reason')}"
+
+    def data(self) -> dict[str, object]:
+        """What `to_json` writes."""
+        return {"graphs": [graph.numbers() for graph in self.graphs], "reasons": self.reasons}
+
+
+def _row(graph: Planned) -> list[str]:
+    if graph.plan is None:
+        return [graph.place, *["-"] * (len(_COLUMNS) - 1)]
+    plan = graph.plan
+    held = [bytes_in_words(plan.point.held), bytes_in_words(plan.stock.held), f"{plan.ratio:.2f}"]
+    peak = [bytes_in_words(plan.point.peak), bytes_in_words(plan.stock.peak), f"{plan.peak_ratio:.2f}"]
+    return [graph.place, *held, *peak, f"{1 + plan.overhead:.2f}"]
+
+
+def _out_of_reach(goal: Goal, plan: Plan) -> str:
+    if goal.peak is not None:
+        share = plan.least / max(plan.stock.peak, 1)
+        asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
+        return (
+            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of stock's) is the"
+            " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
+            " again"
+        )
+    return (
+        f"budget={goal.budget:g} is out of reach: all that can be computed again leaves"
+        f" {plan.least / max(plan.stock.held, 1):.2f} of stock's bytes, without a peak above stock's"
+    )

@@ -1,0 +1,105 @@
+"""A backend's kernels for calls that may be handed to them as they are: `autograd/fast.py` says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm._types import Epilogue, KeptByChannelNorm, Running
+from leannorm.ops.backends import CPU, TRITON, Backend
+from leannorm.ops.backends.compiled_modulated import CompiledModulated
+from leannorm.ops.backends.triton import INTERPRETED, imported_by_call, repeated
+from leannorm.ops.schema import OPS
+
+
+class RefusedError(Exception):
+    """The kernel has refused its arguments, or knows no such call, and nothing has been written."""
+
+
+class AsGiven(CompiledModulated):
+    """The kernels of `whole`, which are handed tensors as they are given: none but dy is laid out first.
+
+    Verbs are operators, without a residual and a mask. Those of a forward pass raise `RefusedError`.
+    """
+
+    as_given = True
+
+    def __init__(self, whole: Backend, operators: dict[str, Callable[..., Any]]) -> None:
+        self._whole, self.name, self.launches = whole, whole.name, whole.launches
+        super().__init__(SimpleNamespace(**operators))
+
+    @property
+    def whole(self) -> Backend:
+        return self._whole
+
+    def why_not(self, *tensors: Tensor | None, named: bool = False) -> list[str]:
+        return self._whole.why_not(*tensors, named=named)
+
+    def _laid_out(self, x: Tensor, epilogue: Epilogue) -> tuple[Tensor, Epilogue]:
+        return x, epilogue
+
+    def _kept(self, kept: KeptByChannelNorm) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        return kept[0], kept[1:7]
+
+    def channel_forward(
+        self,
+        x: Tensor,
+        epilogue: Epilogue,
+        eps: float,
+        groups: int = 0,
+        running: Running | None = None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        weight, bias, residual, act = epilogue
+        if running is None:
+            return self.ops.channel_forward(x, weight, bias, residual, eps, act, groups, mask)
+        made = self.ops.channel_forward_tracked_(x, weight, bias, residual, eps, act, *running)
+        moved: Any = running[:2] if running[2] is None else running[:3]
+        torch._C._increment_version(moved)
+        return *made, None
+
+    def channel_evaluate(self, x: Tensor, running: Running, eps: float, epilogue: Epilogue) -> Tensor:
+        mean, var, *_ = running
+        if self.launches:  # in one
+            return self.ops.channel_evaluate(x, mean, var, eps, *epilogue)
+        return self.ops.channel_normalize(x, *self.ops.constants_of(mean, var, eps), *epilogue, None)
+
+
+FORWARD = "channel_forward", "channel_forward_tracked_", "channel_normalize", "constants_of", "row_forward"
+BACKWARD = "channel_backward", "channel_grad_sums", "channel_input_grad", "row_backward"
+EVALUATE = "channel_evaluate"  # Triton's alone
+
+
+def _of_cpu(name: str) -> Callable[..., Any]:
+    """The operator, called at torch's dispatcher: what torch.ops puts around it is a part of a small call."""
+    schema = torch._C._dispatch_find_schema_or_throw(f"leannorm::{name}", "")
+    call = partial(torch._C._dispatch_call_boxed, schema)
+
+    def made(*arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except RuntimeError as error:
+            raise RefusedError from error
+
+    return made if name in FORWARD else call
+
+
+def _of_triton(name: str) -> Callable[..., Any]:
+    def made(*arguments: Any) -> Any:
+        found = repeated(name, arguments)
+        if found is None:
+            raise RefusedError
+        return found
+
+    if name in (*FORWARD, EVALUATE):
+        return made
+    return imported_by_call(name) if INTERPRETED else getattr(TRITON.ops, name)
+
+
+CPU_AS_GIVEN = AsGiven(CPU, {name: _of_cpu(name) for name in vars(OPS)})
+TRITON_AS_GIVEN = AsGiven(TRITON, {name: _of_triton(name) for name in (*vars(OPS), EVALUATE)})

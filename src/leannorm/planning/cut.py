@@ -1,0 +1,172 @@
+"""The cheapest choice of values for a rate of seconds for bytes, and for all rates: cuts of a network.
+
+At a fixed rate a choice costs (bytes kept)·rate + (seconds of making again), and the least of that is a
+minimum cut: a value's way in leads from the source at the price of making it again, and to its way out at the
+price of keeping it; from there infinitely wide edges lead to what is made of it, or to the sink if the
+backward pass reads it. With a higher rate no value leaves the set of those that are made again, so the sets
+of all rates are one chain (Gallo, Grigoriadis and Tarjan, 1989), found by asking between two neighbours until
+nothing new lies there. Prices are whole numbers, so all is exact.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from leannorm.planning.timeline import Step
+
+_PICO = 10**12
+
+
+class Choice(NamedTuple):
+    """`again`: what is made again. `held` and `price`: bytes kept, picoseconds of making again. `side`: for
+    each value's way in and way out, does it lie on the sink's side of the cut?"""
+
+    again: frozenset[int]
+    held: int
+    price: int
+    side: bytes
+
+
+def price(seconds: float | None) -> int | None:
+    """Whole picoseconds."""
+    return None if seconds is None else round(seconds * _PICO)
+
+
+class Cuts:
+    """The cuts of a step. `fixed`: values that may not be made again, besides those that cannot."""
+
+    def __init__(self, step: Step, fixed: Collection[int] = ()) -> None:
+        self.held = [value.nbytes for value in step.values]
+        self.price = [price(v.seconds) if i not in fixed else None for i, v in enumerate(step.values)]
+        self.made_of = [value.made_of for value in step.values]
+        self.read = sorted({i for moment in step.backward for i in moment.reads})
+
+    def chain(self) -> list[Choice]:
+        """The choices that are cheapest at some rate, from the fewest seconds to the fewest bytes."""
+        everything = sum(p for p in self.price if p is not None)
+        first, last = self._solve(0, 1), self._solve(everything + 1, 1)
+        found, left = [first], [(first, last)] if last.held < first.held else []
+        while left:
+            low, high = left.pop()
+            between = self._between(low, high)
+            if between is None:
+                found.append(high)
+            else:
+                left += [(between, high), (low, between)]
+        return found
+
+    def weighed(self, held: Sequence[int | None], prices: Sequence[int | None]) -> frozenset[int]:
+        """What the cheapest choice makes again, where keeping a value costs `held` and making it `prices`."""
+        of_step = self.held, self.price
+        self.held, self.price = list(held), list(prices)
+        try:
+            return self._solve(1, 1).again
+        finally:
+            self.held, self.price = of_step
+
+    def _between(self, low: Choice, high: Choice) -> Choice | None:
+        """What is cheaper than both at the rate at which both cost the same."""
+        of_bytes, of_seconds = high.price - low.price, low.held - high.held
+        if of_bytes <= 0 or of_seconds <= 0:
+            return None
+        found = self._solve(of_bytes, of_seconds, low.side, high.side)
+        cost, before = (of_bytes * c.held + of_seconds * c.price for c in (found, low))
+        return found if cost < before else None
+
+    def _solve(
+        self, of_bytes: int, of_seconds: int, low: bytes | None = None, high: bytes | None = None
+    ) -> Choice:
+        """The smallest sink's side of a cheapest cut; it contains `low` and lies in `high`."""
+        count = len(self.held)
+        low, high = low or bytes(2 * count), high or b"\1" * (2 * count)
+        place, nodes = [0] * (2 * count), 2
+        for node in range(2 * count):
+            if low[node]:
+                place[node] = 1
+            elif high[node]:
+                place[node] = nodes
+                nodes += 1
+        wide = (
+            1 + sum(of_bytes * (h or 0) for h in self.held) + sum(of_seconds * (p or 0) for p in self.price)
+        )
+        network = _Network(nodes)
+        for i in range(count):
+            of_making, of_keeping = self.price[i], self.held[i]
+            way_in, way_out = place[2 * i], place[2 * i + 1]
+            network.add(0, way_in, wide if of_making is None else of_seconds * of_making)
+            network.add(way_in, way_out, wide if of_keeping is None else of_bytes * of_keeping)
+            for source in self.made_of[i]:
+                network.add(place[2 * source + 1], way_in, wide)
+        for i in self.read:
+            network.add(place[2 * i + 1], 1, wide)
+        network.saturate()
+        reached = [steps >= 0 for steps in network.steps_to_sink()]
+        side = bytes(reached[node] for node in place)
+        again = frozenset(i for i in range(count) if side[2 * i])
+        kept = (i for i in range(count) if side[2 * i + 1] and not side[2 * i])
+        return Choice(
+            again, sum(self.held[i] or 0 for i in kept), sum(self.price[i] or 0 for i in again), side
+        )
+
+
+class _Network:
+    """Maximum flow from node 0, the source, to node 1, the sink, by Dinic's method."""
+
+    def __init__(self, nodes: int) -> None:
+        self.edges: list[list[int]] = [[] for _ in range(nodes)]
+        self.to: list[int] = []
+        self.room: list[int] = []  # of an edge and, at the next place, of the way back
+
+    def add(self, a: int, b: int, room: int) -> None:
+        if a != b and a != 1 and b != 0 and room:
+            self.edges[a].append(len(self.to))
+            self.edges[b].append(len(self.to) + 1)
+            self.to += [b, a]
+            self.room += [room, 0]
+
+    def steps_to_sink(self) -> list[int]:
+        """Of each node, along edges with room; -1: there is no way."""
+        to, room, edges = self.to, self.room, self.edges
+        steps = [-1] * len(edges)
+        steps[1] = 0
+        left = deque([1])
+        while left:
+            node = left.popleft()
+            for edge in edges[node]:
+                if steps[to[edge]] < 0 and room[edge ^ 1]:
+                    steps[to[edge]] = steps[node] + 1
+                    left.append(to[edge])
+        return steps
+
+    def saturate(self) -> None:
+        while (steps := self.steps_to_sink())[0] >= 0:
+            self._fill(steps)
+
+    def _fill(self, steps: list[int]) -> None:
+        """Flow along all shortest ways."""
+        to, room, edges = self.to, self.room, self.edges
+        following, path, node = [0] * len(edges), list[int](), 0
+        while True:
+            if node == 1:
+                least = min(room[edge] for edge in path)
+                for edge in path:
+                    room[edge] -= least
+                    room[edge ^ 1] += least
+                full = next(i for i, edge in enumerate(path) if not room[edge])
+                node = to[path[full] ^ 1]
+                del path[full:]
+                continue
+            mine, i = edges[node], following[node]
+            while i < len(mine) and not (room[mine[i]] and steps[to[mine[i]]] == steps[node] - 1):
+                i += 1
+            following[node] = i
+            if i < len(mine):
+                path.append(mine[i])
+                node = to[mine[i]]
+            elif path:
+                node = to[path.pop() ^ 1]
+                following[node] += 1
+            else:
+                return

@@ -1,0 +1,74 @@
+"""What a plan is to reach, and the rules of the arguments that say so."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from leannorm._errors import InputError
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Goal(NamedTuple):
+    """One of these is given, or `worth` with `overhead`: then no more than `overhead` is spent.
+
+    `worth`: what freeing all of stock's bytes would be worth, in shares of the step's seconds; each byte is
+    freed that costs less. `budget`: a share of stock's bytes. `overhead`: a share of the step's seconds.
+    `peak`: a share of stock's peak (a float up to 1), or bytes (an integer).
+    """
+
+    worth: float | None = None
+    budget: float | None = None
+    overhead: float | None = None
+    peak: float | int | None = None
+
+
+NORM = Goal(worth=0.3, overhead=0.03)
+CONV = Goal(worth=0.6, overhead=0.12)
+
+
+def goal(
+    recompute: str, budget: float | None, overhead: float | None, peak: float | int | str | None
+) -> Goal:
+    """The goal that these arguments of `lean()` and `compile_options()` mean. Raises InputError."""
+    if recompute not in ("norm", "conv"):
+        meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
+        raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
+    given = {"budget": budget, "overhead": overhead, "peak": peak}
+    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise InputError(f"one of budget, overhead and peak; got {' and '.join(named)}")
+    if overhead is not None and not (_is_number(overhead) and overhead >= 0):
+        raise InputError(f"overhead is a share of stock's step time, 0 or more; got {overhead!r}")
+    if budget is not None and not (_is_number(budget) and 0 < budget <= 1):
+        raise InputError(
+            f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
+        )
+    if named:
+        return Goal(budget=budget, overhead=overhead, peak=None if peak is None else _peak(peak))
+    return NORM if recompute == "norm" else CONV
+
+
+def _peak(peak: float | int | str) -> float | int:
+    if isinstance(peak, str):
+        return bytes_of(peak)
+    if _is_number(peak) and (0 < peak <= 1 or peak == int(peak) > 1):
+        return float(peak) if peak <= 1 else int(peak)
+    raise InputError(
+        f'peak is a share of stock\'s, in (0, 1], or bytes, as 8 * 2**30 or "8GiB"; got {peak!r}'
+    )
+
+
+def bytes_of(text: str) -> int:
+    """`24GiB`, `24GB`, `500M` as bytes. Raises InputError for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if not found or (found[3] and not found[2]) or float(found[1]) <= 0:
+        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}")
+    unit = found[2].upper()
+    return int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

@@ -1,0 +1,188 @@
+"""The lines that goals are points of: from what is kept without a plan to the leanest, in small steps.
+
+A line is made before any goal is known, and a goal takes a point of it. So a goal that allows more time never
+keeps more, and one that asks for a lower peak never gets a higher one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property
+from itertools import accumulate, pairwise
+from math import exp
+
+from leannorm.planning.cut import Cuts, price
+from leannorm.planning.timeline import Outcome, Step, Uses, of_stock, outcome
+
+_STARTS, _TRIALS = 4, 150
+"""From so many points, so many single changes each are tried that may lower the peak."""
+_PARTS = 128
+"""A jump of the chain of cuts is taken in parts of at least stock's bytes over this."""
+_SPAN = 4
+"""A chain is cut where what is made again in a row reaches stock's bytes over this."""
+_RATES = [0.03 * 1.8**i for i in range(8)]
+"""What the peak is worth, in shares of the step's seconds for all of it."""
+_SHARPNESS = (20, 60, 150, 150)
+"""How much more the highest moments weigh than those a little below, in turn."""
+
+
+class Lines:
+    """The lines of one step; `stock`, what happens without a plan, is the first point of each."""
+
+    def __init__(self, step: Step, stock: Outcome | None = None) -> None:
+        self.step = step
+        self.stock = of_stock(step) if stock is None else stock
+
+    @cached_property
+    def by_held(self) -> list[Outcome]:
+        """Fewer and fewer bytes kept, for more and more seconds; no peak is above stock's."""
+        return self._line(lambda point: point.held)
+
+    @cached_property
+    def by_peak(self) -> list[Outcome]:
+        """Lower and lower peaks, for more and more seconds; nowhere is more kept than in stock."""
+        return self._line(lambda point: point.peak)
+
+    def _line(self, size: Callable[[Outcome], int]) -> list[Outcome]:
+        line = [self.stock]
+        allowed = (p for p in self._points if p.held <= self.stock.held and p.peak <= self.stock.peak)
+        for point in sorted(allowed, key=lambda p: (max(p.seconds, self.stock.seconds), size(p))):
+            if size(point) < size(line[-1]):
+                line.append(point)
+        return line
+
+    @cached_property
+    def _points(self) -> list[Outcome]:
+        step, cuts = self.step, Cuts(self.step)
+        chain = [choice.again for choice in cuts.chain()]
+        spans = _spans(step, chain[-1], self.stock.held // _SPAN)
+        short = [choice.again for choice in Cuts(step, spans).chain()]
+        least = self.stock.held // _PARTS
+        sets = dict.fromkeys([*_in_parts(step, chain, least), *_in_parts(step, short, least)])
+        found = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
+        found.sort(key=lambda p: (p.peak, p.seconds))
+        starts = found[:: len(found) // _STARTS + 1]
+        return [*found, *(point for start in starts for point in _descent(step, start))]
+
+
+def _in_parts(step: Step, chain: list[frozenset[int]], least: int) -> Iterator[frozenset[int]]:
+    """The sets of a chain, and sets between.
+
+    The chain jumps where many equal layers have one price. A jump falls apart into parts that share nothing:
+    those of earlier layers first, which the backward pass would keep longest. Parts are taken together up to
+    `least` bytes.
+    """
+    yield chain[0]
+    for reached, after in pairwise(chain):
+        size = 0
+        for part in _parts(step, reached, after):
+            reached = reached.union(part)
+            size += sum(step.values[i].nbytes or 0 for i in part)
+            if size > least or len(reached) == len(after):
+                yield reached
+                size = 0
+
+
+def _parts(step: Step, before: frozenset[int], after: frozenset[int]) -> list[list[int]]:
+    new = sorted(after - before)
+    group = {i: i for i in new}
+
+    def root(i: int) -> int:
+        while group[i] != i:
+            group[i] = group[group[i]]
+            i = group[i]
+        return i
+
+    needed = {s for i in before for s in step.values[i].made_of} | {i for m in step.backward for i in m.reads}
+    first_user: dict[int, int] = {}
+    for i in new:
+        for source in step.values[i].made_of:
+            if source in group:
+                group[root(i)] = root(source)
+            elif source not in needed:  # it is from now on, by one or more of the new
+                group[root(i)] = root(first_user.setdefault(source, i))
+    parts: dict[int, list[int]] = {}
+    for i in new:
+        parts.setdefault(root(i), []).append(i)
+    return list(parts.values())
+
+
+def _spans(step: Step, again: Collection[int], most: int) -> set[int]:
+    """Where to cut chains of values made again, each of the one before, which would all be there at once."""
+    found, behind, written = set(), dict[int, int](), Uses(step, again).written
+    for i, value in enumerate(step.values):
+        if i in again:
+            size = value.again if written[i] else 0
+            behind[i] = size + max((behind.get(source, 0) for source in value.made_of), default=0)
+            if size and value.nbytes is not None and behind[i] > most:
+                found.add(i)
+                behind[i] = 0
+    return found
+
+
+def _under_peaks(step: Step, cuts: Cuts, stock: Outcome) -> Iterator[Outcome]:
+    """Choices that weigh a byte by the moments at which it is alive: the closer to the peak, the more.
+
+    The cheapest choice under a peak is a cheapest choice for some weights of the moments (the dual of a
+    linear program). Weights and choices are found in turns, for each worth of the peak.
+    """
+    point, weights = stock, None
+    for rate in _RATES:
+        worth = rate * step.seconds / max(stock.peak, 1)
+        for sharpness in _SHARPNESS:
+            highest = max(point.peak, 1)
+            heights = [exp(sharpness * (alive / highest - 1)) for alive in point.alive]
+            whole = sum(heights)
+            fresh = [height / whole for height in heights]
+            weights = fresh if weights is None else [(a + b) / 2 for a, b in zip(weights, fresh, strict=True)]
+            point = outcome(step, _weighed(step, cuts, point.again, [worth * w for w in weights]))
+            yield point
+
+
+def _weighed(step: Step, cuts: Cuts, again: Collection[int], weights: list[float]) -> frozenset[int]:
+    """The cheapest choice where a byte costs so many seconds at each moment, by the lifetimes of `again`."""
+    uses = Uses(step, again)
+    needed = [moment >= 0 for moment in uses.last]
+    for i in range(len(step.values) - 1, -1, -1):  # what is not needed now: as if its readers were made again
+        if uses.last[i] >= 0:
+            value = step.values[i]
+            uses.lead_on(value._replace(made_of=tuple(s for s in value.made_of if not needed[s])), i)
+    until = [0.0, *accumulate(weights)]
+    held: list[int | None] = []
+    prices: list[int | None] = []
+    for value, begin, end, written in zip(step.values, uses.first, uses.last, uses.written, strict=True):
+        keeping = (until[end + 1] - until[value.made]) * (value.nbytes or 0) if end >= 0 else 0.0
+        making = (until[end + 1] - until[begin]) * value.again if end >= 0 and written else 0.0
+        held.append(None if value.nbytes is None else price(keeping))
+        prices.append(None if value.seconds is None else price(value.seconds + making))
+    return cuts.weighed(held, prices)
+
+
+def _descent(step: Step, point: Outcome) -> Iterator[Outcome]:
+    """From a point to lower peaks by changing one value after the other, of those alive at the peak."""
+    unkept = {i for i, value in enumerate(step.values) if value.nbytes is None}
+    free = _free(step)
+    trials, tried = _TRIALS, {point.again}
+    while trials > 0 and point.alive:
+        uses, top = Uses(step, point.again), point.alive.index(point.peak)
+        begin = [uses.first[i] if i in point.again else step.values[i].made for i in free]
+        there = [i for i, start in zip(free, begin, strict=True) if start <= top <= uses.last[i]]
+        there.sort(key=lambda i: -(step.values[i].nbytes or 0))
+        changed = [outcome(step, (point.again ^ {i}) | unkept) for i in there[:trials]]
+        trials -= max(len(changed), 1)
+        new = (p for p in changed if p.again not in tried)
+        better = [p for p in new if (p.peak, p.seconds) < (point.peak, point.seconds)]
+        if not better:
+            return
+        point = min(better, key=lambda p: (p.peak, p.seconds))
+        tried.add(point.again)
+        yield point
+
+
+def _free(step: Step) -> list[int]:
+    """The values that can be kept, and made again of what can be either."""
+    possible: list[bool] = []
+    for value in step.values:
+        made_of_possible = all(possible[s] or step.values[s].nbytes is not None for s in value.made_of)
+        possible.append(value.seconds is not None and made_of_possible)
+    return [i for i, value in enumerate(step.values) if possible[i] and value.nbytes is not None]

@@ -1,0 +1,61 @@
+"""From the lines of a step and a goal to what is kept."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from leannorm.planning.goal import Goal
+from leannorm.planning.lines import Lines
+from leannorm.planning.timeline import Outcome
+
+
+class Plan(NamedTuple):
+    """`point`: what was chosen; `stock`: what happens without a plan. `step`: the price of stock's step in
+    seconds. `least`: the fewest bytes that are possible, of the peak where a peak was asked for. `reached`:
+    does the choice meet the goal?"""
+
+    point: Outcome
+    stock: Outcome
+    step: float
+    least: int
+    reached: bool
+
+    @property
+    def ratio(self) -> float:
+        """Planned kept bytes over stock's."""
+        return self.point.held / max(self.stock.held, 1)
+
+    @property
+    def peak_ratio(self) -> float:
+        """The planned peak over stock's."""
+        return self.point.peak / max(self.stock.peak, 1)
+
+    @property
+    def overhead(self) -> float:
+        """The price of what is made again beyond what stock makes again, over that of stock's step."""
+        return (self.point.seconds - self.stock.seconds) / self.step if self.step else 0.0
+
+
+def plan(lines: Lines, goal: Goal) -> Plan:
+    """The point of a line that a goal asks for; where it asks for too much, the leanest."""
+    stock, seconds = lines.stock, lines.step.seconds
+    if goal.peak is not None:
+        most = goal.peak * stock.peak if isinstance(goal.peak, float) else goal.peak
+        line = lines.by_peak
+        point = next((p for p in line if p.peak <= most), line[-1])
+        return Plan(point, stock, seconds, line[-1].peak, point.peak <= most)
+    line, least = lines.by_held, lines.by_held[-1].held
+    if goal.budget is not None:
+        point = next((p for p in line if p.held <= goal.budget * stock.held), line[-1])
+        return Plan(point, stock, seconds, least, point.held <= goal.budget * stock.held)
+    if goal.overhead is not None:
+        most = stock.seconds + goal.overhead * seconds
+        line = [p for p in line if p is stock or p.seconds <= most]
+    rate = goal.worth * seconds / max(stock.held, 1) if goal.worth is not None else float("inf")
+    return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, least, True)
+
+
+def _cost(point: Outcome, rate: float) -> tuple[float, float]:
+    if rate == float("inf"):
+        return point.held, point.seconds
+    return point.seconds + rate * point.held, point.held
