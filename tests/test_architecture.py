@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # what a room may import stands before it; rooms of one set do not know each other
 ORDER = [
     {"_errors", "_torch", "_types"},
-    {"_files", "_freed_memory", "_report", "planning"},
+    {"_batch", "_files", "_freed_memory", "_report", "planning"},
     {"ops"},
     {"_checks", "distributed"},
     {"autograd"},

@@ -152,3 +152,20 @@ def test_the_translation_is_of_this_readme():
     ):
         assert re.findall(what, readme) == re.findall(what, translated)
     assert sorted(re.findall(r"`[^`\n]+`", readme)) == sorted(re.findall(r"`[^`\n]+`", translated))
+
+
+def test_pages_tell_one_number_for_one_measurement():
+    """What the first pages say of a network under `lean()` is what docs/measured.md says of it."""
+
+    def row(page, model):
+        """The three numbers of each setting in the first row that begins with the model."""
+        line = re.search(rf"(?m)^\| {model}\b.*$", (ROOT / page).read_text())[0]
+        numbers = re.findall(r"(?<![\d.])\d\.\d\d(?![\d.])", line)
+        return [tuple(numbers[i : i + 3]) for i in range(0, len(numbers), 3)]
+
+    names = {"ResNet-50": "resnet50", "ViT-S": "vit_small_patch16_224"}
+    for page in ("README.md", "README.zh.md", "docs/index.md"):
+        for here, there in names.items():
+            assert row(page, here) == row("docs/measured.md", there)[1:], (page, here)
+    for model in ("resnet50", "efficientnet_b0", "convnext_tiny", "vit_small_patch16_224"):
+        assert row("docs/recipes/vision.md", model) == row("docs/measured.md", model), model

@@ -1,18 +1,15 @@
 // What lean() compares a tensor and a node by, read without Python's share: some of a tensor's bytes, its version
-// counter, and what a node keeps. evidence.py and graph.py say what is read and do the same.
+// counter, and what a node tells. evidence.py and graph.py say what is read and do the same.
 #pragma once
 
 #include "graph.h"
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstring>
 #include <string>
-#include <typeindex>
-#include <unordered_map>
 
 namespace leannorm {
 
@@ -61,112 +58,46 @@ inline PyObject* version_of(PyObject*, PyObject* const* arguments, Py_ssize_t co
 // Bytes that are equal only where everything that was put there is.
 struct Told {
   std::string bytes;
-  bool all = true;  // is nothing symbolic?
+  bool all = true;  // could everything be put there?
 
   template <class Plain> void raw(const Plain& v) { bytes.append(reinterpret_cast<const char*>(&v), sizeof v); }
-  void put(bool v) { raw(v); }
-  void put(int64_t v) { raw(v); }
-  void put(double v) { raw(v); }
   void put(const c10::SymInt& v) {
     if (const auto known = v.maybe_as_int()) raw(*known);
     else all = false;
   }
-  void put(const at::Scalar& v) {
-    if (v.isSymbolic()) all = false;
-    else if (v.isBoolean()) raw('b'), raw(v.to<bool>());
-    else if (v.isIntegral(false)) raw('i'), raw(v.to<int64_t>());
-    else if (v.isFloatingPoint()) raw('f'), raw(v.to<double>());
-    else raw('c'), raw(v.to<c10::complex<double>>());
-  }
-  void put(const std::string& v) { raw(v.size()), bytes += v; }
-  template <class Item> void put(const std::vector<Item>& list) {
-    raw(list.size());
-    for (const Item& v : list) put(v);
-  }
-  template <class Item> void put(const std::optional<Item>& v) {
-    raw(v.has_value());
-    if (v) put(*v);
-  }
-  template <class Item> void put(const c10::OptionalArray<Item>& v) { put(v.list); }
   void put(const torch::autograd::InputMetadata& v) {
     if (v.was_default_constructed() || v.is_cpp_nested_tensor()) return void(all = false);
     const auto shape = v.shape_as_dim_vector();
     raw(shape.size());
     for (const c10::SymInt& size : shape) put(size);
-    raw(c10::typeMetaToScalarType(v.dtype())), raw(v.device().type()), raw(v.device().index());
+    raw(c10::typeMetaToScalarType(v.options().dtype())), raw(v.device().type()), raw(v.device().index());
+  }
+  // A number, a string, None, or a list of these.
+  void put(PyObject* v) {
+    int large = 0;
+    if (v == Py_None) raw('0');
+    else if (PyBool_Check(v)) raw('b'), raw(v == Py_True);
+    else if (PyLong_CheckExact(v)) raw('i'), raw(PyLong_AsLongLongAndOverflow(v, &large)), raw(large);
+    else if (PyFloat_CheckExact(v)) raw('f'), raw(PyFloat_AS_DOUBLE(v));
+    else if (PyUnicode_CheckExact(v)) {
+      Py_ssize_t size = 0;
+      const char* const text = PyUnicode_AsUTF8AndSize(v, &size);
+      if (text == nullptr) return PyErr_Clear(), void(all = false);
+      raw('s'), raw(size), bytes.append(text, size);
+    } else if (PyTuple_CheckExact(v) || PyList_CheckExact(v)) {
+      raw('('), raw(PySequence_Fast_GET_SIZE(v));
+      for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(v); ++i) put(PySequence_Fast_GET_ITEM(v, i));
+    } else all = false;
+    all = all && large == 0;
   }
 };
 
-// The names by which Python shows what nodes of a class keep beside tensors, and a function that reads it.
-struct Class {
-  const char* names;
-  void (*read)(Told&, const Node&);
-};
-
-inline const std::unordered_map<std::type_index, Class>& classes() {
-  using namespace torch::autograd::generated;
-#define LEANNORM_CLASS(kind, names, ...) \
-  {typeid(kind), {names, [](Told& told, const Node& node) { \
-     [[maybe_unused]] const auto& of = static_cast<const kind&>(node); \
-     [&told](const auto&... kept) { (told.put(kept), ...); }(__VA_ARGS__); \
-   }}}
-  static const std::unordered_map<std::type_index, Class> known = {
-      LEANNORM_CLASS(AddBackward0, "alpha", of.alpha),
-      LEANNORM_CLASS(AddmmBackward0, "alpha beta mat1_sym_sizes mat1_sym_strides mat2_sym_sizes mat2_sym_strides", of.alpha, of.beta, of.mat1_sym_sizes, of.mat1_sym_strides, of.mat2_sym_sizes, of.mat2_sym_strides),
-      LEANNORM_CLASS(AliasBackward0, ""),
-      LEANNORM_CLASS(BmmBackward0, ""),
-      LEANNORM_CLASS(CatBackward0, "dim", of.dim),
-      LEANNORM_CLASS(CloneBackward0, ""),
-      LEANNORM_CLASS(ConvolutionBackward0, "bias_sym_sizes_opt dilation groups output_padding padding stride transposed", of.bias_sym_sizes_opt, of.dilation, of.groups, of.output_padding, of.padding, of.stride, of.transposed),
-      LEANNORM_CLASS(DivBackward0, ""),
-      LEANNORM_CLASS(EluBackward0, "alpha input_scale scale", of.alpha, of.input_scale, of.scale),
-      LEANNORM_CLASS(ExpandBackward0, "self_sym_sizes", of.self_sym_sizes),
-      LEANNORM_CLASS(FusedRmsNormBackward0, "normalized_shape", of.normalized_shape),
-      LEANNORM_CLASS(GeluBackward0, "approximate", of.approximate),
-      LEANNORM_CLASS(HardsigmoidBackward0, ""),
-      LEANNORM_CLASS(HardswishBackward0, ""),
-      LEANNORM_CLASS(HardtanhBackward0, "max_val min_val", of.max_val, of.min_val),
-      LEANNORM_CLASS(LeakyReluBackward0, "negative_slope", of.negative_slope),
-      LEANNORM_CLASS(LeakyReluBackward1, "negative_slope", of.negative_slope),
-      LEANNORM_CLASS(LogSoftmaxBackward0, "dim", of.dim),
-      LEANNORM_CLASS(MeanBackward1, "dim keepdim self_sym_numel self_sym_sizes", of.dim, of.keepdim, of.self_sym_numel, of.self_sym_sizes),
-      LEANNORM_CLASS(MishBackward0, ""),
-      LEANNORM_CLASS(MmBackward0, "mat2_sym_sizes mat2_sym_strides self_sym_sizes self_sym_strides", of.mat2_sym_sizes, of.mat2_sym_strides, of.self_sym_sizes, of.self_sym_strides),
-      LEANNORM_CLASS(MulBackward0, ""),
-      LEANNORM_CLASS(MulBackward1, "other", of.other),
-      LEANNORM_CLASS(NativeBatchNormBackward0, "eps training", of.eps, of.training),
-      LEANNORM_CLASS(NativeGroupNormBackward0, "C HxW N eps group", of.C, of.HxW, of.N, of.eps, of.group),
-      LEANNORM_CLASS(NativeLayerNormBackward0, "normalized_shape", of.normalized_shape),
-      LEANNORM_CLASS(NegBackward0, ""),
-      LEANNORM_CLASS(PermuteBackward0, "dims", of.dims),
-      LEANNORM_CLASS(PowBackward0, "exponent", of.exponent),
-      LEANNORM_CLASS(ReluBackward0, ""),
-      LEANNORM_CLASS(RsqrtBackward0, ""),
-      LEANNORM_CLASS(ScaledDotProductFlashAttentionForCpuBackward0, "dropout_p is_causal scale", of.dropout_p, of.is_causal, of.scale),
-      LEANNORM_CLASS(SelectBackward0, "dim index self_sym_sizes", of.dim, of.index, of.self_sym_sizes),
-      LEANNORM_CLASS(SigmoidBackward0, ""),
-      LEANNORM_CLASS(SiluBackward0, ""),
-      LEANNORM_CLASS(SliceBackward0, "dim end self_sym_sizes start step", of.dim, of.end, of.self_sym_sizes, of.start, of.step),
-      LEANNORM_CLASS(SoftmaxBackward0, "dim", of.dim),
-      LEANNORM_CLASS(SplitBackward0, "dim self_sym_sizes split_size", of.dim, of.self_sym_sizes, of.split_size),
-      LEANNORM_CLASS(TBackward0, ""),
-      LEANNORM_CLASS(TanhBackward0, ""),
-      LEANNORM_CLASS(ToCopyBackward0, ""),
-      LEANNORM_CLASS(TransposeBackward0, "dim0 dim1", of.dim0, of.dim1),
-      LEANNORM_CLASS(UnbindBackward0, "dim", of.dim),
-      LEANNORM_CLASS(UnsafeViewBackward0, "self_sym_sizes", of.self_sym_sizes),
-      LEANNORM_CLASS(UnsqueezeBackward0, "dim", of.dim),
-      LEANNORM_CLASS(ViewBackward0, "self_sym_sizes", of.self_sym_sizes),
-  };
-#undef LEANNORM_CLASS
-  return known;
-}
-
-// told(node): its class' constants and the shape, dtype and device of each output and input, as bytes; None where one
-// is symbolic. And does that include what the node keeps? Else Python is to read it.
-inline PyObject* told(PyObject*, PyObject* object) {
+// told(node, names): the shape, dtype and device of each output and input, and what the node shows under these names,
+// as bytes; None where Python is to read it.
+inline PyObject* told(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  const Node* const node = node_of(object);
+  TORCH_CHECK(count == 2 && PyTuple_Check(arguments[1]));
+  const Node* const node = node_of(arguments[0]);
   if (node == nullptr) Py_RETURN_NONE;
   Told told;
   told.bytes.reserve(512);
@@ -176,21 +107,14 @@ inline PyObject* told(PyObject*, PyObject* object) {
     told.raw(producer != nullptr);
     if (producer) told.put(producer->input_metadata(output));
   }
-  const auto found = classes().find(typeid(*node));
-  if (found != classes().end()) found->second.read(told, *node);
+  for (Py_ssize_t i = 0; told.all && i < PyTuple_GET_SIZE(arguments[1]); ++i) {
+    THPObjectPtr kept(PyObject_GetAttr(arguments[0], PyTuple_GET_ITEM(arguments[1], i)));
+    if (!kept) PyErr_Clear();
+    if (kept) told.put(kept.get());
+    else told.all = false;
+  }
   if (!told.all) Py_RETURN_NONE;
-  const py::bytes bytes(told.bytes);
-  return PyTuple_Pack(2, bytes.ptr(), found == classes().end() ? Py_False : Py_True);
-  END_HANDLE_TH_ERRORS
-}
-
-// told_names(node): which constants of this node `told` reads, by their names in Python; None where it reads none.
-inline PyObject* told_names(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  const Node* const node = node_of(object);
-  const auto found = node == nullptr ? classes().end() : classes().find(typeid(*node));
-  if (found == classes().end()) Py_RETURN_NONE;
-  return PyUnicode_FromString(found->second.names);
+  return PyBytes_FromStringAndSize(told.bytes.data(), told.bytes.size());
   END_HANDLE_TH_ERRORS
 }
 

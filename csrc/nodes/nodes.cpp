@@ -355,8 +355,7 @@ PyMethodDef functions[] = {
     {"in_view", &in_view, METH_O, nullptr},
     {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&sample)), METH_FASTCALL, nullptr},
     {"version_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&version_of)), METH_FASTCALL, nullptr},
-    {"told", &told, METH_O, nullptr},
-    {"told_names", &told_names, METH_O, nullptr},
+    {"told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&told)), METH_FASTCALL, nullptr},
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 

@@ -17,6 +17,11 @@ from leannorm.ops.plan import values_per_channel
 _STRIDED = torch.strided
 
 
+def module(model: object, function: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise InputError(f"{function} is for a torch.nn.Module, got {type(model).__name__}; pass the model")
+
+
 def floating(name: str, tensor: Tensor) -> None:
     """Floating point, and strided: no kernel and no formula here reads sparse or mkldnn tensors."""
     if tensor.layout is not _STRIDED:

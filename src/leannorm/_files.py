@@ -14,17 +14,31 @@ from leannorm._errors import InputError
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises InputError for a path that no file can be written to: said before the work, not after it."""
+    """Raises InputError for a path that no file can be written to: said before the work, not after it.
+
+    A file beside it is made and removed: permissions alone do not tell of a full or a read-only file system.
+    """
     for path in paths:
         if path is None:
             continue
         folder = path.absolute().parent
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             raise InputError(f"there is no folder {str(folder)!r}: create it, or name another")
-        if path.is_dir():
+        if os.path.isdir(path):  # of names that cannot be, Path's raises
             raise InputError(f"{str(path)!r} is a folder: name a file in it")
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"the folder {str(folder)!r} cannot be written to: name another")
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{path.name}."):
+                pass
+        except OSError as error:
+            raise InputError(
+                f"{str(path)!r} cannot be written to ({error.strerror or error}): name another"
+            ) from error
+
+
+def check_suffix(path: Path | None, suffix: str) -> None:
+    """Raises InputError for a file of another suffix than its format has."""
+    if path is not None and path.suffix != suffix:
+        raise InputError(f"the file is written in one format, {suffix}; got {str(path)!r}: name it *{suffix}")
 
 
 @contextmanager

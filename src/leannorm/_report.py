@@ -106,7 +106,9 @@ def _tell(parts: Iterable[Part], console: Console) -> None:
         if isinstance(part, Table):
             console.print(part.rich())
         else:
-            console.print(part.text, style=part.style, highlight=False, markup=False, soft_wrap=True)
+            console.print(
+                part.text, style=part.style, highlight=False, markup=False, emoji=False, soft_wrap=True
+            )
 
 
 def as_data(value: Any) -> Any:
@@ -142,6 +144,16 @@ def bytes_in_words(nbytes: float) -> str:
     ('12.3 MB', '12.3 KB', '0.0 MB')
     """
     return f"{nbytes / 1e3:,.1f} KB" if 0 < nbytes < 1e5 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def column_of_bytes(column: Sequence[float]) -> list[str]:
+    """The same for a column, all in the unit of its largest.
+
+    >>> column_of_bytes([12_345_678, 12_345, 0])
+    ['12.3 MB', '<0.1 MB', '0.0 MB']
+    """
+    unit, scale = ("KB", 1e3) if max(column, default=0) < 1e5 else ("MB", 1e6)
+    return [f"<0.1 {unit}" if 0 < one / scale < 0.05 else f"{one / scale:,.1f} {unit}" for one in column]
 
 
 def milliseconds(seconds: float) -> str:

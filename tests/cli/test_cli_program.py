@@ -31,6 +31,7 @@ def test_fork_then_fold(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "shared (1 operators)" in text
     assert "training branch" in text
+    assert "(batch=2.., 3, 8, 8) float32" in text
     assert picture.read_text().startswith("<svg")
     assert json.loads(numbers.read_text())["operators"]["shared"] == 1
     loaded = program.Program.load(out)

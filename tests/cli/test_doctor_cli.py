@@ -4,8 +4,11 @@ import json
 import sys
 
 import pytest
+from torch import nn
 
+import leannorm
 from leannorm.cli import main
+from leannorm.report.doctor.findings import remedies
 
 HERE = "doctor_network"
 NETWORK = f"{HERE}:healthy"
@@ -47,6 +50,22 @@ def flat():
 def test_a_healthy_model(network, capsys):
     assert main(["doctor", NETWORK, "--input", "4x3x8x8"]) == 0
     assert "1 norm layer and 1 batch of doctor_network:healthy: nothing found" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("least", "status"), [("note", 1), ("warning", 1), ("error", 0)])
+def test_the_severity_that_fails_can_be_said(network, least, status):
+    assert main(["doctor", f"{HERE}:forgetful", "--fail-on", least]) == status
+
+
+def test_one_remedy_mends_every_layer_that_it_names():
+    model = nn.Sequential(*(nn.BatchNorm1d(4, momentum=0.99) for _ in range(7)))
+    report = leannorm.doctor(model)
+    assert len(report.findings) == 7
+    lines = remedies(report.findings)
+    assert lines[0].startswith("for name in [")
+    assert all(line in str(report) for line in lines)
+    exec("\n".join(lines), {"model": model})
+    assert not leannorm.doctor(model).findings
 
 
 def test_findings_are_status_1_and_numbers(network, capsys):

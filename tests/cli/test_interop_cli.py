@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -38,7 +39,15 @@ def test_between_two_others_and_what_stays_open_is_said(tmp_path, capsys):
     arguments = [*FLAX, str(output), *MODEL, "--from", "flax", "--to", "paddle", "--to-names", "bn=norm"]
     assert main(["convert-checkpoint", *arguments]) == 0
     printed = capsys.readouterr().out
-    for words in ("was loaded as it is", "was saved as it is", "default is 0.99", "default is 1e-06"):
+    assert not re.search("pass |count=|eps=|momentum=", printed.replace("make ", ""))
+    for words in (
+        "was loaded as it is",
+        "give --count N*H*W",
+        "give --eps as the flax",
+        "was saved as it is",
+        "default is 0.99",
+        "default is 1e-06",
+    ):
         assert words in printed
     model = Net()
     interop.load(model, output, "paddle", names={"bn": "norm"}, count=48)
@@ -51,8 +60,13 @@ BAD_USAGE = {
     "no source": ([*KERAS, "o.pt", *MODEL], "--from"),
     "names": ([*KERAS, "o.pt", *MODEL, "--from", "keras", "--names", "bn"], "--names must be HERE=THERE"),
     "no folder": ([*KERAS, "nowhere/o.pt", *MODEL, "--from", "keras"], "there is no folder"),
-    "a misfit": ([*KERAS, "o.pt", *MODEL, "--from", "flax"], "does not fit the model"),
-    "no template": ([*FLAX, "o.onnx", *MODEL, "--from", "flax", "--to", "onnx"], "pass like="),
+    "no template": ([*FLAX, "o.onnx", *MODEL, "--from", "flax", "--to", "onnx"], "give --like one that"),
+    "names of no layer": ([*KERAS, "o.pt", *MODEL, "--from", "keras", "--names", "x=y"], "--names must map"),
+    "names of no layer, there": (
+        [*FLAX, "o.pdparams", *MODEL, "--from", "flax", "--to", "paddle", "--to-names", "x=y"],
+        "--to-names must map",
+    ),
+    "only read": ([*FLAX, "o.pt", *MODEL, "--from", "flax", "--to", "caffe"], "--to caffe cannot be written"),
     "no model": ([*KERAS, "o.pt", "--model", "Net", "--from", "keras"], "name a model as timm:NAME"),
     "no such package": (
         [*KERAS, "o.pt", "--model", "nowhere:Net", "--from", "keras"],
@@ -79,3 +93,17 @@ def test_bad_usage_is_one_line_and_leaves_no_file(case, tmp_path, monkeypatch, c
     assert err.count("\n") == 1
     assert "Traceback" not in out + err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misfit_has_a_line_for_each_tensor(capsys):
+    assert main(["convert-checkpoint", *KERAS, "o.pt", *MODEL, "--from", "flax"]) == 2
+    first, *rest = capsys.readouterr().err.splitlines()
+    assert first.endswith("where the layers have other names, give --names HERE=THERE:")
+    assert len(rest) > 1
+    assert all(re.match("  (missing|surplus): ", line) for line in rest)
+
+
+def test_pytorch_is_torch(tmp_path):
+    torch.save(Net().state_dict(), tmp_path / "in.pt")
+    arguments = [str(tmp_path / "in.pt"), str(tmp_path / "out.safetensors"), *MODEL, "--from", "pytorch"]
+    assert main(["convert-checkpoint", *arguments]) == 0

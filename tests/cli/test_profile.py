@@ -13,7 +13,8 @@ from torch import nn
 
 from leannorm._errors import InputError, MissingDependencyError
 from leannorm.cli import main
-from leannorm.cli.models import model_named, shape_of
+from leannorm.cli.inputs import specs_of
+from leannorm.cli.models import model_named
 from leannorm.report.layers import StockCount, by_layer
 from leannorm.report.profile import profile
 
@@ -187,7 +188,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch):
 @pytest.mark.parametrize("text", ["", "8x", "8x3x0x3", "8,3,4,4", "axb", "-1x3"])
 def test_sizes_that_are_none_are_refused(text):
     with pytest.raises(InputError, match="like 8x3x224x224"):
-        shape_of(text)
+        specs_of([text])
 
 
 def test_the_command_writes_both_files(tmp_path, capsys):

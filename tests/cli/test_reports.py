@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -92,7 +93,7 @@ class Odd(Report):
 
     def parts(self):
         yield Table(["[bold]", "<b>"], [["[red]x[/red]", "<i>"]], "a & b")
-        yield Line("[dim] < 1")
+        yield Line("[dim] < 1 of hf:llama: all")
 
     def summary(self):
         return self.name
@@ -109,8 +110,35 @@ def test_names_are_no_markup_and_numbers_that_are_not_finite_are_null(capsys):
     odd.print()
     for told in (str(odd), capsys.readouterr().out):
         assert "[red]x[/red]" in told
-        assert "[dim] < 1" in told
+        assert "[dim] < 1 of hf:llama: all" in told
     html = odd._repr_html_()
     assert "<i>" not in html
     assert "&lt;i&gt;" in html
     assert "<caption>a &amp; b</caption>" in html
+
+
+def test_a_column_has_one_unit():
+    tables = [part for part in MADE["profile"]().parts() if isinstance(part, Table)]
+    units = [
+        {unit for row in table.rows for unit in re.findall(r" ([KM]B)", row[column])}
+        for table in tables
+        for column in range(len(table.columns))
+    ]
+    assert {"KB"} in units
+    assert all(len(one) <= 1 for one in units)
+
+
+def test_what_lean_saved_is_one_line():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.Conv2d(16, 4, 3))
+    saved = leannorm.lean(budget=0.8)
+    assert repr(saved) == "lean(no tensor saved)"
+    for _ in range(2):
+        with saved:
+            loss = model(torch.randn(2, 3, 20, 20)).sum()
+        loss.backward()
+    kept, rebuilt = saved.kept_bytes / 1e3, saved.rebuilt_bytes / 1e3
+    told = (
+        f"lean({kept:.1f} KB kept, {rebuilt:.1f} KB to rebuild; plan: {saved.plan.ratio:.2f} of stock's bytes"
+    )
+    assert repr(saved).startswith(told)
+    assert repr(saved).endswith("; ".join(saved.reasons) + ")")

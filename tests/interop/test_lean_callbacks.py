@@ -81,6 +81,8 @@ def test_a_trainer_is_lean(tmp_path, bf16):
     model, _ = trained(tmp_path / "lean", [callback], bf16)
     stock, trainer = trained(tmp_path / "stock", [], bf16)
     assert seen  # it was at work
+    assert callback.saved.rebuilt_bytes > 0
+    assert "to rebuild" in repr(callback.saved)
     assert_same(model, stock)
     assert ("forward" in vars(model)) == ("forward" in vars(stock))  # accelerate's own, for bfloat16
     last = sorted((tmp_path / "lean").glob("checkpoint-*"))[-1]

@@ -136,7 +136,7 @@ def launched_by(operator, arguments) -> list[tuple]:
     result = operator(*arguments)
     tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
     results = result if isinstance(result, tuple) else () if result is None else (result,)
-    kinds = [(t.shape, t.stride(), t.dtype) for t in results]
+    kinds = [None if t is None else (t.shape, t.stride(), t.dtype) for t in results]
     return [kinds, *(numbered(given, tensors) for given in LAUNCHED)]
 
 

@@ -281,7 +281,7 @@ class Unexportable(torch.nn.Module):
     ("net", "inputs", "message"),
     [
         (Unexportable(), (image(),), "torch.export cannot trace Unexportable in the train mode"),
-        (stack(), image(), "example_inputs must be a tuple"),
+        (stack(), 42, "example_inputs must be a tensor, a tuple or a mapping, got int"),
     ],
     ids=["control flow", "no tuple"],
 )

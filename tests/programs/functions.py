@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -137,16 +137,13 @@ def busy(count):
 
 def elsewhere(make, x, count=0):
     """`make(x)`, in a thread that has made `count` nodes before."""
-    made = []
 
     def work():
         busy(count)
-        made.append(make(x))
+        return make(x)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return made[0]
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()
 
 
 def at_first(i, x, value):

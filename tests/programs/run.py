@@ -252,12 +252,14 @@ class LeanRun(Run):
         references = [r for opened in self._opened for r in opened._ledger._values]
         return sum(r() is not None for r in references)
 
-    def _raised_in_backward(self):
-        """Then torch's engine keeps nodes that it had not come to, until it comes to the next of them."""
-        return any(event.kind == "raised" and "backward pass" in event.where for event in self.trace)
+    def _held_by_torch(self):
+        """After an error torch's engine keeps nodes that it had not come to, until it comes to the next of
+        them; save_on_cpu keeps a node that saves its own output, by the graph of its copy."""
+        raised = any(event.kind == "raised" and "backward pass" in event.where for event in self.trace)
+        return raised or "save_on_cpu" in str(self.program)
 
     def end(self):
-        if self._cache or not self._left() or self._raised_in_backward():
+        if self._cache or not self._left() or self._held_by_torch():
             return
         gc.collect()  # errors hold frames
         if self._left():

@@ -14,7 +14,8 @@ def fused(outputs: torch.Tensor) -> int:
         node = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            count += getattr(node, "act", "identity") != "identity"
+            call = getattr(node, "call", node)
+            count += getattr(call, "act", "identity") != "identity"
             left += [function for function, _ in node.next_functions]
     return count
 

@@ -281,11 +281,11 @@ def row_norm(
     start = stop - len(shape)
     if not (eps >= 0 and 0 <= start < stop and x.shape[start:] == shape):
         return None
+    if usual_call(backend, x, weight, bias, dense=False) is None:
+        return None
     for v in (weight, bias):
         if v is not None and not (v.shape == shape and v.is_floating_point()):
             return None
-    if usual_call(backend, x, weight, bias, dense=False) is None:
-        return None
     rows = Rows(start, stop, eps, rms)
     try:
         if _recorded(x, weight, bias):

@@ -12,7 +12,8 @@ CHECK_FELL_SHORT, BAD_USAGE, INTERRUPTED = 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `leannorm ARGUMENTS`; returns the exit status.
 
-    0: success. 1: a check fell short. 2: bad usage, with one line on stderr that says what to change.
+    0: success. 1: a check fell short. 2: bad usage, or a file that cannot be read or written, with one line
+    on stderr that says what to change; where several things do not fit, each has a line below it.
     130: interrupted from the keyboard; no file is half-written.
     """
     import typer
@@ -33,11 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except LeannormError as error:
         return _complain(str(error))
+    except OSError as error:
+        return _complain(
+            ": ".join(filter(None, (error.filename and str(error.filename), error.strerror or str(error))))
+        )
     except usage_error as error:
         command = error.ctx.command_path if error.ctx else "leannorm"
         return _complain(f"{error.format_message()} (see {command} --help)")
 
 
 def _complain(message: str) -> int:
-    print("leannorm: " + " ".join(message.split()), file=sys.stderr)
+    items = (" ".join(item.split()) for item in message.split("\n  "))
+    print("leannorm: " + "\n  ".join(items), file=sys.stderr)
     return BAD_USAGE

@@ -39,4 +39,5 @@ def leannorm(
 
 COMMANDS = (demo, check, profile, fit, doctor, bench, convert_checkpoint, fold, fork, info)
 for command in COMMANDS:
-    app.command()(command)
+    # without its own short help a command's first sentence is cut
+    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)

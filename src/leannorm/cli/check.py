@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, tell
+from leannorm.cli.options import Dtype, Inputs, JsonFile, tell
 
 if TYPE_CHECKING:
     from leannorm.report.numerics import Check
@@ -17,10 +17,9 @@ def check(
     model: Annotated[
         str, typer.Option(help="Check this model under lean() in place of the layers.", metavar="MODEL")
     ] = "",
-    input: Annotated[
-        str, typer.Option(help="Sizes of the model's input, batch first.", metavar="8x3x96x96")
-    ] = "",
+    input: Inputs = [],  # noqa: B006  # typer needs a list as the default
     steps: Annotated[int, typer.Option(help="Training steps of the model.", min=1)] = 3,
+    dtype: Dtype = "float32",
     json: JsonFile = None,
 ) -> None:
     """Check on this machine every equality that the layers promise, each against its error budget.
@@ -42,7 +41,7 @@ def check(
         raise InputError("--model and --input go together: a model is checked on an input, as 8x3x96x96")
     with Console().status(f"checking {model}") as status:
         checks = []
-        for one in _of_model(model, input, steps) if model else run_checks():
+        for one in _of_model(model, input, steps, dtype) if model else run_checks():
             checks.append(one)
             status.update(f"checking: {one.name}")
         report = CheckReport(checks, [] if model else list(recipe_states()))
@@ -51,12 +50,14 @@ def check(
         raise typer.Exit(CHECK_FELL_SHORT)
 
 
-def _of_model(model: str, shape: str, steps: int) -> Iterator[Check]:
+def _of_model(model: str, inputs: list[str], steps: int, dtype: str) -> Iterator[Check]:
     import torch
 
-    from leannorm.cli.models import model_named, shape_of, tried
+    from leannorm.cli.inputs import dtype_named, specs_of, tried
+    from leannorm.cli.models import model_named
     from leannorm.report.verify import verify_model
 
     torch.manual_seed(0)
-    sizes, made = shape_of(shape), model_named(model)
-    yield from verify_model(made, tried(made, sizes, model), steps)
+    specs_of(inputs)
+    made = model_named(model).to(dtype_named(dtype))
+    yield from verify_model(made, tried(made, inputs, model, dtype=dtype), steps)

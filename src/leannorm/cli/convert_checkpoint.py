@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +12,20 @@ import typer
 from leannorm.cli.options import JsonFile, ModelOption
 
 FRAMEWORKS = "torch, paddle, keras, tensorflow, flax or onnx"
+# what the library's messages call its arguments, as they are typed here
+_TYPED = {
+    "pass names={'layer here': 'layer there'}; strict=False passes over what is missing or surplus": (
+        "give --names HERE=THERE"
+    ),
+    "pass count=N*H*W": "give --count N*H*W",
+    "count=math.inf": "--count inf",
+    "pass eps=": "give --eps",
+    "pass momentum=": "give --momentum",
+    "pass like= one": "give --like one",
+    "save those with target='torch'": "write those with --to torch",
+    "names must map": "--names must map",
+    "target 'caffe'": "--to caffe",
+}
 
 
 def convert_checkpoint(
@@ -56,30 +72,52 @@ def convert_checkpoint(
     built = model_named(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", interop.ConventionWarning)
-        loaded = interop.load(
-            built,
-            checkpoint,
-            source,
-            names=there,
-            count=count if reads.biased_running_var else None,
-            eps=eps,
-            momentum=momentum,
-        )
+        with _as_typed():
+            loaded = interop.load(
+                built,
+                checkpoint,
+                source,
+                names=there,
+                count=count if reads.biased_running_var else None,
+                eps=eps,
+                momentum=momentum,
+            )
         counted = count if writes.biased_running_var else None
-        interop.save(built, output, target, names=here, count=counted, like=like)
+        with _as_typed({"--names": "--to-names"}):
+            interop.save(built, output, target, names=here, count=counted, like=like)
     console = Console(soft_wrap=True)
-    for warning in caught:
-        console.print(f"note: {warning.message}", style="yellow", highlight=False, markup=False)
+    notes = [_typed(str(warning.message)) for warning in caught]
+    for note in notes:
+        console.print(f"note: {note}", style="yellow", highlight=False, markup=False)
     for layer, settings in loaded.settings.items():
         arguments = ", ".join(f"{name}={value:g}" for name, value in settings.items())
         console.print(
             f"make {layer or 'the layer'} with {arguments}: {output.name} does not hold it", highlight=False
         )
     if json:
-        notes = [str(warning.message) for warning in caught]
         write_json(json, dataclasses.asdict(loaded) | {"notes": notes})
         console.print(f"numbers: {json}", highlight=False)
     console.print(f"{len(loaded.loaded)} tensors converted: {output}", style="bold green", highlight=False)
+
+
+@contextmanager
+def _as_typed(flags: Mapping[str, str] = {}) -> Iterator[None]:
+    """Errors of the library speak of this command's flags; `flags` replaces some of those."""
+    from leannorm._errors import InputError
+
+    try:
+        yield
+    except InputError as error:
+        told = _typed(str(error))
+        for flag, other in flags.items():
+            told = told.replace(flag, other)
+        raise InputError(told) from error
+
+
+def _typed(message: str) -> str:
+    for argument, flag in _TYPED.items():
+        message = message.replace(argument, flag)
+    return message
 
 
 def _pairs(option: str, given: list[str] | None) -> dict[str, str]:

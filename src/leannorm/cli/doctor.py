@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model, tell
+from leannorm.cli.options import Inputs, JsonFile, Model, tell
 
 
 def doctor(
     model: Model,
-    input: Annotated[
-        str, typer.Option(help="Run a random batch of these sizes, batch first.", metavar="8x3x224x224")
-    ] = "",
+    input: Inputs = [],  # noqa: B006  # typer needs a list as the default
     data: Annotated[
         str,
         typer.Option(
             help="Run batches of the model's data, as doctor() takes them.", metavar="package.module:callable"
         ),
     ] = "",
+    fail_on: Annotated[
+        Literal["error", "warning", "note"], typer.Option(help="The least severity with exit status 1.")
+    ] = "note",
     json: JsonFile = None,
     html: Annotated[
         Path | None, typer.Option("--html", "--report", help="Write an HTML page here.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Look for what is wrong in a model's norm layers; exit status 1 where something is found.
+    """Look for what is wrong in a model's norm layers; exit status 1 for findings (see --fail-on).
 
     A package.module:callable may load weights. What a batch's values tell (the gap between the modes, dead
     channels, padding) is asked of --data alone: of random values it says nothing.
@@ -34,14 +35,16 @@ def doctor(
     import torch
     from rich.console import Console
 
+    from leannorm._batch import call, inputs_of
     from leannorm._errors import InputError
     from leannorm._files import check_writable
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.cli.models import in_one_line, made_by, model_named, shape_of
+    from leannorm.cli.inputs import made, specs_of
+    from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
+    from leannorm.report.doctor.subject import SEVERITIES
     from leannorm.report.render import require_page
-    from leannorm.transforms.statistics.pooling import call
 
     if input and data:
         raise InputError("give --input or --data, not both: a random batch or batches of the model's data")
@@ -49,21 +52,23 @@ def doctor(
     if html:
         require_page()
 
+    specs = specs_of(input) if input else []
+
     def forward(network: torch.nn.Module, batch: Any) -> Any:
         try:
-            return call(network, batch)
+            return inputs_of(batch).call(network) if input else call(network, batch)
         except Exception as error:
-            what = f"an input of {input}" if input else f"a batch of {data}"
+            what = f"an input of {', '.join(input)}" if input else f"a batch of {data}"
             raise InputError(f"{model} does not run on {what}: {in_one_line(error)}") from error
 
     with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
-        batches = torch.randn(shape_of(input)) if input else made_by(data) if data else None
+        batches = [made(specs, torch.float32)] if specs else made_by(data) if data else None
         network = model_named(model)
         status.update("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
         report = examine(network, batches, forward=forward, checks=checks)
     report.model = model
     tell(report, json, html)
-    if not report:
+    if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on) for one in report.findings):
         raise typer.Exit(CHECK_FELL_SHORT)

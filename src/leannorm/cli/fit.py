@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model, tell
+from leannorm.cli.options import Dtype, JsonFile, Model, tell
 
 
 def fit(
     model: Model,
     memory: Annotated[str, typer.Option(help="The available memory, like 24GiB or 80GB.", metavar="BYTES")],
-    input: Annotated[str, typer.Option(help="Sizes of one sample.", metavar="3x224x224")] = "3x224x224",
+    input: Annotated[
+        list[str],
+        typer.Option(
+            help="Sizes of one sample, without its batch; 'ids=512:int64<32000' has a name and a dtype. "
+            "Repeatable.",
+            metavar="3x224x224",
+        ),
+    ] = ["3x224x224"],  # noqa: B006  # typer needs a list as the default
     optimizer: Annotated[
         str, typer.Option(help="The optimizer whose state is counted: sgd, momentum or adam.")
     ] = "adam",
+    dtype: Dtype = "float32",
     json: JsonFile = None,
 ) -> None:
     """Find the largest batch that fits in a memory, stock and under each lean setting.
@@ -26,11 +33,15 @@ def fit(
     from rich.console import Console
 
     from leannorm._files import check_writable
-    from leannorm.cli.models import model_named, shape_of
+    from leannorm.cli.inputs import dtype_named, made, specs_of
+    from leannorm.cli.models import model_named
     from leannorm.report.fit import fit as largest
 
     check_writable(json)
-    sample, make = shape_of(input), partial(model_named, model)
+    kind = dtype_named(dtype)
+    sample = made(specs_of(input), kind, "meta")
     with Console().status(f"making {model}") as status:
-        report = largest(make, sample, memory, optimizer=optimizer, progress=status.update)
+        report = largest(
+            lambda: model_named(model).to(kind), sample, memory, optimizer=optimizer, progress=status.update
+        )
     tell(report, json)

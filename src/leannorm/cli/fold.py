@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import InputShape, JsonFile, tell
+from leannorm.cli.options import Inputs, JsonFile, tell
 
 
 def fold(
     model: Annotated[
         str, typer.Argument(help="A program's file (.pt2), or timm:NAME, torchvision:NAME, ...")
     ],
-    input: InputShape = "2x3x224x224",
+    input: Inputs = ["2x3x224x224"],  # noqa: B006  # typer needs a list as the default
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write the folded model here (torch.export).", metavar="FILE"),
@@ -28,16 +28,20 @@ def fold(
     import torch
     from rich.console import Console
 
+    from leannorm._batch import positional
     from leannorm._errors import FoldError, InputError
-    from leannorm._files import check_writable
+    from leannorm._files import check_suffix, check_writable
     from leannorm.cli import CHECK_FELL_SHORT
-    from leannorm.cli.models import model_named, shape_of, tried
+    from leannorm.cli.inputs import specs_of, tried
+    from leannorm.cli.models import model_named
     from leannorm.program import Program
     from leannorm.transforms import fold as folding
 
+    check_suffix(output, ".pt2")
     check_writable(json, output)
     console = Console(soft_wrap=True)
-    is_file, shape = Path(model).is_file(), shape_of(input)
+    is_file, inputs = Path(model).is_file(), None
+    specs_of(input)
     if not is_file and (model.endswith(".pt2") or ":" not in model):
         raise InputError(f"there is no file {model!r}; a model is named timm:NAME or package.module:callable")
     try:
@@ -47,7 +51,8 @@ def fold(
                 report = folding(Program.load(model), verify=verify)
             else:
                 made = model_named(model)
-                report = folding(made, (tried(made, shape, model),), verify=verify)
+                inputs = tried(made, input, model)
+                report = folding(made, inputs, verify=verify)
     except FoldError as error:
         console.print(str(error), style="bold red", highlight=False)
         raise typer.Exit(CHECK_FELL_SHORT) from error
@@ -55,6 +60,6 @@ def fold(
     if output:
         whole = report.model
         if isinstance(whole, torch.nn.Module):
-            whole = torch.export.export(whole, (torch.randn(shape),))
+            whole = torch.export.export(whole, positional(whole, inputs))
         torch.export.save(whole, output)
         console.print(f"folded model: {output}", highlight=False)

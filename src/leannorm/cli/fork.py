@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from leannorm.cli.options import InputShape, JsonFile
+from leannorm.cli.options import Inputs, JsonFile
 
 
 def fork(
     model: Annotated[str, typer.Argument(help="timm:NAME, torchvision:NAME or package.module:callable.")],
-    input: InputShape = "2x3x224x224",
+    input: Inputs = ["2x3x224x224"],  # noqa: B006  # typer needs a list as the default
     any_batch: Annotated[bool, typer.Option(help="Let the batch size vary.")] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the program here (.pt2).", metavar="FILE")
@@ -26,19 +26,24 @@ def fork(
     import torch
     from rich.console import Console
 
-    from leannorm._files import check_writable, write_json
-    from leannorm.cli.models import model_named, shape_of, tried
+    from leannorm._files import check_suffix, check_writable, write_json
+    from leannorm.cli.inputs import specs_of, tried
+    from leannorm.cli.models import model_named
     from leannorm.program import fork as forking
 
+    check_suffix(output, ".pt2")
+    check_suffix(draw, ".svg")
     check_writable(json, output, draw)
-    shape = shape_of(input)
-    dynamic = ({0: torch.export.Dim("batch", min=2)},) if any_batch and shape[0] > 1 else None
+    specs = specs_of(input)
+    varies = any_batch and all(spec.sizes[0] > 1 for spec in specs)
+    batch = torch.export.Dim("batch", min=2)
+    dynamic: Any = {spec.name: {0: batch} for spec in specs} if specs[0].name else ({0: batch},) * len(specs)
     console = Console(soft_wrap=True)
     with console.status(f"making {model}") as status:
         made = model_named(model)
-        images = tried(made, shape, model)
+        inputs = tried(made, input, model)
         status.update(f"exporting {model}")
-        program = forking(made, (images,), dynamic)
+        program = forking(made, inputs, dynamic if varies else None)
     console.print(program.describe(), highlight=False, markup=False)
     if draw:
         program.draw(draw)

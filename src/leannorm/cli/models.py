@@ -1,20 +1,27 @@
-"""Models by name: `timm:NAME`, `torchvision:NAME`, `package.module:callable`."""
+"""Models by name: `timm:NAME`, `torchvision:NAME`, `hf:TYPE`, `package.module:callable`."""
 
 from __future__ import annotations
 
-import copy
+import difflib
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leannorm._errors import InputError, MissingDependencyError
 from leannorm.report.fitting import import_torchvision
 
-_RULE = "name a model as timm:NAME, torchvision:NAME or package.module:callable"
+_RULE = "name a model as timm:NAME, torchvision:NAME, hf:TYPE or package.module:callable"
+# of a model of transformers that is made to be measured, where its configuration has such a setting
+_SMALL = {
+    "hidden_size": 256, "n_embd": 256, "d_model": 256, "dim": 256, "intermediate_size": 688, "d_ff": 688,
+    "num_hidden_layers": 4, "n_layer": 4, "num_layers": 4, "n_layers": 4, "num_decoder_layers": 4,
+    "num_attention_heads": 4, "n_head": 4, "num_heads": 4, "n_heads": 4, "num_key_value_heads": 4,
+    "head_dim": 64, "d_kv": 64, "use_cache": False,
+}  # fmt: skip
 
 
 def model_named(spec: str) -> nn.Module:
@@ -65,31 +72,61 @@ def _maker(source: str, name: str) -> Callable[[], object]:
     if source == "timm":
         timm = _library("timm")
         if not timm.is_model(name):
-            raise InputError(f"timm has no model {name!r}; timm.list_models() names them all")
+            near = did_you_mean(name, timm.list_models())
+            raise InputError(f"timm has no model {name!r}{near}; timm.list_models() names them all")
         return lambda: timm.create_model(name)
     if source == "torchvision":
         models = _library("torchvision.models")
         if name not in models.list_models():
+            near = did_you_mean(name, models.list_models())
             raise InputError(
-                f"torchvision has no model {name!r}; torchvision.models.list_models() names them all"
+                f"torchvision has no model {name!r}{near}; torchvision.models.list_models() names them all"
             )
         return lambda: models.get_model(name)
+    if source == "hf":
+        return _of_transformers(name)
     return _callable(source, name)
 
 
-def tried(model: nn.Module, sizes: tuple[int, ...], spec: str, device: str = "cpu") -> Tensor:
-    """A random input of these sizes, which a copy of the model has taken once.
+def _of_transformers(text: str) -> Callable[[], object]:
+    """`llama` or `llama,num_hidden_layers=8`: a small configuration of that type, with random weights."""
+    transformers = _library("transformers")
+    name, *changes = (part.strip() for part in text.split(","))
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if name not in known:
+        raise InputError(
+            f"transformers has no configuration {name!r}{did_you_mean(name, known)}; "
+            "hf: is followed by a model_type, as in hf:llama"
+        )
+    config = transformers.AutoConfig.for_model(name)
+    for small, least in _SMALL.items():
+        if isinstance(getattr(config, small, None), int):
+            setattr(config, small, least)
+    for change in changes:
+        setting, equals, value = change.partition("=")
+        if not equals or not hasattr(config, setting) or not re.fullmatch(r"-?\d+(\.\d+)?", value):
+            near = did_you_mean(setting, config.to_dict())
+            raise InputError(f"hf:{name} has no number {change!r} to set{near}; as hf:{name},hidden_size=512")
+        setattr(config, setting, float(value) if "." in value else int(value))
 
-    Raises InputError with the model's own words if it does not take one.
+    def make() -> object:
+        for kind in ("MaskedLM", "CausalLM", "Seq2SeqLM", "ImageClassification", ""):
+            auto = getattr(transformers, f"AutoModelFor{kind}" if kind else "AutoModel")
+            if type(config) in auto._model_mapping:
+                return auto.from_config(config)
+        raise InputError(f"transformers makes no model of the configuration {name!r}; name another")
+
+    return make
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The nearest known names, as the end of a message; nothing where none is near.
+
+    >>> did_you_mean("resnet5", ["resnet50", "vit"])
+    ' (did you mean resnet50?)'
     """
-    images = torch.randn(sizes, device=device)
-    try:
-        with torch.random.fork_rng(), torch.no_grad():
-            copy.deepcopy(model)(images)
-    except Exception as error:
-        shape = "x".join(map(str, sizes))
-        raise InputError(f"{spec} does not take --input {shape}: {in_one_line(error)}") from error
-    return images
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 
 def in_one_line(error: Exception) -> str:
@@ -120,11 +157,3 @@ def _callable(source: str, name: str) -> Callable[[], object]:
     if not callable(maker):
         raise InputError(f"{source!r} has no callable {name!r}; {_RULE}")
     return maker  # type: ignore[no-any-return]
-
-
-def shape_of(text: str) -> tuple[int, ...]:
-    """`8x3x224x224` as integers. Raises InputError for anything else."""
-    parts = text.lower().split("x")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"an input is written as its sizes, batch first, like 8x3x224x224; got {text!r}")
-    return tuple(int(part) for part in parts)

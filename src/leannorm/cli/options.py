@@ -11,11 +11,18 @@ if TYPE_CHECKING:
     from leannorm._report import Report
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number here.", metavar="FILE")]
-InputShape = Annotated[
-    str, typer.Option("--input", help="Sizes of the model's input, batch first.", metavar="8x3x224x224")
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        help="Sizes of the model's input, batch first; 'ids=2x512:int64<32000' has a name, a dtype and a "
+        "range. Repeatable.",
+        metavar="8x3x224x224",
+    ),
 ]
+Dtype = Annotated[str, typer.Option(help="Of the model and its inputs: float32, bfloat16, float16, float64.")]
 ReportFile = Annotated[Path | None, typer.Option("--report", help="Write an HTML page here.", metavar="FILE")]
-_MODEL = "timm:NAME, torchvision:NAME or package.module:callable."
+_MODEL = "timm:NAME, torchvision:NAME, hf:TYPE (as hf:llama, small) or package.module:callable."
 Model = Annotated[str, typer.Argument(help=_MODEL, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", help=_MODEL, metavar="MODEL")]
 

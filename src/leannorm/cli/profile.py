@@ -6,16 +6,17 @@ from typing import Annotated
 
 import typer
 
-from leannorm.cli.options import JsonFile, Model, ReportFile, tell
+from leannorm.cli.options import Dtype, Inputs, JsonFile, Model, ReportFile, tell
 
 
 def profile(
     model: Model,
-    input: Annotated[str, typer.Option(help="Sizes of the input, batch first.", metavar="8x3x224x224")],
+    input: Inputs,
     budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
     compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
+    dtype: Dtype = "float32",
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")] = "cpu",
     json: JsonFile = None,
     report: ReportFile = None,
@@ -25,7 +26,8 @@ def profile(
     from rich.console import Console
 
     from leannorm._files import check_writable
-    from leannorm.cli.models import model_named, shape_of, tried
+    from leannorm.cli.inputs import dtype_named, specs_of, tried
+    from leannorm.cli.models import model_named
     from leannorm.report.memory import check_device
     from leannorm.report.profile import profile as measure
     from leannorm.report.render import require_page
@@ -37,14 +39,14 @@ def profile(
         require_page()
     others = [name.strip() for name in against.split(",") if name.strip()]
     check_methods(others)
-    sizes = shape_of(input)
+    specs_of(input)
     with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
-        network = model_named(model).to(device)
-        images = tried(network, sizes, model, device)
+        network = model_named(model).to(device, dtype_named(dtype))
+        inputs = tried(network, input, model, device, dtype)
         measured = measure(
             network,
-            images,
+            inputs,
             budgets=budget,
             against=others,
             compiled=compiled,

@@ -8,13 +8,15 @@ from leannorm._errors import MissingDependencyError
 from leannorm.report.doctor.examine import doctor
 from leannorm.report.doctor.untouched import untouched
 from leannorm.saving import lean, make_lean, unmake_lean
+from leannorm.saving.models import last_pass
 
 
 def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     """A `TrainerCallback` under which the model's forward pass runs in `lean` while it is trained.
 
     `Trainer(..., callbacks=[lean_callback()])`, also of TRL's trainers; the arguments are those of `lean`.
-    Checkpoints are as without it, and so is the model when training has ended.
+    `callback.saved` tells what the last step held and rebuilt. Checkpoints are as without it, and so is the
+    model when training has ended.
 
     Raises: `MissingDependencyError` without `transformers`, `InputError` as `lean` does.
     Source: `transformers.TrainerCallback`, transformers 5.23.
@@ -25,8 +27,14 @@ def lean_callback(recompute: Any = "norm", **settings: Any) -> Any:
     class LeanCallback(base):  # type: ignore[misc]
         """Makes the model lean when training begins, and takes that back when it ends."""
 
+        def __init__(self) -> None:
+            self.saved: lean | None = None
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             make_lean(kwargs["model"], recompute, **settings)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.saved = last_pass(kwargs["model"])
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             unmake_lean(kwargs["model"])

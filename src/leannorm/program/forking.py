@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leannorm import _checks
+from leannorm._batch import inputs_of
 from leannorm._errors import InputError
 from leannorm.functional.exporter import export
 from leannorm.program.join import INFER, TRAIN, join
@@ -20,7 +22,7 @@ from leannorm.program.signature import signature_of
 
 def fork(
     model: torch.nn.Module,
-    example_inputs: tuple[Any, ...],
+    example_inputs: Tensor | tuple[Any, ...] | Mapping[str, Any],
     dynamic_shapes: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> Program:
@@ -32,9 +34,9 @@ def fork(
     bit, statistics, counters, gradients and dropout included, and `program.infer(*x)` equals
     `model.eval()(*x)`. The variables are the model's own tensors.
 
-    `example_inputs` (a tuple), `example_kwargs` and `dynamic_shapes` are those of `torch.export.export`:
-    what is not named in `dynamic_shapes` is fixed to the example's size and checked at every call. The
-    model's modes are left as they were.
+    `example_inputs` are a tensor, a tuple, or a mapping by name; `example_kwargs` and `dynamic_shapes` are
+    those of `torch.export.export`: what is not named in `dynamic_shapes` is fixed to the example's size and
+    checked at every call. The model's modes are left as they were.
 
     Raises: `InputError` where the model cannot be exported, with the reason.
 
@@ -46,16 +48,14 @@ def fork(
     >>> forked.infer(torch.randn(3, 4)).shape
     torch.Size([3, 4])
     """
-    if not isinstance(example_inputs, tuple):
-        raise InputError(
-            f"example_inputs must be a tuple of positional inputs, got {type(example_inputs).__name__}; "
-            "for one tensor write (x,)"
-        )
+    _checks.module(model, "fork")
+    given = inputs_of(example_inputs, "example_inputs")
+    named = {**given.kwargs, **(example_kwargs or {})}
     exports = {}
     with _modes_restored(model), _counters_stay_on_the_device(model):
         for branch in (TRAIN, INFER):
             model.train(branch == TRAIN)
-            exports[branch] = export(model, example_inputs, example_kwargs, dynamic_shapes)
+            exports[branch] = export(model, given.args, named, dynamic_shapes)
     variables: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     variables.update(model.named_buffers(remove_duplicate=False))
     train, infer = exports[TRAIN], exports[INFER]

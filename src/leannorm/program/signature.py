@@ -85,9 +85,20 @@ class Signature(NamedTuple):
             if isinstance(wanted, int) or wanted not in self.ranges:
                 return str(wanted)
             low, high = self.ranges[wanted]
-            return f"{wanted}={low}..{'' if high is None else high}"
+            return f"{self._word(wanted)}={low}..{'' if high is None else high}"
 
         return f"({', '.join(map(size, input.sizes))})"
+
+    def _word(self, size: str) -> str:
+        """What a size that varies is called: "batch" where it is the first of an input, else by its number.
+
+        The exporter's own names (s31) say nothing.
+        """
+        if any(input.sizes[:1] == (size,) for input in self.inputs):
+            firsts = [input.sizes[0] for input in self.inputs if input.sizes]
+            place = list(dict.fromkeys(one for one in firsts if one in self.ranges)).index(size)
+            return f"batch{place + 1}" if place else "batch"
+        return f"size{list(self.ranges).index(size) + 1}"
 
     def describe(self) -> str:
         """The inputs as text: names, shapes, dtypes."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from leannorm._batch import Arguments
 from leannorm.report.loss import mean_square
 from leannorm.report.memory import StepMemory
 from leannorm.report.settings import Setting
@@ -74,22 +75,26 @@ def fake_model(make: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module
     return model
 
 
-def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, shape: tuple[int, ...]) -> StepMemory:
-    """The memory of a training step on an input of `shape`: held after forward, and peak; with gradients.
+def fake_step(model: nn.Module, mode: FakeTensorMode, setting: Setting, inputs: Arguments) -> StepMemory:
+    """The memory of a training step on such inputs: held after forward, and peak; with gradients.
 
     `model` comes from `fake_model` under the same `mode`; `setting` runs it. Workspace memory inside single
     operations is not counted.
     """
     with mode:
-        images = torch.empty(shape)
+        fake = tree_map_only(Tensor, _empty_like, (inputs.args, dict(inputs.kwargs)))
         meter = _Meter()
-        meter.ignore([images, list(model.parameters()), list(model.buffers())])
+        meter.ignore([fake, list(model.parameters()), list(model.buffers())])
         with meter:
             with setting.around():
-                loss = mean_square(setting.run(images))
+                loss = mean_square(Arguments(*fake).call(setting.run))
             held = meter.alive
             loss.backward()
             peak = meter.peak
         for parameter in model.parameters():
             parameter.grad = None
     return StepMemory(held, peak)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

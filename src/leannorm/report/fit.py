@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
-from leannorm._report import Line, Part, Report, Table, bytes_in_words
+from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_of_bytes
 from leannorm.report.fake import fake_model, fake_step
-from leannorm.report.settings import Setting, settings_for
+from leannorm.report.settings import Setting, code_of, settings_for
 
 OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
 _SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
@@ -39,14 +41,20 @@ class FitReport(Report):
     >>> import torch, leannorm
     >>> report = leannorm.fit(lambda: torch.nn.Linear(8, 8), (8,), "1MB", recompute=["norm"])
     >>> report.memory, report.sample, [one.name for one in report.fits]
-    (1000000, (8,), ['stock', 'norm'])
+    (1000000, ('8',), ['stock', 'norm'])
     """
 
     memory: int
     optimizer: str
-    sample: tuple[int, ...]
+    sample: tuple[str, ...]
     fits: list[Fit]
     parameter_bytes: int
+    asked: str = ""
+
+    @property
+    def available(self) -> str:
+        """The memory as it was asked for."""
+        return self.asked or bytes_in_words(self.memory)
 
     def summary(self) -> str:
         largest = max(self.fits, key=lambda one: one.batch)
@@ -59,21 +67,31 @@ class FitReport(Report):
                 one.name,
                 str(one.batch) if one.batch else "none",
                 f"{one.batch / stock:.2f}" if stock else "–",
-                bytes_in_words(one.nbytes),
+                needed,
             ]
-            for one in self.fits
+            for one, needed in zip(self.fits, column_of_bytes([one.nbytes for one in self.fits]), strict=True)
         ]
-        sizes = "x".join(map(str, self.sample))
-        title = f"samples of {sizes}, {self.optimizer}, {bytes_in_words(self.memory)}"
+        title = f"samples of {', '.join(self.sample)}, {self.optimizer}, {self.available}"
         yield Table(["", "largest batch", "of stock", "bytes needed"], rows, title)
+        yield from map(Line, self._what_to_type())
         yield from map(Line, self._why_no_larger())
+
+    def _what_to_type(self) -> Iterator[str]:
+        """The line of code for the largest batch; of two settings that are alike, the cheaper one."""
+        stock, *others = self.fits
+        best = max(others, key=lambda one: one.batch, default=stock)
+        if best.batch > stock.batch:
+            before = (
+                f"in place of {stock.batch}" if stock.batch else "where stock has no room for two samples"
+            )
+            yield f"batch {best.batch} {before}: with {code_of(best.name)}:  # around the forward pass"
 
     def _why_no_larger(self) -> Iterator[str]:
         stock, *others = self.fits
         equal = [one.name for one in others if one.batch == stock.batch]
         if not equal:
             return
-        there = f"{bytes_in_words(self.parameter_bytes)} of {bytes_in_words(self.memory)}"
+        there = f"{bytes_in_words(self.parameter_bytes)} of {self.available}"
         names = " and ".join(equal)
         if not stock.batch:
             yield f"Not even {_SMALLEST} samples fit: parameters and optimizer take {there}."
@@ -84,31 +102,35 @@ class FitReport(Report):
 
 
 def bytes_of(text: str) -> int:
-    """`24GiB`, `24GB`, `500M` as bytes. Raises InputError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if not found or (found[3] and not found[2]) or float(found[1]) <= 0:
-        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}")
-    unit = found[2].upper()
+    """`24GiB`, `24GB`, `500M`, `2048B` as bytes. Raises InputError for anything else, a bare number too."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        unit = " without its unit" if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text) else ""
+        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}{unit}")
+    unit = (found[2] or "").upper()
     return int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
 
 
 def fit(
     make: Callable[[], nn.Module],
-    sample: Sequence[int],
+    sample: Sequence[int] | Any,
     memory: int | str,
     *,
     recompute: Sequence[str] = ("norm", "conv"),
     optimizer: str = "adam",
     progress: Callable[[str], None] = lambda doing: None,
 ) -> FitReport:
-    """The largest batch of samples of shape `sample` (float32) that trains in `memory`, by setting.
+    """The largest batch of samples like `sample` that trains in `memory`, by setting.
 
-    `memory` is bytes, or text like "24GiB". Counted are parameters, buffers, gradients, the optimizer's state
-    ("sgd", "momentum" or "adam"), the batch and the peak of the step; not what a GPU's driver, libraries and
-    allocator take beside. Runs on fake tensors: no value is computed, so a small machine answers for a large
-    one.
+    `sample` is one sample without its batch: sizes of a float32 tensor, a tensor, a tuple of all arguments,
+    or a mapping of them by name; of tensors shapes and dtypes count.
+    `memory` is bytes, or text with a unit, like "24GiB". Counted are parameters, buffers, gradients, the
+    optimizer's state ("sgd", "momentum" or "adam"), the batch and the peak of the step; not what a GPU's
+    driver, libraries and allocator take beside. Runs on fake tensors: no value is computed, so a small
+    machine answers for a large one.
 
-    Raises: `InputError` for an unknown optimizer or setting, and for a model that needs values to run.
+    Raises: `InputError` for an unknown optimizer or setting, a memory without a unit, and a model that needs
+    values to run.
 
     >>> import leannorm
     >>> from torch import nn
@@ -120,7 +142,13 @@ def fit(
     """
     if optimizer not in OPTIMIZER_STATE:
         raise InputError(f"optimizer is one of {', '.join(OPTIMIZER_STATE)}; got {optimizer!r}")
+    if isinstance(make, nn.Module) or not callable(make):
+        raise InputError(
+            f"make is a function that makes the model, got {type(make).__name__}; as lambda: Model()"
+        )
     available = bytes_of(memory) if isinstance(memory, str) else memory
+    one = inputs_of(_tensor_of(sample), "sample")
+    nbytes_each = sum(t.nbytes for t in tree_leaves((one.args, dict(one.kwargs))) if isinstance(t, Tensor))
     mode = FakeTensorMode()
     model = fake_model(make, mode)
     parameters = sum(p.nbytes for p in model.parameters())
@@ -128,8 +156,8 @@ def fit(
 
     def needed(setting: Setting, batch: int) -> int:
         progress(f"{setting.name}, batch {batch}")
-        peak = fake_step(model, mode, setting, (batch, *sample)).peak
-        return there + 4 * batch * prod(sample) + peak
+        peak = fake_step(model, mode, setting, _batch_of(one, batch)).peak
+        return there + batch * nbytes_each + peak
 
     results = []
     for setting in settings_for(model, recompute):
@@ -137,11 +165,26 @@ def fit(
             batch, nbytes = _largest(lambda batch, setting=setting: needed(setting, batch), available)  # type: ignore[misc]
         except (RuntimeError, NotImplementedError) as error:
             raise InputError(
-                f"the model does not run on fake tensors of {tuple(sample)} "
+                f"the model does not run on fake tensors of {', '.join(one.described())} "
                 f"({str(error).strip().splitlines()[0]}): check the input's sizes, or measure it with profile"
             ) from error
         results.append(Fit(setting.name, batch, nbytes))
-    return FitReport(available, optimizer, tuple(sample), results, there)
+    asked = memory.strip() if isinstance(memory, str) else ""
+    return FitReport(available, optimizer, tuple(one.described()), results, there, asked)
+
+
+def _tensor_of(sample: Any) -> Any:
+    sizes = isinstance(sample, (tuple, list)) and all(isinstance(size, int) for size in sample)
+    return torch.empty(tuple(sample), device="meta") if sizes else sample
+
+
+def _batch_of(one: Arguments, batch: int) -> Arguments:
+    """The same for a batch of samples, without memory."""
+
+    def several(tensor: Tensor) -> Tensor:
+        return torch.empty((batch, *tensor.shape), dtype=tensor.dtype, device="meta")
+
+    return Arguments(*tree_map_only(Tensor, several, (one.args, dict(one.kwargs))))
 
 
 def _largest(needed: Callable[[int], int], memory: int) -> tuple[int, int]:

@@ -9,7 +9,10 @@ from leannorm._errors import InputError
 
 
 def mean_square(output: object) -> Tensor:
-    """A loss for any model: the mean square of every floating-point tensor in its output, added up."""
+    """A loss for any model: the output's own `loss`, else the mean squares of its floating-point tensors."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.dim() == 0:
+        return own
     tensors = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
     if not tensors:
         raise InputError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from leannorm._report import Part, Table, bytes_in_words, milliseconds
+from leannorm._report import Part, Table, bytes_in_words, column_of_bytes, milliseconds
 from leannorm.report.layers import LayerBytes, Operation
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_figure, page
 
@@ -71,39 +71,36 @@ class MemoryReport(PagedReport):
 def setting_table(report: MemoryReport) -> Table:
     """One row per setting: kept, peak and step time with their ratios to stock, and the gradients."""
     stock = report.settings[0]
+    kept = column_of_bytes([s.kept for s in report.settings])
+    peak = column_of_bytes([s.peak for s in report.settings])
 
-    def row(s: Measured) -> list[str]:
+    def row(s: Measured, kept: str, peak: str) -> list[str]:
         return [
             s.name,
-            f"{bytes_in_words(s.kept)}  {s.kept / stock.kept:.2f}",
-            f"{bytes_in_words(s.peak)}  {s.peak / stock.peak:.2f}",
+            f"{kept}  {s.kept / stock.kept:.2f}",
+            f"{peak}  {s.peak / stock.peak:.2f}",
             f"{milliseconds(s.seconds)}  {s.time_ratio:.2f}",
             "equal" if s.gradient_difference == 0 else f"off by {s.gradient_difference:.0e}",
         ]
 
     title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
-    return Table(
-        ["", "kept", "peak", "step time", "gradients"], [row(s) for s in report.settings], title=title
-    )
+    rows = list(map(row, report.settings, kept, peak))
+    return Table(["", "kept", "peak", "step time", "gradients"], rows, title=title)
 
 
 def layer_table(report: MemoryReport) -> Table:
     """One row per layer: the bytes held in stock, and under each setting the bytes held and rebuilt."""
     counted, names = _counted(report)
 
-    def cells(name: str) -> list[str]:
-        texts = []
-        for i, (_, layers) in enumerate(counted):
-            layer = layers.get(name)
-            texts.append(bytes_in_words(layer.kept if layer else 0))
-            if i:
-                texts.append(bytes_in_words(layer.rebuilt if layer else 0))
-        return texts
-
-    columns = ["layer", "kind"]
-    for i, (setting, _) in enumerate(counted):
-        columns += [f"{setting} keeps"] + ([f"{setting} rebuilds"] if i else [])
-    return Table(columns, [[name, kind, *cells(name)] for name, kind in names.items()], numbers_from=2)
+    columns, cells = ["layer", "kind"], [list(names), list(names.values())]
+    for i, (setting, layers) in enumerate(counted):
+        there = [layers.get(name) for name in names]
+        columns.append(f"{setting} keeps")
+        cells.append(column_of_bytes([layer.kept if layer else 0 for layer in there]))
+        if i:
+            columns.append(f"{setting} rebuilds")
+            cells.append(column_of_bytes([layer.rebuilt if layer else 0 for layer in there]))
+    return Table(columns, list(zip(*cells, strict=True)), numbers_from=2)
 
 
 def kind_table(report: MemoryReport) -> Table:
@@ -115,7 +112,8 @@ def kind_table(report: MemoryReport) -> Table:
             sums[layer.kind][i] += layer.kept
     rows = sorted(sums.items(), key=lambda row: -row[1][0])
     columns = ["kept by", *(setting for setting, _ in counted)]
-    return Table(columns, [[kind, *map(bytes_in_words, kept)] for kind, kept in rows])
+    cells = [column_of_bytes(column) for column in zip(*(kept for _, kept in rows), strict=True)]
+    return Table(columns, list(zip((kind for kind, _ in rows), *cells, strict=True)))
 
 
 def _counted(report: MemoryReport) -> tuple[list[tuple[str, dict[str, LayerBytes]]], dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from statistics import median
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leannorm import _checks
+from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
 from leannorm._freed_memory import keep_freed_memory
 from leannorm.report.layers import StockCount, by_layer, by_operation
@@ -24,7 +26,7 @@ from leannorm.report.timing import time_step
 
 def profile(
     model: nn.Module,
-    inputs: Tensor | Sequence[Any],
+    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     recompute: Sequence[str] = ("norm", "conv"),
     budgets: Sequence[float] = (),
@@ -34,12 +36,14 @@ def profile(
     steps: int = 5,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> MemoryReport:
-    """Run training steps of `model(*inputs)` stock and under each lean setting, and report what they cost.
+    """Run training steps of a model stock and under each lean setting, and report what they cost.
 
-    `recompute` and `budgets` are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around
-    every block) and "compile" (`torch.compile` keeping half of the activations). `compiled`: also
-    `torch.compile` as it is, and with `compile_options` for each lean setting. `loss` makes a scalar of the
-    output. The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
+    `inputs` are a tensor, a tuple of all arguments, or a mapping of them by name. `recompute` and `budgets`
+    are `lean`'s; `against` may name "checkpoint" (`torch.utils.checkpoint` around every block) and "compile"
+    (`torch.compile` keeping half of the activations). `compiled`: also `torch.compile` as it is, and with
+    `compile_options` for each lean setting. `loss` makes a scalar of the output: by default its own `loss`,
+    as models of transformers have it where they are given labels, else the mean square of what it holds.
+    The settings take turns for `steps` steps; seconds are medians, ratios medians of ratios. Freed
     memory is kept from then on (`keep_freed_memory`). Parameters, gradients and buffers of the model are as
     before when it returns. `progress` is told what is being done. Passes that save less than 4 MiB are
     measured with rebuilds, too, although `lean` leaves them as they are in training.
@@ -55,7 +59,8 @@ def profile(
     >>> report.settings[1].kept < report.settings[0].kept
     True
     """
-    arguments = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    _checks.module(model, "profile")
+    arguments = inputs_of(inputs)
     settings = settings_for(model, recompute, budgets, against, compiled)
     learned = [p for p in model.parameters() if p.requires_grad]
     if not learned:
@@ -87,7 +92,7 @@ def profile(
         _time(settings, forwards, results, steps, device, restore, progress)
     return MemoryReport(
         type(model).__name__,
-        ["x".join(map(str, a.shape)) if isinstance(a, Tensor) else type(a).__name__ for a in arguments],
+        arguments.described(),
         str(device),
         torch.get_num_threads(),
         torch.__version__,
@@ -97,10 +102,10 @@ def profile(
     )
 
 
-def _forward(setting: Setting, arguments: Sequence[Any], loss: Callable[[Any], Tensor]) -> Tensor:
+def _forward(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor]) -> Tensor:
     torch.manual_seed(0)  # the same dropout for every setting
     with setting.around():
-        return loss(setting.run(*arguments))
+        return loss(arguments.call(setting.run))
 
 
 @contextmanager
@@ -135,14 +140,14 @@ def _difference(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -
 def _count(
     model: nn.Module,
     setting: Setting,
-    arguments: Sequence[Any],
+    arguments: Arguments,
     loss: Callable[[Any], Tensor],
     measured: Measured,
 ) -> None:
     torch.manual_seed(0)
     around = StockCount() if setting.name == "stock" else setting.around()
     with around as saved, by_layer(model, lambda: _counts(around if saved is None else saved)) as layers:
-        result = loss(setting.run(*arguments))  # keeps the saved tensors alive
+        result = loss(arguments.call(setting.run))  # keeps the saved tensors alive
     del result
     measured.layers = layers
     measured.rebuilt = by_operation(getattr(saved, "records", ()))

@@ -20,7 +20,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Setting(NamedTuple):
-    """`run(*inputs)` is the model's forward pass; `around()` is a context for it and the loss. `eager`: does
+    """`run(...)` is the model's forward pass; `around()` is a context for it and the loss. `eager`: does
     autograd save tensors layer by layer, so that they can be counted by layer?"""
 
     name: str
@@ -58,8 +58,8 @@ def settings_for(
 def leaner(name: str, **more: Any) -> lean:
     """`lean()` by the name of a setting: what to recompute, or an option and its number.
 
-    >>> leaner("conv"), leaner("budget 0.5")  # doctest: +ELLIPSIS
-    (<leannorm.saving.context.lean object at ...>, <leannorm.saving.context.lean object at ...>)
+    >>> leaner("conv"), leaner("budget 0.5")
+    (lean(no tensor saved), lean(no tensor saved))
     """
     return lean(**_arguments(name), **more)
 
@@ -67,6 +67,17 @@ def leaner(name: str, **more: Any) -> lean:
 def _arguments(name: str) -> dict[str, Any]:
     option, _, value = name.partition(" ")
     return {option: float(value)} if value else {"recompute": option}
+
+
+def code_of(name: str) -> str:
+    """The call that `leaner` makes, as it is typed.
+
+    >>> code_of("norm"), code_of("conv"), code_of("budget 0.5")
+    ('leannorm.lean()', 'leannorm.lean("conv")', 'leannorm.lean(budget=0.5)')
+    """
+    option, _, value = name.partition(" ")
+    given = f"{option}={value}" if value else "" if name == "norm" else f'"{name}"'
+    return f"leannorm.lean({given})"
 
 
 def check_methods(against: Sequence[str]) -> None:
@@ -92,9 +103,9 @@ def _checkpointed(model: nn.Module) -> Callable[..., Any]:
             f"{type(model).__name__} has none: leave checkpoint out"
         )
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Any, **named: Any) -> Any:
         with _wrapped(blocks):
-            return model(*inputs)
+            return model(*inputs, **named)
 
     return run
 
@@ -128,8 +139,8 @@ def _compiled(model: nn.Module) -> Callable[..., Any]:
 
     compiled = torch.compile(model)
 
-    def run(*inputs: Any) -> Any:
+    def run(*inputs: Any, **named: Any) -> Any:
         with config.patch(activation_memory_budget=0.5):
-            return compiled(*inputs)
+            return compiled(*inputs, **named)
 
     return run

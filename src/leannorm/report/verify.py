@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from leannorm._batch import Arguments, inputs_of
 from leannorm.report.loss import mean_square
 from leannorm.report.numerics import Check
 from leannorm.report.settings import leaner
@@ -20,23 +22,25 @@ from leannorm.saving.verify import RebuildError
 SETTINGS = ("norm", "conv", "budget 0.5")
 
 
-def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]:
+def verify_model(model: nn.Module, inputs: Any, steps: int = 3) -> Iterator[Check]:
     """Train copies of the model, stock and under each setting, and compare gradients and buffers.
 
-    One check per setting and step. Its error is the number of tensors that differ in any bit; it must be 0 if
-    two stock runs give equal bits. A rebuilt tensor that differs gives the error infinity.
+    `inputs` are a tensor, a tuple of all arguments, or a mapping. One check per setting and step. Its error
+    is the number of tensors that differ in any bit; it must be 0 if two stock runs give equal bits. A rebuilt
+    tensor that differs gives the error infinity.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
     >>> all(check.passed for check in verify_model(model, torch.randn(4, 8)))
     True
     """
-    expected = list(_steps(model, x, steps, nullcontext))
-    again = list(_steps(model, x, steps, nullcontext))
+    arguments = inputs_of(inputs)
+    expected = list(_steps(model, arguments, steps, nullcontext))
+    again = list(_steps(model, arguments, steps, nullcontext))
     repeats = [_different(*pair) == 0 for pair in zip(expected, again, strict=True)]
     for i, pair in enumerate(zip(expected, again, strict=True)):
         yield Check(f"stock, step {i + 1}", float(_different(*pair)), math.inf, "stock again")
     for name in SETTINGS:
-        seen = _steps(model, x, steps, partial(leaner, name, verify=True))
+        seen = _steps(model, arguments, steps, partial(leaner, name, verify=True))
         for i, stock in enumerate(expected):
             try:
                 ours = next(seen)
@@ -48,7 +52,7 @@ def verify_model(model: nn.Module, x: Tensor, steps: int = 3) -> Iterator[Check]
 
 
 def _steps(
-    model: nn.Module, x: Tensor, steps: int, context: Callable[[], AbstractContextManager[object]]
+    model: nn.Module, arguments: Arguments, steps: int, context: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[dict[str, Tensor]]:
     """Gradients and buffers after each step of gradient descent."""
     model = copy.deepcopy(model)
@@ -60,7 +64,7 @@ def _steps(
                 # a budget that is out of reach is verified, too
                 warnings.filterwarnings("ignore", "leannorm: budget=")
                 with context():
-                    loss = mean_square(model(x))
+                    loss = mean_square(arguments.call(model))
             loss.backward()
         yield {
             **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},

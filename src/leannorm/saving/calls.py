@@ -89,7 +89,7 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
     training = arguments.get("training", arguments.get("use_input_stats", True))
     reads_buffers = not training or _frozen(weight) or _frozen(bias)
     moved = (arguments.get("running_mean"), arguments.get("running_var")) if training else ()
-    moves_affine = any([share_memory(t, v) for t in moved for v in (weight, bias)])
+    moves_affine = any(share_memory(t, v) for t in moved for v in (weight, bias))
     copy = None if bias is None else bias.detach().clone()
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 

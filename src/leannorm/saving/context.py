@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from leannorm._report import bytes_in_words
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
@@ -21,6 +22,11 @@ from leannorm.saving.small import place_of
 
 class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad is)
     """Hold less for the backward pass: what can be rebuilt from what is held anyway is not held.
+
+        lean()              rebuilds outputs of norms, activations, casts and views
+        lean("conv")        also of linear layers, attention and cheap convolutions
+        lean(budget=0.3)    keeps at most 0.3 of stock's bytes
+        lean(overhead=0.1)  keeps as little as a tenth more time allows
 
     Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
     looked at with the node that made it: the output of a norm follows from the norm's input, that of an
@@ -120,6 +126,19 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
                 self.reasons += [reason for reason in found if reason not in self.reasons]
         finally:
             passed.forget()
+
+    def __repr__(self) -> str:
+        """One line: what the last pass kept, what its backward pass rebuilds, the plan, and why no more."""
+        told = [
+            f"{bytes_in_words(self.kept_bytes)} kept, {bytes_in_words(self.rebuilt_bytes)} to rebuild"
+            if self.records
+            else "no tensor saved"
+        ]
+        if self.plan is not None:
+            told.append(
+                f"plan: {self.plan.ratio:.2f} of stock's bytes at {1 + self.plan.overhead:.2f} of its time"
+            )
+        return f"lean({'; '.join(told + self.reasons)})"
 
     @property
     def kept_bytes(self) -> int:

@@ -31,7 +31,7 @@ def synchronize(tensor: Tensor) -> None:
 
 def stream_of(tensor: Tensor) -> torch.Stream | None:
     """The stream on which this thread queues work for the tensor's device; None if the device has none."""
-    if tensor.is_cpu or not asynchronous(tensor) or type(tensor) not in _PLAIN:
+    if not asynchronous(tensor) or type(tensor) not in _PLAIN:
         return None
     stream = torch.accelerator.current_stream(tensor.device)
     _used.setdefault(tensor.device, set()).add(stream)

@@ -97,11 +97,12 @@ def identity(node: Any) -> Hashable:
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
-    metadata, with_constants = _metadata(node) if NODES is None else NODES.told(node) or _metadata(node)
-    if with_constants:
-        return kind, metadata
+    ours = isinstance(node, BackwardCFunction)
+    if NODES is not None and not ours and (told := NODES.told(node, _constant_names(kind))) is not None:
+        return kind, told
+    metadata = _metadata(node)
     try:
-        if isinstance(node, BackwardCFunction):
+        if ours:
             kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
         else:
             kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
@@ -125,11 +126,11 @@ def exact(value: Any) -> Any:
     return value
 
 
-def _metadata(node: Any) -> tuple[Hashable, bool]:
+def _metadata(node: Any) -> Hashable:
     outputs = tuple([(tuple(m.shape), m.dtype, m.device) for m in node._input_metadata])
     edges = [None if p is None else p._input_metadata[i] for p, i in node.next_functions]
     inputs = tuple([None if m is None else (tuple(m.shape), m.dtype, m.device) for m in edges])
-    return (outputs, inputs), False
+    return outputs, inputs
 
 
 def in_view(node: Any) -> tuple[Any, tuple[str, tuple[Any, ...]] | None]:

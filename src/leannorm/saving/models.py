@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
+from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.ops.modes import leaving
 from leannorm.saving import reasons
@@ -56,6 +57,7 @@ class _LeanForward:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)
+        self._local.saved = context
         with context:
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
 
@@ -118,6 +120,12 @@ class _LeanForward:
         )
 
 
+def last_pass(model: nn.Module) -> lean | None:
+    """What the last forward pass of a `make_lean` model in this thread held; None where there was none."""
+    around = model.__dict__.get(_ATTRIBUTE)
+    return None if around is None else around._local.__dict__.get("saved")
+
+
 def _warn_compiled() -> None:
     reasons.warn_once(reasons.COMPILED)
 
@@ -156,6 +164,7 @@ def make_lean(
     """
     settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead}
     settings |= {"held": held, "verify": verify}
+    _checks.module(model, "make_lean")
     lean(**settings)  # raises where there are no such settings
     unmake_lean(model)
     around = _LeanForward(model, settings)
@@ -166,11 +175,12 @@ def make_lean(
 def unmake_lean(model: _Model) -> _Model:
     """Undo `make_lean` and return the model; a model that is not lean stays as it is.
 
-    Raises: nothing.
+    Raises: `InputError` for what is no module.
 
     >>> import torch, leannorm
     >>> model = leannorm.unmake_lean(leannorm.make_lean(torch.nn.Linear(2, 2)))
     """
+    _checks.module(model, "unmake_lean")
     around = model.__dict__.pop(_ATTRIBUTE, None)
     if around is not None:
         around.remove(model)

@@ -107,7 +107,7 @@ class Value:
     ) -> None:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
-        if tensor is not None and not tensor.is_cpu:
+        if tensor is not None:
             self.stream = stream_of(tensor)
         if step is not None:
             self._add_as_reader(step)
@@ -134,7 +134,7 @@ class Value:
                 value.sample = Sample.of(value.tensor)
         self.products = products_of(step.inputs) + (step.kind == "product")
         for tensor in step.captured:
-            if tensor is not None and not tensor.is_cpu:
+            if tensor is not None:
                 self.stream = stream_of(tensor)
 
     @property

@@ -158,6 +158,7 @@ CONVENTIONS["tensorflow"] = CONVENTIONS["keras"]
 
 
 def convention(name: str, argument: str) -> Convention:
+    name = {"pytorch": "torch"}.get(name, name)
     _checks.one_of(argument, name, list(CONVENTIONS))
     return CONVENTIONS[name]
 

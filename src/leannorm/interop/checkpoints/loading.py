@@ -132,10 +132,9 @@ def load(
         problems += [f"surplus: {line}" for line in pairing.surplus]
     if problems:
         raise InputError(
-            "the checkpoint does not fit the model, which is unchanged:\n  "
-            + "\n  ".join(problems)
-            + "\nwhere the layers have other names, pass names={'layer here': 'layer there'}; "
-            "strict=False passes over what is missing or surplus"
+            "the checkpoint does not fit the model, which is unchanged; where the layers have other names, "
+            "pass names={'layer here': 'layer there'}; strict=False passes over what is missing or surplus:"
+            + "".join(f"\n  {problem}" for problem in problems)
         )
     changes, notes = settings_of(model, theirs, checkpoint, names, eps=eps, momentum=momentum)
     notes = variance_note([slot for slot, _ in pairing.pairs], factors, theirs, "loaded") + notes

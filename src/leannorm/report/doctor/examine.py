@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from leannorm import _checks
 from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
@@ -40,7 +41,7 @@ def doctor(
 
     Args:
         batches: a tensor or a mapping is one batch; of an iterable, such as a DataLoader, the first eight are
-            taken. They should be those of training. Of a tuple the first entry is the model's input.
+            taken. They should be those of training. Of a tuple what the model's forward must have is taken.
         optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
         forward: called as `forward(model, batch)`, where a batch is passed otherwise.
 
@@ -55,6 +56,7 @@ def doctor(
     >>> report.findings[0].remedy
     'model.get_submodule("1").momentum = 0.1'
     """
+    _checks.module(model, "doctor")
     return examine(model, batches, () if optimizer is None else _optimizers(optimizer), forward)
 
 

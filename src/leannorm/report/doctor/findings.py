@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from leannorm._report import Line, Part, Table, counted
@@ -11,6 +11,7 @@ from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 _SHOWN = 5
+_NAMED = "get_submodule(name)"
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class DoctorReport(PagedReport):
             if len(findings) > _SHOWN:
                 yield Line(f"  and {len(findings) - _SHOWN} more layers")
             yield Line(f"  why:    {first.consequence}")
-            yield Line(f"  remedy: {first.remedy}")
+            yield from (Line(f"  {lead} {line}") for lead, line in _remedy_lines(findings))
             yield Line("")
         if self.difference is not None:
             yield Line(f"outputs of the two modes differ by {self.difference:.2g} of their size")
@@ -114,6 +115,33 @@ def _grouped(report: DoctorReport) -> list[tuple[str, list[Finding]]]:
     return [(title, findings) for (title, _), findings in groups.items()]
 
 
+def remedies(findings: Sequence[Finding]) -> list[str]:
+    """The lines that mend them all: where layers need the same, a loop over their names.
+
+    >>> lines = [f'model.get_submodule("{name}").eps = 0.1' for name in ("a", "b")]
+    >>> print(*remedies([Finding("eps", name, 0.0, "", line) for name, line in zip("ab", lines)]), sep="\\n")
+    for name in ["a", "b"]: model.get_submodule(name).eps = 0.1
+    """
+    named: dict[str, list[str]] = {}
+    for finding in findings:
+        named.setdefault(finding.remedy.replace(f'get_submodule("{finding.layer}")', _NAMED), []).append(
+            finding.layer
+        )
+    lines = []
+    for remedy, names in named.items():
+        if len(names) > 1 and _NAMED in remedy:
+            quoted = ", ".join(f'"{name}"' for name in dict.fromkeys(names))
+            lines.append(f"for name in [{quoted}]: {remedy}")
+        else:
+            lines.append(remedy.replace(_NAMED, f'get_submodule("{names[0]}")'))
+    return lines
+
+
+def _remedy_lines(findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    for i, line in enumerate(remedies(findings)):
+        yield ("        " if i else "remedy:"), line
+
+
 def _value(finding: Finding) -> str:
     value = f"{finding.value:.3g}" if isinstance(finding.value, float) else str(finding.value)
     return f"{value} {finding.unit}".rstrip()
@@ -124,7 +152,9 @@ def _page(report: DoctorReport) -> str:
     facts = [Fact(str(count), f"{name}s") for name, count in counts.items()]
     facts.append(Fact(str(len(report.layers)), "norm layers"))
     if report.difference is not None:
-        facts.append(Fact(f"{report.difference:.2g}", "of the outputs' size is between the two modes"))
+        facts.append(
+            Fact(f"{report.difference:.2g}", "difference between the two modes' outputs, of their size")
+        )
     sections = [_bars(report)] if report.layers else []
     for title, findings in _grouped(report):
         first = findings[0]

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import Linear, Module
 from torch.nn.modules.conv import _ConvNd
 
+from leannorm._batch import batches_of, call
 from leannorm._catalog import Norm
 from leannorm._types import Moments, Pool
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.ops.running import merge_into
 from leannorm.report.doctor.untouched import random_state, untouched
 from leannorm.report.doctor.values import data_in, input_of, one_value_passes, values_behind, watched
-from leannorm.transforms.statistics.pooling import call
 
 Forward = Callable[[Module, Any], Any]
 MOST_BATCHES = 8
@@ -82,7 +82,7 @@ def first_batches(batches: Any, model: Module) -> list[Any]:
     states = [g.get_state() for g in generators]
     try:
         with random_state(model):
-            return list(islice(batches, MOST_BATCHES))
+            return list(islice(batches_of(batches), MOST_BATCHES))
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

@@ -82,7 +82,8 @@ def convert(
     of [0, 1]) is left alone and named in one `UserWarning`; so is a model without norms. In float16 and
     bfloat16 a fused pair rounds once, two layers round twice.
 
-    Raises: `InputError` for a wrong `to` or `fuse`. After any error the model is as it was.
+    Raises: `InputError` for what is no module, and a wrong `to` or `fuse`. After any error the model is as
+    it was.
     Source: the layers' own.
 
     >>> import torch, leannorm
@@ -92,6 +93,7 @@ def convert(
     >>> type(leannorm.convert(model, to="torch")[1])
     <class 'torch.nn.modules.batchnorm.BatchNorm2d'>
     """
+    _checks.module(model, "convert")
     _checks.one_of("to", to, ("leannorm", "torch", "sync"))
     if not isinstance(fuse, bool):
         raise InputError(f"fuse is True or False, got {fuse!r}; in Sequentials is where calls are fused")
@@ -146,6 +148,7 @@ def preview(model: Module, to: str = "leannorm", process_group: Any = None, fuse
     >>> print(preview(torch.nn.Sequential(torch.nn.BatchNorm2d(8), torch.nn.LayerNorm(8)), to="sync"))
     0: BatchNorm2d -> SyncBatchNorm2d
     """
+    _checks.module(model, "preview")
     left: dict[str, list[str]] = defaultdict(list)
     names = {name or "the model itself": module for name, module in model.named_modules()}
     before, swapped = {name: type(module) for name, module in names.items()}, {}

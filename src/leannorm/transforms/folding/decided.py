@@ -11,6 +11,7 @@ import copy
 import operator
 import os
 import sys
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from leannorm.transforms.folding.source import function_of, global_read, test_at, tests_in
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OURS = str(Path(__file__).parents[2]) + os.sep
 _OPERATORS = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<frozen")  # no code of the model
 _DISPATCH = (torch.overrides.__file__, torch._tensor.__file__)  # between a call and the mode that sees it
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

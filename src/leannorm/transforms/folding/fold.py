@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from leannorm._batch import inputs_of, positional
 from leannorm._errors import FoldError, InputError
 from leannorm._report import Line, Part, Report, Table, as_data
 from leannorm.functional.exporter import export
@@ -89,7 +90,12 @@ class FoldReport(Report):
         }
 
 
-def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: bool = True) -> FoldReport:
+def fold(
+    model: Any,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    *,
+    verify: bool = True,
+) -> FoldReport:
     """Fold every batch norm that can be folded into the convolution or linear layer before or after it.
 
         s = weight / sqrt(running_var + eps)
@@ -109,8 +115,8 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     The graph is the one that the example took. Tests in the model's Python code that read the input's shape
     or dtype, a global, or an attribute that the forward pass assigns are named in `report.decided`.
 
-    `verify` runs both on the `example_inputs` (a tuple; a program has random ones of its own) and compares,
-    in float64 where the model runs in it.
+    `verify` runs both on the `example_inputs` (a tensor, a tuple, or a mapping by name; a program has random
+    ones of its own) and compares, in float64 where the model runs in it.
 
     Returns: a `FoldReport`.
     Raises: `FoldError` if the outputs differ by more than 10,000 roundings of the largest output, or ten
@@ -125,15 +131,16 @@ def fold(model: Any, example_inputs: Sequence[Any] | None = None, *, verify: boo
     >>> report.model[1]
     Identity()
     """
-    inputs = None if example_inputs is None else tuple(example_inputs)
     if isinstance(model, Program):
+        inputs = None if example_inputs is None else inputs_of(example_inputs, "example_inputs").args
         return _fold_program(model, inputs, verify)
     if not isinstance(model, torch.nn.Module):
-        raise InputError(f"fold takes a module or a program, got {type(model).__name__}")
-    if inputs is None:
+        raise InputError(f"fold takes a module or a program, got {type(model).__name__}; pass the model")
+    if example_inputs is None:
         raise InputError(
             "a module is folded along its graph, which needs example_inputs; pass a tuple of inputs"
         )
+    inputs = positional(model, example_inputs)
     original = copy.deepcopy(model).eval()
     tests = decided(_unfused(original), inputs)
     result = _with_pairs(original)

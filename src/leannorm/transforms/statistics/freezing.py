@@ -7,11 +7,13 @@ layer.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch.nn import Module, Parameter
 
+from leannorm import _checks
 from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 
@@ -72,7 +74,7 @@ def freeze(
     *,
     statistics: bool = True,
     affine: bool = True,
-    match: Callable[[str, Module], Any] | None = None,
+    match: Callable[[str, Module], Any] | str | None = None,
 ) -> Module:
     """Make norm layers use and keep their running statistics, whatever `train()` says; returns the model.
 
@@ -90,10 +92,13 @@ def freeze(
         affine: weight and bias stay: they no longer require a gradient, and the one that they have is
             dropped, so that no momentum of an optimizer moves them either. `torch.optim.LBFGS`, which moves
             all parameters along a direction of the past, must be made anew.
-        match: called with each layer's name and the layer; those for which it is false are left alone.
+        match: the name of a part of the model, or a function that is called with each layer's name and the
+            layer. Layers outside of that part, or for which it is false, are left alone.
+
+    A model without such layers is named in a `UserWarning`.
 
     Raises: `InputError` where there is nothing to freeze: neither statistics nor affine, or no layer that
-    matches.
+    matches; and for what is no module.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -103,18 +108,30 @@ def freeze(
     >>> leannorm.unfreeze(model)[1].training
     True
     """
+    _checks.module(model, "freeze")
+    if not (match is None or isinstance(match, str) or callable(match)):
+        raise InputError(
+            "match must be a part's name or a function of a layer's name and the layer, "
+            f"got a {type(match).__name__}; as match='backbone'"
+        )
     if not (statistics or affine):
         raise InputError(
             "freeze needs something to freeze, got statistics=False and affine=False; set one of them"
         )
     layers = [(norm.path, norm.module) for norm in norms_of(model) if norm.mean is not None]
-    chosen = [layer for name, layer in layers if match is None or match(name, layer)]
+    chosen = [layer for name, layer in layers if _chosen(match, name, layer)]
     if match is not None and not chosen:
         names = ", ".join(repr(name) for name, _ in layers[:3]) or "none at all"
         raise InputError(
             "match must be true of a norm layer with running statistics, it is of none; their names are "
             + names
             + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
+        )
+    if not layers:
+        warnings.warn(
+            f"freeze found no norm layer with running statistics in {type(model).__name__} and left it as it "
+            "is; for its parameters, requires_grad_(False)",
+            stacklevel=2,
         )
     for layer in chosen:
         frozen = vars(layer).get("train")
@@ -127,19 +144,26 @@ def freeze(
     return model
 
 
+def _chosen(match: Callable[[str, Module], Any] | str | None, name: str, layer: Module) -> bool:
+    if isinstance(match, str):
+        return name == match or name.startswith(f"{match}.")
+    return match is None or bool(match(name, layer))
+
+
 def unfreeze(model: Module) -> Module:
     """Undo `freeze`: every frozen layer is in the mode that `train()` last asked for; returns the model.
 
     Parameters that required a gradient before `freeze` require one again. Layers that are not frozen are left
     alone.
 
-    Raises: nothing.
+    Raises: `InputError` for what is no module.
 
     >>> import torch, leannorm
     >>> model = leannorm.freeze(torch.nn.Sequential(torch.nn.BatchNorm2d(8)))
     >>> leannorm.unfreeze(model)[0].weight.requires_grad
     True
     """
+    _checks.module(model, "unfreeze")
     for module in model.modules():
         frozen = vars(module).get("train")
         if isinstance(frozen, Frozen):

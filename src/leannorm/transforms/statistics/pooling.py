@@ -18,6 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from leannorm import _checks
+from leannorm._batch import batches_of, call
 from leannorm._catalog import batch_norms_with_statistics, norms_of
 from leannorm._errors import InputError, SyncError
 from leannorm._report import Line, Part, Report, Table, counted
@@ -79,6 +81,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     >>> layer.num_batches_tracked.item(), torch.allclose(layer.running_var, x.var(0))
     (1, True)
     """
+    _checks.module(model, "accumulate_stats")
     ours, inside = {}, _inside_convolutions(model)
     for name, layer in batch_norms_with_statistics(model):
         if isinstance(layer, Leaving) or layer in inside:
@@ -151,7 +154,7 @@ class RecalibrationReport(Report):
 
 def recalibrate(
     model: Module,
-    batches: Iterable[Any],
+    batches: Tensor | Mapping[str, Any] | Iterable[Any],
     *,
     forward: Callable[[Module, Any], object] | None = None,
     process_group: Any = None,
@@ -166,8 +169,9 @@ def recalibrate(
 
     Args:
         model: of a DistributedDataParallel the module inside is run.
-        batches: tensors, tuples whose first entry is the model's input, mappings of its arguments, or
-            anything that `forward` takes. Ranks may have different numbers of them, or none. A terminal shows
+        batches: an iterable, such as a DataLoader, of tensors, tuples that begin with what the model's
+            forward must have, mappings of its arguments, or anything that `forward` takes; a tensor or a
+            mapping is one batch. Ranks may have different numbers of them, or none. A terminal shows
             progress.
         forward: `forward(model, batch)` runs the model on a batch.
         process_group: the ranks whose batches are one set, all by default, each of which calls this.
@@ -185,6 +189,7 @@ def recalibrate(
     >>> torch.allclose(layer.running_mean, x.mean(0), atol=1e-6), torch.allclose(layer.running_var, x.var(0))
     (True, True)
     """
+    _checks.module(model, "recalibrate")
     if isinstance(model, DistributedDataParallel):
         model = model.module
     group = sharing_group(process_group)
@@ -257,7 +262,7 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
             torch.compiler.set_stance("force_eager"),
         ):
             try:
-                for i, batch in enumerate(_watched(batches)):
+                for i, batch in enumerate(_watched(batches_of(batches))):
                     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
                     if tensors and not any(t.numel() for t in tensors):
                         raise InputError(f"batches must hold values, batch {i} is empty; leave it out")
@@ -268,20 +273,6 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
         for handle in handles:
             handle.remove()
     return None
-
-
-def call(model: Module, batch: Any) -> Any:
-    """The model on a tensor, the first entry of a tuple, or a mapping by its names."""
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, (tuple, list)) and batch:
-        return model(batch[0])
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    raise InputError(
-        f"a batch must be a tensor, a tuple or a mapping, got {type(batch).__name__}; pass "
-        "forward=lambda model, batch: model(...)"
-    )
 
 
 def _watched(batches: Iterable[Any]) -> Iterable[Any]:

@@ -1,0 +1,155 @@
+"""What is a batch, and how does a model take it? A tensor, a tuple or list, or a mapping of names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Module
+
+from leannorm._errors import InputError
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Arguments(NamedTuple):
+    """What a model is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def call(self, model: Any) -> Any:
+        return model(*self.args, **self.kwargs)
+
+    def described(self) -> list[str]:
+        """Each argument in a few words.
+
+        >>> import torch
+        >>> inputs_of({"x": torch.ones(2, 3), "ids": torch.ones(2, dtype=torch.int64)}).described()
+        ['x=2x3', 'ids=2:int64']
+        """
+        named = [("", value) for value in self.args]
+        named += [(f"{name}=", value) for name, value in self.kwargs.items()]
+        return [name + _described(value) for name, value in named]
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    dtype = str(value.dtype).removeprefix("torch.")
+    return "x".join(map(str, value.shape)) + ("" if dtype == "float32" else f":{dtype}")
+
+
+def inputs_of(inputs: Any, name: str = "inputs") -> Arguments:
+    """A model's inputs: a tensor, all of its arguments in a tuple or list, or a mapping of them by name.
+
+    Raises: `InputError` for anything else.
+    """
+    if isinstance(inputs, Tensor):
+        return Arguments((inputs,))
+    if isinstance(inputs, Mapping):
+        return Arguments((), _by_name(inputs))
+    if isinstance(inputs, (tuple, list)) and inputs:
+        return Arguments(tuple(inputs))
+    raise InputError(
+        f"{name} must be a tensor, a tuple or a mapping, got {_named(inputs)}; {_remedy(inputs)}"
+    )
+
+
+def positional(model: Module, inputs: Any, name: str = "example_inputs") -> tuple[Any, ...]:
+    """The same as one tuple, in the order of the model's forward; names left out have its defaults.
+
+    >>> import torch
+    >>> positional(torch.nn.Bilinear(1, 1, 1), {"input2": 2, "input1": 1})
+    (1, 2)
+    """
+    given = inputs_of(inputs, name)
+    if not given.kwargs:
+        return given.args
+    parameters = inspect.signature(model.forward).parameters
+    names = [key for key, parameter in parameters.items() if parameter.kind in _POSITIONAL]
+    missing = sorted(given.kwargs.keys() - set(names))
+    if missing:
+        raise InputError(
+            f"{name} must have names of {type(model).__name__}.forward ({', '.join(names)}), "
+            f"got {missing[0]!r}; pass a tuple in its order"
+        )
+    last = max(names.index(key) for key in given.kwargs)
+    values = {key: given.kwargs.get(key, parameters[key].default) for key in names[: last + 1]}
+    for key, value in values.items():
+        if value is inspect.Parameter.empty:
+            raise InputError(f"{name} must have {key!r}, which {type(model).__name__}.forward needs; add it")
+    return tuple(values.values())
+
+
+def call(model: Module, batch: Any) -> Any:
+    """The model on one batch of a loader: as `inputs_of`, but of a tuple only what its forward must have.
+
+    So of (images, labels) a model of images gets the images, and one of two inputs gets both.
+
+    Raises: `InputError` for what is no batch.
+    """
+    if not (isinstance(batch, (Tensor, Mapping)) or (isinstance(batch, (tuple, list)) and batch)):
+        raise InputError(
+            f"a batch must be a tensor, a tuple or a mapping, got {_named(batch)}; pass "
+            "forward=lambda model, batch: model(...)"
+        )
+    given = inputs_of(batch)
+    taken = given.args if len(given.args) < 2 else given.args[: _needed(model)]
+    return Arguments(taken, given.kwargs).call(model)
+
+
+def _needed(model: Module) -> int:
+    """How many positional arguments without a default its forward has; at least one."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    return max(1, sum(p.kind in _POSITIONAL and p.default is inspect.Parameter.empty for p in parameters))
+
+
+def batches_of(batches: Any) -> Iterator[Any]:
+    """Several batches, one after the other; a tensor and a mapping are one.
+
+    Raises: `InputError` for what is neither a batch nor an iterable of them.
+
+    >>> import torch
+    >>> [len(batch) for batch in batches_of(torch.ones(8, 2))], [*batches_of([1, 2])]
+    ([8], [1, 2])
+    """
+    if isinstance(batches, (Tensor, Mapping)):
+        return iter([batches])
+    if isinstance(batches, (str, bytes)) or _is_array(batches) or not isinstance(batches, Iterable):
+        raise InputError(
+            f"batches must be a tensor, a mapping or an iterable of batches, got {_named(batches)}; "
+            + _remedy(batches)
+        )
+    return iter(batches)
+
+
+def _by_name(inputs: Mapping[Any, Any]) -> dict[str, Any]:
+    for name in inputs:
+        if not isinstance(name, str):
+            raise InputError(f"a mapping of inputs must have names, got the key {name!r}; pass a tuple")
+    if not inputs:
+        raise InputError("inputs must hold a tensor at least, got an empty mapping; add one by its name")
+    return dict(inputs)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and not isinstance(value, Tensor)
+
+
+def _named(value: Any) -> str:
+    if value is None or (isinstance(value, (tuple, list)) and not value):
+        return repr(value)
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _remedy(value: Any) -> str:
+    if _is_array(value):
+        return "make a tensor of it with torch.as_tensor"
+    return "as torch.randn(8, 3, 224, 224), (ids, mask), or {'input_ids': ids}"
