@@ -4,7 +4,11 @@
 
 #include "graph.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -50,6 +54,22 @@ inline PyObject* version_of(PyObject*, PyObject* const* arguments, Py_ssize_t co
   const auto counter = torch::autograd::impl::version_counter(THPVariable_Unpack(arguments[0]));
   const auto* const empty = THPVariable_Unpack(arguments[1]).unsafeGetTensorImpl();
   return THPVariable_Wrap(at::Tensor(empty->shallow_copy_and_detach(counter, /*allow_tensor_metadata_change=*/true)));
+  END_HANDLE_TH_ERRORS
+}
+
+// scale_and_shift(mean, rstd, weight, bias) of a batch norm, None for no weight or bias; as in recipes/norms.py.
+inline PyObject* scale_and_shift(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  at::Tensor of[4];  // mean, rstd, weight, bias
+  for (Py_ssize_t i = 0; i < 4; ++i) {
+    TORCH_CHECK(count == 4 && (THPVariable_Check(arguments[i]) || (i > 1 && arguments[i] == Py_None)));
+    if (arguments[i] != Py_None) of[i] = THPVariable_Unpack(arguments[i]);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor scale = of[2].defined() ? at::mul(of[1], of[2]) : of[1];
+  const at::Tensor shift = at::addcmul(of[3].defined() ? of[3] : at::zeros_like(of[0]), of[0], scale, -1);
+  const THPObjectPtr first(THPVariable_Wrap(scale)), second(THPVariable_Wrap(shift));
+  return first && second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
   END_HANDLE_TH_ERRORS
 }
 

@@ -20,7 +20,7 @@ class _OnDevice(Protocol):
 
 def asynchronous(tensor: _OnDevice) -> bool:
     """Does reading the values of the tensor (or of what has this metadata) make the host wait?"""
-    return tensor.device.type not in ("cpu", "meta")
+    return not getattr(tensor, "is_cpu", False) and tensor.device.type not in ("cpu", "meta")
 
 
 def synchronize(tensor: Tensor) -> None:

@@ -43,10 +43,10 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
         if bias is None:
             return None
         inputs.append(bias)
-    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    constants = tuple(constant(node, name) for name in names)
-    if constants[3]:
+    if node._saved_transposed:
         return None
+    window = node._saved_stride, node._saved_padding, node._saved_dilation  # no number of these is negative
+    constants = *window, False, node._saved_output_padding, node._saved_groups
     sizes, outputs = _sizes(weight, *node.next_functions[1]), prod(node._input_metadata[0].shape)
     if sizes is None:
         return None
