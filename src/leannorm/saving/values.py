@@ -229,7 +229,8 @@ class Value:
         if self.step is not None:
             return self._rebuild(flags)
         tensor = self._proved()
-        share(tensor, self.stream)
+        if self.stream is not None:
+            share(tensor, self.stream)
         return tensor, Owner.HELD
 
     def _proved(self, error: type[RuntimeError] = RuntimeError) -> Tensor:
@@ -238,14 +239,16 @@ class Value:
         assert tensor is not None
         if tensor._version != self.version:
             raise error(self._edited(tensor))
-        if tensor.requires_grad or self.sample is not None:
+        if self.sample is None:
+            if tensor.requires_grad:
+                _check_there(tensor, self.name)
+        elif not self.sample.matches(tensor):
             _check_there(tensor, self.name)
-            if self.sample is not None and not self.sample.matches(tensor):
-                raise error(
-                    f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
-                    " .data), between the forward and the backward pass, and leannorm.lean() needs what it"
-                    " held to rebuild a tensor: edit it after backward(), or leave lean() out for this step"
-                )
+            raise error(
+                f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
+                " .data), between the forward and the backward pass, and leannorm.lean() needs what it"
+                " held to rebuild a tensor: edit it after backward(), or leave lean() out for this step"
+            )
         return tensor
 
     def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
@@ -255,7 +258,8 @@ class Value:
             tensor, memory = self._rebuilt, Owner.SHARED
             if tensor._version != self._rebuilt_version:  # edited by a user's backward function
                 raise RuntimeError(self._edited(tensor))
-            share(tensor, self._rebuilt_on)
+            if self._rebuilt_on is not None:
+                share(tensor, self._rebuilt_on)
         else:
             inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
             if self.stream is not None:
