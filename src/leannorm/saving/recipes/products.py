@@ -47,9 +47,10 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
         return None
     window = node._saved_stride, node._saved_padding, node._saved_dilation  # no number of these is negative
     constants = *window, False, node._saved_output_padding, node._saved_groups
-    sizes, outputs = _sizes(weight, *node.next_functions[1]), prod(node._input_metadata[0].shape)
+    sizes = _sizes(weight, node, 1)
     if sizes is None:
         return None
+    outputs = prod(node._input_metadata[0].shape) if like is None else like.numel()
     each = 2 * prod(sizes[1:])
     flops, costly = each * outputs, each > MOST
     return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops, costly=costly)
@@ -88,7 +89,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
     if a is None or b is None or max(a.products, b.products) > 1:
         return None
-    sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
+    sizes, outputs = _sizes(a, node, first), node._input_metadata[0].shape
     if sizes is None or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
@@ -101,7 +102,9 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     return Step(function, (added, a, b), (), factors, **work)
 
 
-def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:
+def _sizes(value: Value, node: Any, i: int) -> torch.Size | None:
+    """The sizes of the node's input `i`, whose value this is."""
     if value.tensor is not None:
         return value.tensor.shape
+    producer, number = node.next_functions[i]
     return None if producer is None else torch.Size(producer._input_metadata[number].shape)
