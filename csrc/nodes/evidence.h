@@ -97,7 +97,12 @@ struct Told {
     int large = 0;
     if (v == Py_None) raw('0');
     else if (PyBool_Check(v)) raw('b'), raw(v == Py_True);
-    else if (PyLong_CheckExact(v)) raw('i'), raw(PyLong_AsLongLongAndOverflow(v, &large)), raw(large);
+    else if (PyLong_CheckExact(v)) {
+      const int64_t number = PyLong_AsLongLongAndOverflow(v, &large);
+      raw('i'), raw(large), raw(large > 0 ? PyLong_AsUnsignedLongLong(v) : number);  // torch shows -1 as 2**64 - 1
+      if (PyErr_Occurred()) PyErr_Clear(), all = false;
+      all = all && large >= 0;
+    }
     else if (PyFloat_CheckExact(v)) raw('f'), raw(PyFloat_AS_DOUBLE(v));
     else if (PyUnicode_CheckExact(v)) {
       Py_ssize_t size = 0;
@@ -108,7 +113,6 @@ struct Told {
       raw('('), raw(PySequence_Fast_GET_SIZE(v));
       for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(v); ++i) put(PySequence_Fast_GET_ITEM(v, i));
     } else all = false;
-    all = all && large == 0;
   }
 };
 

@@ -243,6 +243,28 @@ def test_nodes_that_differ_in_anything_are_two(all_operators):
     assert not [kind for kind, node in ours.items() if graph.identity(node) is None]
 
 
+KEPT = [0, -1, 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, True, False, 0.0, -0.0, 1.0]
+KEPT += [float("nan"), "a", "", "1", None, (), (1,), [1], [1, 2], ((1,), 2), (1, (2,)), torch.Size([1]), 1j]
+
+
+@pytest.mark.skipif(graph.NODES is None, reason="the C++ nodes are not built")
+def test_the_nodes_tell_what_python_tells_apart():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+    node, by_nodes, in_python = Twice.apply(torch.randn(3, requires_grad=True)).grad_fn, [], []
+    for node.kept in KEPT:
+        by_nodes.append(graph.NODES.told(node, ("kept",)))
+        in_python.append(graph.exact(node.kept))
+    read = [i for i, told in enumerate(by_nodes) if told is not None]
+    assert len(read) > 20
+    for i, j in itertools.combinations(read, 2):
+        assert (by_nodes[i] == by_nodes[j]) == (in_python[i] == in_python[j]), (KEPT[i], KEPT[j])
+    assert graph.NODES.told(node, ("not there",)) is None
+
+
 def test_the_dtype_of_what_comes_out_is_part_of_a_node():
     x = torch.randn(4, 8, requires_grad=True)
     assert graph.identity(x.mean(1).grad_fn) != graph.identity(x.mean(1, dtype=torch.float64).grad_fn)

@@ -313,6 +313,25 @@ def test_the_nodes_read_the_same_sample(monkeypatch):
     assert sum(sample is not None for sample in ours) > 8
 
 
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
+def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
+    def program(context):
+        (conv, other), x = convolutions(), image()
+        norm = nn.BatchNorm2d(8, affine=affine != "neither")
+        if affine == "weight":
+            norm.bias = None
+        for parameter in norm.parameters():
+            nn.init.uniform_(parameter, 0.5, 2)
+        with context() as saved:
+            loss = other(F.silu(norm(conv(x)))).square().sum()
+        if saved is not None:
+            assert any(r.rebuilt and r.node == "NativeBatchNormBackward0" for r in saved.records)
+        loss.backward()
+        return conv.weight.grad, x.grad, *(p.grad for p in norm.parameters())
+
+    assert_as_stock(program)
+
+
 def test_a_version_is_watched_without_the_memory(with_and_without_nodes):
     for made in (torch.randn(64, 64), torch.randn(64, 64).double()[:, 1], nn.Parameter(torch.ones(3))):
         watch = evidence.version_of(made)
