@@ -116,6 +116,23 @@ def test_it_prints(ran, capsys):
         assert text in out
 
 
+def test_why_less_is_not_saved_is_told_once_and_many_layers_are_shown_by_part(capsys):
+    blocks = [Block(16) for _ in range(12)]
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Sequential(*blocks), nn.Flatten())
+    with pytest.warns(UserWarning, match="out of reach"):
+        report = profile(model, torch.randn(2, 3, 34, 34), steps=1, recompute=[], budgets=[0.02, 0.03])
+    report.print()
+    assert capsys.readouterr().out.count("budget=0.02 is out of reach") == 1
+    page = report.html()
+    assert page.count("budget=0.02 is out of reach") == page.count("budget=0.03 is out of reach") == 1
+    assert "What each part keeps" in page
+    rows = len({layer.name for setting in report.settings for layer in setting.layers})
+    assert rows > 24
+    assert f"<summary>{rows} rows</summary>" in page
+    names = [f"1.{i}" for i in range(12)]
+    assert [name in page for name in (*names, "1.3.conv")] == [True] * 13  # the table has every layer
+
+
 CLICK = """
 <script>
 window.addEventListener("load", () => setTimeout(() => {

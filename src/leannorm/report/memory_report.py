@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from leannorm._report import Part, Table, bytes_in_words, column_of_bytes, milliseconds
+from leannorm._report import Line, Part, Table, bytes_in_words, column_of_bytes, milliseconds
 from leannorm.report.layers import LayerBytes, Operation
 from leannorm.report.render import Fact, PagedReport, Section, bar_figure, line_figure, page
 
-_MAX_POINTS = 3000
+_MAX_POINTS, _MAX_BARS, _MAX_ROWS = 3000, 24, 16
 _SETTINGS = (
     "Ratios are to stock, in the same run. Times are medians; a ratio of times is the median of the turns' "
     "own ratios, which other work on the machine moves less than the times themselves."
@@ -23,6 +23,7 @@ class Measured:
 
     `gradient_difference`: the largest difference from stock's gradients, relative to the largest gradient of
     the same parameter; 0 means that all are equal bit for bit. `layers` is empty if they cannot be counted.
+    `reasons`: why less was rebuilt than was asked, as `saved.reasons` says it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Measured:
     forward_end: float = 0.0
     layers: list[LayerBytes] = field(default_factory=list)
     rebuilt: list[Operation] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
 
 @dataclass(repr=False)
@@ -62,6 +64,7 @@ class MemoryReport(PagedReport):
     def parts(self) -> Iterator[Part]:
         yield setting_table(self)
         yield kind_table(self)
+        yield from (Line(f"{name}: {reason}.") for name, reason in _reasons(self))
 
     def html(self) -> str:
         """Memory over the step, bars and numbers for each layer; checkboxes show and hide a setting."""
@@ -171,15 +174,21 @@ def _page(report: MemoryReport) -> str:
     sections = [Section("Settings", _SETTINGS, table=setting_table(report))]
     if any(s.timeline for s in report.settings):
         sections.append(timeline_section(report, "Memory over one step"))
+    if reasons := _reasons(report):
+        rows = [[name, reason] for name, reason in reasons]
+        sections.insert(1, Section("Why not less", table=Table(["setting", "reason"], rows, numbers_from=2)))
     counted, names = _counted(report)
-    bars = {setting: _per_layer(layers, names) for setting, layers in counted}
+    parts = _parts_of(names)
+    bars = {setting: _per_part(layers, parts) for setting, layers in counted}
+    each = len(parts) == len(names)
     sections += [
         Section(
-            "What each layer keeps",
-            "In the order of the model. Most operations keep their inputs.",
-            bar_figure(bars, list(names), "MB", written=len(names) <= 12),
+            f"What each {'layer' if each else 'part'} keeps",
+            "In the order of the model. Most operations keep their inputs."
+            + ("" if each else " Each layer by itself stands below."),
+            bar_figure(bars, list(parts), "MB", written=len(parts) <= 12),
         ),
-        Section("Layer by layer", table=layer_table(report)),
+        Section("Layer by layer", table=layer_table(report), folded=len(names) > _MAX_ROWS),
     ]
     if any(s.rebuilt for s in report.settings):
         sections.append(
@@ -203,8 +212,33 @@ def timeline_section(report: MemoryReport, heading: str) -> Section:
     return Section(heading, "Bytes above the step's start. The forward pass ends at 1.", figure)
 
 
-def _per_layer(layers: Mapping[str, LayerBytes], names: Iterable[str]) -> list[float]:
-    return [layers[name].kept / 1e6 if name in layers else 0.0 for name in names]
+def _reasons(report: MemoryReport) -> list[tuple[str, str]]:
+    """Setting and reason, each reason once."""
+    found: dict[str, list[str]] = {}
+    for one in report.settings:
+        for reason in one.reasons:
+            found.setdefault(reason, []).append(one.name)
+    return [(", ".join(names), reason) for reason, names in found.items()]
+
+
+def _parts_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """The layers of each part of the model, by as many steps of their names as leave few enough parts.
+
+    >>> _parts_of(["stem", "body.0.conv", "body.0.norm"])
+    {'stem': ['stem'], 'body.0.conv': ['body.0.conv'], 'body.0.norm': ['body.0.norm']}
+    """
+    names = list(names)
+    for depth in range(max((name.count(".") for name in names), default=0) + 1, 0, -1):
+        parts: dict[str, list[str]] = {}
+        for name in names:
+            parts.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+        if len(parts) <= _MAX_BARS or depth == 1:
+            return parts
+    return {}
+
+
+def _per_part(layers: Mapping[str, LayerBytes], parts: Mapping[str, Iterable[str]]) -> list[float]:
+    return [sum(layers[name].kept for name in names if name in layers) / 1e6 for names in parts.values()]
 
 
 def _thinned(measured: Measured) -> tuple[list[float], list[float]]:

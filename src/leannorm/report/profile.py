@@ -151,6 +151,7 @@ def _count(
     del result
     measured.layers = layers
     measured.rebuilt = by_operation(getattr(saved, "records", ()))
+    measured.reasons = list(getattr(saved, "reasons", ()))
 
 
 def _counts(saved: Any) -> tuple[int, int]:

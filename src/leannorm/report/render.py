@@ -21,13 +21,14 @@ COLORS = ("#8a94a6", "#2563eb", "#0d9488", "#d97706", "#9333ea", "#dc2626", "#4d
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a heading, a sentence, and a picture, a table or both."""
+    """A part of a page: a heading, a sentence, and a picture, a table or both; a `folded` table is opened."""
 
     heading: str
     text: str = ""
     figure: Any = None
     table: Table | None = None
     wide: bool = True
+    folded: bool = False
 
 
 @dataclass(frozen=True)
