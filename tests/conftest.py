@@ -40,3 +40,16 @@ def no_plan_of_another_test():
 def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)
+
+
+@pytest.fixture(params=["nodes", "python"])
+def with_and_without_nodes(request, monkeypatch):
+    """Nodes tell more where the C++ nodes are built; without them other evidence has to do."""
+    from lean_cases import without_nodes
+
+    from leannorm.autograd import nodes
+
+    if request.param == "python":
+        without_nodes(monkeypatch)
+    elif nodes.NODES is None:
+        pytest.skip("the C++ nodes are not built")

@@ -7,6 +7,7 @@
 // None for a call that is not a usual one, and for one that the kernel refuses: then nothing has been written.
 #include "../activation.h"
 #include "calls.h"
+#include "evidence.h"
 #include "graph.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
@@ -352,6 +353,10 @@ PyMethodDef functions[] = {
     {"thread_of", &thread_of, METH_O, nullptr},
     {"this_thread", &this_thread, METH_NOARGS, nullptr},
     {"in_view", &in_view, METH_O, nullptr},
+    {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&sample)), METH_FASTCALL, nullptr},
+    {"version_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&version_of)), METH_FASTCALL, nullptr},
+    {"scale_and_shift", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&scale_and_shift)), METH_FASTCALL, nullptr},
+    {"told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&told)), METH_FASTCALL, nullptr},
     {nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "leannorm._nodes", nullptr, -1, functions};
 

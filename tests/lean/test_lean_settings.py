@@ -201,6 +201,16 @@ def nodes(all_operators):
                         yield y.grad_fn
 
 
+def identities(node):
+    """By the C++ nodes, where they are built, and by Python."""
+    ours, found = graph.NODES, [graph.identity(node)]
+    try:
+        graph.NODES = None
+        return [*found, graph.identity(node)]
+    finally:
+        graph.NODES = ours
+
+
 def told_apart(a, b):
     """Do two nodes of a class differ in anything that autograd shows of them, but for tensors?"""
 
@@ -222,7 +232,8 @@ def test_nodes_that_differ_in_anything_are_two(all_operators):
     pairs = 0
     for some in by_class.values():
         for a, b in itertools.combinations(some[:12], 2):
-            one, other = graph.identity(a), graph.identity(b)
+            (one, in_python), (other, other_in_python) = identities(a), identities(b)
+            assert (one != other) == (in_python != other_in_python), (a, one, other)
             if told_apart(a, b):
                 pairs += 1
                 assert one is None or one != other, (a, one, other)
@@ -230,6 +241,28 @@ def test_nodes_that_differ_in_anything_are_two(all_operators):
     assert pairs > 1000
     assert len(ours) > 40
     assert not [kind for kind, node in ours.items() if graph.identity(node) is None]
+
+
+KEPT = [0, -1, 1, 2**63 - 1, -(2**63), 2**63, 2**64 - 1, 2**64, -(2**63) - 1, True, False, 0.0, -0.0, 1.0]
+KEPT += [float("nan"), "a", "", "1", None, (), (1,), [1], [1, 2], ((1,), 2), (1, (2,)), torch.Size([1]), 1j]
+
+
+@pytest.mark.skipif(graph.NODES is None, reason="the C++ nodes are not built")
+def test_the_nodes_tell_what_python_tells_apart():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+    node, by_nodes, in_python = Twice.apply(torch.randn(3, requires_grad=True)).grad_fn, [], []
+    for node.kept in KEPT:
+        by_nodes.append(graph.NODES.told(node, ("kept",)))
+        in_python.append(graph.exact(node.kept))
+    read = [i for i, told in enumerate(by_nodes) if told is not None]
+    assert len(read) > 20
+    for i, j in itertools.combinations(read, 2):
+        assert (by_nodes[i] == by_nodes[j]) == (in_python[i] == in_python[j]), (KEPT[i], KEPT[j])
+    assert graph.NODES.told(node, ("not there",)) is None
 
 
 def test_the_dtype_of_what_comes_out_is_part_of_a_node():

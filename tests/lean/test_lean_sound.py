@@ -7,7 +7,9 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from lean_cases import without_nodes
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leannorm.saving import evidence, lean, reasons
 
@@ -294,6 +296,52 @@ def test_a_sample_sees_what_optimizers_do():
     assert not again.matches(w)
     w.data = torch.randn(8, 8)
     assert not again.matches(w)
+
+
+@pytest.mark.skipif(evidence.NODES is None, reason="the C++ nodes are not built")
+def test_the_nodes_read_the_same_sample(monkeypatch):
+    made = torch.randn(64, 3, 16, 16)
+    tensors = [made, made[:, :2], made.mT, made[:1, :, :2], made.to(memory_format=torch.channels_last)]
+    tensors += [made[:0], made.double(), made.bfloat16()[1:], made > 0, made.to_sparse(), made.to("meta")]
+    tensors += [nn.Parameter(made), made[0, 0, 0, 0], made.expand(2, *made.shape), made.to(torch.complex64)]
+    with FakeTensorMode():
+        tensors.append(torch.empty(64, 64))
+    ours = [evidence.Sample.of(tensor) for tensor in tensors]
+    without_nodes(monkeypatch)
+    assert ours == [evidence.Sample.of(tensor) for tensor in tensors]
+    assert None in ours
+    assert sum(sample is not None for sample in ours) > 8
+
+
+@pytest.mark.parametrize("affine", ["weight and bias", "weight", "neither"])
+def test_a_batch_norm_has_the_same_bits(affine, with_and_without_nodes):
+    def program(context):
+        (conv, other), x = convolutions(), image()
+        norm = nn.BatchNorm2d(8, affine=affine != "neither")
+        if affine == "weight":
+            norm.bias = None
+        for parameter in norm.parameters():
+            nn.init.uniform_(parameter, 0.5, 2)
+        with context() as saved:
+            loss = other(F.silu(norm(conv(x)))).square().sum()
+        if saved is not None:
+            assert any(r.rebuilt and r.node == "NativeBatchNormBackward0" for r in saved.records)
+        loss.backward()
+        return conv.weight.grad, x.grad, *(p.grad for p in norm.parameters())
+
+    assert_as_stock(program)
+
+
+def test_a_version_is_watched_without_the_memory(with_and_without_nodes):
+    for made in (torch.randn(64, 64), torch.randn(64, 64).double()[:, 1], nn.Parameter(torch.ones(3))):
+        watch = evidence.version_of(made)
+        assert watch._version == made._version
+        made.detach().zero_()
+        assert watch._version == made._version
+        assert watch.numel() == 0
+        assert watch.dtype == made.dtype
+    with FakeTensorMode():
+        assert evidence.version_of(torch.empty(8)) is None
 
 
 def test_buffers_that_move_without_a_version_between_a_norm_and_its_reader():

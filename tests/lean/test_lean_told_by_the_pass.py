@@ -24,16 +24,6 @@ def nothing_remembered(monkeypatch):
     monkeypatch.setattr(reasons, "_WARNED", set())
 
 
-@pytest.fixture(params=["nodes", "python"])
-def with_and_without_nodes(request, monkeypatch):
-    """Nodes tell their threads where the C++ nodes are built; without them other evidence has to do."""
-    if request.param == "python":
-        for module in (graph, provenance):
-            monkeypatch.setattr(module, "NODES", None)
-    elif graph.NODES is None:
-        pytest.skip("the C++ nodes are not built")
-
-
 def in_a_thread(work):
     errors = []
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lean_cases import assert_as_stock
+from lean_cases import assert_as_stock, without_nodes
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import graph, provenance, reasons, small, trial
+from leannorm.saving import reasons, small, trial
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,7 @@ def test_an_activation_in_place_behind_a_norm_of_volumes(norm, activation):
 
 @pytest.mark.parametrize("activation", ["leaky relu", "relu", "celu"])
 def test_without_the_nodes_the_call_tells_what_was_done_to_a_view(activation, monkeypatch):
-    for module in (graph, provenance):
-        monkeypatch.setattr(module, "NODES", None)
+    without_nodes(monkeypatch)
     test_an_activation_in_place_behind_a_norm_of_volumes("instance", activation)
 
 

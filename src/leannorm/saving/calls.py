@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leannorm.saving.values import share_memory
+
 
 def _codes(*functions: Any) -> set[Any]:
     """By which frames are known; of what others have put in a function's place, perhaps none."""
@@ -89,7 +91,9 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
     training = arguments.get("training", arguments.get("use_input_stats", True))
     reads_buffers = not training or _frozen(weight) or _frozen(bias)
     moved = (arguments.get("running_mean"), arguments.get("running_var")) if training else ()
-    moves_affine = any(share_memory(t, v) for t in moved for v in (weight, bias))
+    moves_affine = False
+    for statistic in moved:
+        moves_affine = moves_affine or share_memory(statistic, weight) or share_memory(statistic, bias)
     copy = None if bias is None else bias.detach().clone()
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 
@@ -121,10 +125,6 @@ def _of_frozen_norm(frame: FrameType) -> CallArguments | None:
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:
     return CallArguments(None, bias.clone(), True) if bias is not None and _frozen(bias) else None
-
-
-def share_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and bool(torch._C._is_alias_of(a, b))  # type: ignore[attr-defined]
 
 
 def _frozen(parameter: Tensor | None) -> bool:

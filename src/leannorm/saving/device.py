@@ -20,7 +20,7 @@ class _OnDevice(Protocol):
 
 def asynchronous(tensor: _OnDevice) -> bool:
     """Does reading the values of the tensor (or of what has this metadata) make the host wait?"""
-    return tensor.device.type not in ("cpu", "meta")
+    return not getattr(tensor, "is_cpu", False) and tensor.device.type not in ("cpu", "meta")
 
 
 def synchronize(tensor: Tensor) -> None:
@@ -38,15 +38,15 @@ def stream_of(tensor: Tensor) -> torch.Stream | None:
     return stream
 
 
-def share(tensor: Tensor, made_on: torch.Stream | None) -> None:
+def share(tensor: Tensor, made_on: torch.Stream) -> None:
     """Before the current stream reads a tensor that was made, or packed, on the stream `made_on`.
 
     Autograd orders the gradients of nodes on different streams, not what they read. The current stream waits
     for the other one, and the allocator is told, so that it gives the memory away only after this read. Where
     a device's work is all on one stream, nothing is done.
     """
-    here = None if made_on is None else stream_of(tensor)
-    if here is None or made_on is None or len(_used[tensor.device]) == 1:
+    here = stream_of(tensor)
+    if here is None or len(_used[tensor.device]) == 1:
         return
     if here != made_on:
         here.wait_stream(made_on)

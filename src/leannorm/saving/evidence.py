@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.autograd.nodes import NODES
+
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
 
@@ -29,6 +31,9 @@ def version_of(tensor: Tensor) -> Tensor | None:
     empty = _EMPTY.get(kind)
     if empty is None:
         empty = _EMPTY[kind] = torch.empty(0, device=kind[0], dtype=kind[1])
+    if NODES is not None:
+        shared: Tensor = NODES.version_of(tensor, empty)
+        return shared
     counter = tensor.detach()
     counter.data = empty  # replaces the memory and keeps the version counter
     return counter
@@ -59,6 +64,9 @@ class Sample(NamedTuple):
 
 
 def _content(tensor: Tensor) -> bytes | None:
+    if NODES is not None:
+        found: bytes | None = NODES.sample(tensor, RUNS, RUN)
+        return found
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     if not (tensor.is_contiguous() or _fills_its_memory(tensor)) or tensor.untyped_storage().nbytes() == 0:

@@ -38,7 +38,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self._values: list[weakref.ref[Value]] = []
-        self._rebuilt: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         self._closed: list[Row] | None = None
         self._plain: list[Row] = []
 
@@ -47,7 +46,7 @@ class Ledger:
         if not is_parameter(tensor):
             self._values.append(weakref.ref(value))
             if value.step is not None:
-                self._rebuilt[value] = tensor.nbytes  # moved elsewhere
+                value.frees = tensor.nbytes  # moved elsewhere
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
@@ -59,7 +58,7 @@ class Ledger:
                 if part.name == COPIED_PART and part.users == 1 and part.tensor is not None:
                     self.holds(part, part.tensor)  # copied for this concatenation
                     nbytes -= part.tensor.nbytes
-        self._rebuilt[root] = nbytes
+        root.frees = nbytes
         self._values.append(weakref.ref(value))
         self._closed = None
 
@@ -71,7 +70,7 @@ class Ledger:
             if not value.is_held and value.place >= 0:
                 places.setdefault(_root(value), {})[value.place] = value.price
         for root, sharing in places.items():
-            yield root, sorted(sharing), self._rebuilt.get(root, 0), max(sharing.values())
+            yield root, sorted(sharing), root.frees, max(sharing.values())
 
     def close(self, kept: Iterable[Kept] = ()) -> None:
         """Store the bytes of each value, to be read also after the backward pass has freed the tensors.
@@ -111,20 +110,23 @@ class Ledger:
 
     def _rows(self) -> Iterator[Row]:
         """Every value that is alive; the first of each storage has that storage's bytes, the others 0."""
-        seen: set[object] = set()
+        seen, roots, storages = set[Value](), set[Value](), set[int]()
         for value in self.values():
             tensor = value.tensor if value.step is None else value.memory
             if tensor is not None:
                 nbytes = 0
                 if tensor.layout == torch.strided:
                     storage = tensor.untyped_storage()
-                    nbytes = 0 if storage._cdata in seen else storage.nbytes()
-                    seen.add(storage._cdata)
+                    place = storage._cdata
+                    if place not in storages:
+                        storages.add(place)
+                        nbytes = storage.nbytes()
                 yield value.name, tensor.shape, tensor.dtype, nbytes, False, None, value.why
             elif value not in seen:  # a value that was held first is listed twice
                 root = _root(value)
-                nbytes = 0 if (root, "memory") in seen else self._rebuilt.get(root, 0)
-                seen.update((value, (root, "memory")))
+                nbytes = 0 if root in roots else root.frees
+                seen.add(value)
+                roots.add(root)
                 seconds = None if value.is_held else value.seconds
                 yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds, value.why
 

@@ -379,6 +379,8 @@ def unpack(value: Value | Kept) -> Tensor:
     """The unpack hook."""
     if isinstance(value, tuple):
         return read(value)
+    if value.step is None and value.tensor is not None and value.tensor._version == value.version:
+        return value.tensor
     if value.at_hand:
         tensor = value.read()
     elif value.in_rows and (stand_in := unbuilt(value)) is not None:

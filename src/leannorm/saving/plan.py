@@ -6,7 +6,7 @@ The prices go by shapes alone, so equal passes have equal plans, in every run an
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
         most = goal.budget * made_for.stock
         chosen = _within_bytes(most, made_for.stock - made_for.always, candidates, links)
     else:
-        chosen = _within_seconds((goal.overhead or 0.0) * made_for.seconds, candidates)
+        chosen = _within_seconds(goal.overhead or 0.0, made_for.seconds, candidates)
     rebuilt = {place for part in chosen for place in part.places}
     kept = made_for.stock - made_for.always - sum(part.nbytes for part in chosen)
     flags = tuple(i in rebuilt for i in range(len(made_for.calls)))
@@ -162,10 +162,25 @@ def _within_bytes(most: float, stock: int, candidates: list[Part], links: list[P
     return chosen
 
 
-def _within_seconds(most: float, candidates: Iterable[Part]) -> list[Part]:
-    chosen, spent = [], 0.0
-    for part in candidates:
-        if spent + part.seconds <= most:
-            chosen.append(part)
-            spent += part.seconds
-    return chosen
+_STEP = 1e-3  # of stock's step time
+
+
+def _within_seconds(overhead: float, stock: float, candidates: list[Part]) -> list[Part]:
+    """The cheapest parts that fit in the time, or those that fit in less of it, if these free more.
+
+    A large part that just fits may shut out others that are more together. With every thousandth of stock's
+    step up to the time looked at, more time never holds more.
+    """
+    if sum(part.seconds for part in candidates) <= overhead * stock:
+        return candidates
+    best, most = list[Part](), -1
+    for i in range(int(round(overhead / _STEP, 6)) + 1 if stock else 1):
+        chosen, left = list[Part](), i * _STEP * stock
+        for part in candidates:
+            if part.seconds <= left:
+                chosen.append(part)
+                left -= part.seconds
+        freed = sum(part.nbytes for part in chosen)
+        if freed > most:
+            best, most = chosen, freed
+    return best

@@ -150,7 +150,7 @@ class Search:
                 return None
             proved = proved and sure
         any_layout = kind in _IN_ANY_LAYOUT
-        return step._replace(proved=proved, identity=told, flags=flags, in_any_layout=any_layout)
+        return step.told(flags, proved, told, any_layout)
 
     def _laid_out_as(self, reader: Any, producer: Any) -> Tensor | None:
         """A tensor of the producer's layout, where what it has put out was not packed."""

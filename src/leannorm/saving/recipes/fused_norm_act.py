@@ -36,7 +36,7 @@ def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor
     if not (matches_torch(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel()):
         return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
     zero, one = _zero_and_one(scale, torch.float64)
-    y: Tensor = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
+    y: Tensor = torch.ops.leannorm.channel_normalize.default(x, zero, one, scale, shift, None, act)
     return y
 
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from leannorm.saving.calls import CallArguments, share_memory
+from leannorm.autograd.nodes import NODES
+from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import kind_of, saved
 from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
-from leannorm.saving.values import Step, Value
+from leannorm.saving.values import Step, Value, share_memory
 
 _BATCH_NORMS: dict[str, Callable[..., Any]] = {
     "NativeBatchNormBackward0": torch.native_batch_norm,
@@ -31,8 +32,8 @@ def _call(*values: Value | None) -> CallArguments | None:
     return None
 
 
-def _bias(node: Any, call: CallArguments | None, given: Given) -> tuple[bool, Tensor | None]:
-    """Is the bias known, and a copy of it. Nodes of batch and group norm do not save it.
+def _bias(x: Value, call: CallArguments | None, given: Given) -> tuple[bool, Tensor | None]:
+    """Is the bias of a norm of `x` known, and a copy of it. Nodes of batch and group norm do not save it.
 
     Without the call's arguments, a missing edge may mean no bias or a frozen one, so it is not known.
     """
@@ -41,8 +42,8 @@ def _bias(node: Any, call: CallArguments | None, given: Given) -> tuple[bool, Te
     if call is not None:
         if call.bias is None:
             return True, None
-        channels = node._input_metadata[0].shape[1]  # instance norm folds the batch dim into this one
-        times = channels // call.bias.shape[0]
+        channels = (x.shape if x.tensor is None else x.tensor.shape)[1]
+        times = channels // len(call.bias)  # instance norm folds the batch dim into this one
         return True, call.bias if times == 1 else call.bias.repeat(times)
     value = given(2)
     return value is not None, copy_of(value)
@@ -78,31 +79,35 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     kind, training = kind_of(node), node._saved_training
     native = kind == "NativeBatchNormBackward0"
     mean_value, rstd_value = saved(node, "result1"), saved(node, "result2")
-    running = saved(node, "running_mean"), saved(node, "running_var")
-    call = _call(mean_value, rstd_value, *running)
-    known, bias = _bias(node, call, given)
+    call = _call(mean_value, rstd_value)
+    running: tuple[Value | None, ...] = ()  # asked where the call does not tell
+    if call is None or not training:
+        running = saved(node, "running_mean"), saved(node, "running_var")
+        call = call or _call(*running)
+    known, bias = _bias(x, call, given)
     if not known or (training and any(_share_memory(v, weight) for v in running)):
         return None
-    eps = node._saved_eps if hasattr(node, "_saved_eps") else node._saved_epsilon
-    if not training:
-        buffers = tuple(copy_of(value) for value in running)
-        return Step(_batch_norm_again, (x,), (copy_of(weight), bias, *buffers), (kind, False, eps))
-    if native and mean_value is not None and rstd_value is not None:
+    if training and native and mean_value is not None and rstd_value is not None:
         mean, rstd = mean_value.look(), rstd_value.look()
         if mean.is_cpu and mean.dtype in (torch.float32, torch.float64):
             return _scale_and_shift(x, mean, rstd, None if weight is None else weight.look(), bias)
         if mean.is_cuda and not isinstance(mean, FakeTensor):  # this operator has no fake kernel
             # the second half of native_batch_norm: one pass, by the saved statistics
-            return Step(torch.batch_norm_elemt, (x,), (copy_of(weight), bias, mean, rstd), (eps,))
-    return Step(_batch_norm_again, (x,), (copy_of(weight), bias, None, None), (kind, True, eps))
+            return Step(torch.batch_norm_elemt, (x,), (copy_of(weight), bias, mean, rstd), (node._saved_eps,))
+    eps = node._saved_eps if native else node._saved_epsilon
+    buffers = (None, None) if training else tuple(map(copy_of, running))
+    return Step(_batch_norm_again, (x,), (copy_of(weight), bias, *buffers), (kind, training, eps))
 
 
 def _scale_and_shift(
     x: Value, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Step:
     """torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)); the same with torch operators."""
-    scale = rstd if weight is None else rstd * weight.detach()
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+    if NODES is not None:
+        scale, shift = NODES.scale_and_shift(mean, rstd, weight, bias)
+    else:
+        scale = rstd if weight is None else rstd * weight.detach()
+        shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
 
     def then_act(act: str) -> Step | None:
         return (
@@ -125,7 +130,7 @@ def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if output or x is None:
         return None
     call = _call(saved(node, "result1"), saved(node, "result2"))
-    known, bias = _bias(node, call, given)
+    known, bias = _bias(x, call, given)
     eps = getattr(node, _EPS_OF_GROUP_NORM, None if call is None else call.eps)
     if not known or eps is None:
         return None

@@ -43,11 +43,12 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
         if bias is None:
             return None
         inputs.append(bias)
-    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    constants = tuple(constant(node, name) for name in names)
-    sizes, outputs = _sizes(weight, *node.next_functions[1]), prod(node._input_metadata[0].shape)
+    window = node._saved_stride, node._saved_padding, node._saved_dilation  # no number of these is negative
+    constants = *window, node._saved_transposed, node._saved_output_padding, node._saved_groups
+    sizes = _sizes(weight, node, 1)
     if sizes is None:
         return None
+    outputs = prod(node._input_metadata[0].shape) if like is None else like.numel()
     each = 2 * prod(sizes[1:])
     if constants[3]:  # each input, not each output, meets the whole kernel
         each = each * prod(x.tensor.shape if x.tensor is not None else x.shape) // max(outputs, 1)
@@ -88,7 +89,7 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
     a, b = (saved(node, name) or given(first + i) for i, name in enumerate(names))
     if a is None or b is None or max(a.products, b.products) > 1:
         return None
-    sizes, outputs = _sizes(a, *edges[first]), node._input_metadata[0].shape
+    sizes, outputs = _sizes(a, node, first), node._input_metadata[0].shape
     if sizes is None or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
     work = {"kind": "product", "flops": 2 * sizes[-1] * prod(outputs), "costly": sizes[-1] > outputs[-1]}
@@ -113,7 +114,7 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     offsets, grouped = saved(node, "offs"), node._raw_saved_offs.data is not None
     if a is None or b is None or (grouped and offsets is None) or max(a.products, b.products) > 1:
         return None
-    sizes, outputs = _sizes(a, *node.next_functions[0]), node._input_metadata[0].shape
+    sizes, outputs = _sizes(a, node, 0), node._input_metadata[0].shape
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
         return None
     inputs = (a, b) if offsets is None else (a, b, offsets)
@@ -122,7 +123,9 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
     return Step(_grouped_mm, inputs, (), dtype, kind="product", flops=flops, costly=costly)
 
 
-def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:
+def _sizes(value: Value, node: Any, i: int) -> torch.Size | None:
+    """The sizes of the node's input `i`, whose value this is."""
     if value.tensor is not None:
         return value.tensor.shape
+    producer, number = node.next_functions[i]
     return None if producer is None else torch.Size(producer._input_metadata[number].shape)

@@ -1,0 +1,145 @@
+// What lean() compares a tensor and a node by, read without Python's share: some of a tensor's bytes, its version
+// counter, and what a node tells. evidence.py and graph.py say what is read and do the same.
+#pragma once
+
+#include "graph.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addcmul.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstring>
+#include <string>
+
+namespace leannorm {
+
+// ---------------------------------------------------------------- tensors
+
+// Do the elements lie without gaps?
+inline bool fills_its_memory(const at::Tensor& v) {
+  if (v.is_contiguous()) return true;
+  int64_t extent = 1;
+  for (int64_t d = 0; d < v.dim(); ++d) extent += (v.size(d) - 1) * v.stride(d);
+  return extent == v.numel();
+}
+
+// sample(tensor, runs, run): so many bytes of so many places, or None as in evidence.py.
+inline PyObject* sample(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || !THPVariable_CheckExact(arguments[0])) Py_RETURN_NONE;
+  const at::Tensor& v = THPVariable_Unpack(arguments[0]);
+  const int64_t runs = PyLong_AsLongLong(arguments[1]), run = PyLong_AsLongLong(arguments[2]);
+  const bool read = v.is_cpu() && v.layout() == at::kStrided && v.has_storage();
+  if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) Py_RETURN_NONE;
+  if (v.storage().nbytes() == 0) Py_RETURN_NONE;
+  const char* const start = static_cast<const char*>(v.const_data_ptr());
+  const int64_t nbytes = v.numel() * v.itemsize();
+  if (nbytes <= runs * run) return PyBytes_FromStringAndSize(start, nbytes);
+  PyObject* const found = PyBytes_FromStringAndSize(nullptr, runs * run);
+  if (found == nullptr) return nullptr;
+  const int64_t step = (nbytes - run) / (runs - 1);
+  for (int64_t i = 0; i < runs; ++i) std::memcpy(PyBytes_AS_STRING(found) + i * run, start + i * step, run);
+  return found;
+  END_HANDLE_TH_ERRORS
+}
+
+// version_of(tensor, empty): `empty` with the version counter of `tensor`.
+inline PyObject* version_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2 && THPVariable_Check(arguments[0]) && THPVariable_Check(arguments[1]));
+  const auto counter = torch::autograd::impl::version_counter(THPVariable_Unpack(arguments[0]));
+  const auto* const empty = THPVariable_Unpack(arguments[1]).unsafeGetTensorImpl();
+  return THPVariable_Wrap(at::Tensor(empty->shallow_copy_and_detach(counter, /*allow_tensor_metadata_change=*/true)));
+  END_HANDLE_TH_ERRORS
+}
+
+// scale_and_shift(mean, rstd, weight, bias) of a batch norm, None for no weight or bias; as in recipes/norms.py.
+inline PyObject* scale_and_shift(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  at::Tensor of[4];  // mean, rstd, weight, bias
+  for (Py_ssize_t i = 0; i < 4; ++i) {
+    TORCH_CHECK(count == 4 && (THPVariable_Check(arguments[i]) || (i > 1 && arguments[i] == Py_None)));
+    if (arguments[i] != Py_None) of[i] = THPVariable_Unpack(arguments[i]);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::Tensor scale = of[2].defined() ? at::mul(of[1], of[2]) : of[1];
+  const at::Tensor shift = at::addcmul(of[3].defined() ? of[3] : at::zeros_like(of[0]), of[0], scale, -1);
+  const THPObjectPtr first(THPVariable_Wrap(scale)), second(THPVariable_Wrap(shift));
+  return first && second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+// ---------------------------------------------------------------- nodes
+
+// Bytes that are equal only where everything that was put there is.
+struct Told {
+  std::string bytes;
+  bool all = true;  // could everything be put there?
+
+  template <class Plain> void raw(const Plain& v) { bytes.append(reinterpret_cast<const char*>(&v), sizeof v); }
+  void put(const c10::SymInt& v) {
+    if (const auto known = v.maybe_as_int()) raw(*known);
+    else all = false;
+  }
+  void put(const torch::autograd::InputMetadata& v) {
+    if (v.was_default_constructed() || v.is_cpp_nested_tensor()) return void(all = false);
+    const auto shape = v.shape_as_dim_vector();
+    raw(shape.size());
+    for (const c10::SymInt& size : shape) put(size);
+    raw(c10::typeMetaToScalarType(v.options().dtype())), raw(v.device().type()), raw(v.device().index());
+  }
+  // A number, a string, None, or a list of these.
+  void put(PyObject* v) {
+    int large = 0;
+    if (v == Py_None) raw('0');
+    else if (PyBool_Check(v)) raw('b'), raw(v == Py_True);
+    else if (PyLong_CheckExact(v)) {
+      const int64_t number = PyLong_AsLongLongAndOverflow(v, &large);
+      raw('i'), raw(large), raw(large > 0 ? PyLong_AsUnsignedLongLong(v) : number);  // torch shows -1 as 2**64 - 1
+      if (PyErr_Occurred()) PyErr_Clear(), all = false;
+      all = all && large >= 0;
+    }
+    else if (PyFloat_CheckExact(v)) raw('f'), raw(PyFloat_AS_DOUBLE(v));
+    else if (PyUnicode_CheckExact(v)) {
+      Py_ssize_t size = 0;
+      const char* const text = PyUnicode_AsUTF8AndSize(v, &size);
+      if (text == nullptr) return PyErr_Clear(), void(all = false);
+      raw('s'), raw(size), bytes.append(text, size);
+    } else if (PyTuple_CheckExact(v) || PyList_CheckExact(v)) {
+      raw('('), raw(PySequence_Fast_GET_SIZE(v));
+      for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(v); ++i) put(PySequence_Fast_GET_ITEM(v, i));
+    } else all = false;
+  }
+};
+
+// told(node, names): the shape, dtype and device of each output and input, and what the node shows under these names,
+// as bytes; None where Python is to read it.
+inline PyObject* told(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2 && PyTuple_Check(arguments[1]));
+  const Node* const node = node_of(arguments[0]);
+  if (node == nullptr) Py_RETURN_NONE;
+  Told told;
+  told.bytes.reserve(512);
+  told.raw(node->num_inputs()), told.raw(node->num_outputs());
+  for (uint32_t i = 0; i < node->num_inputs(); ++i) told.put(node->input_metadata(i));
+  for (const auto& [producer, output] : node->next_edges()) {
+    told.raw(producer != nullptr);
+    if (producer) told.put(producer->input_metadata(output));
+  }
+  for (Py_ssize_t i = 0; told.all && i < PyTuple_GET_SIZE(arguments[1]); ++i) {
+    THPObjectPtr kept(PyObject_GetAttr(arguments[0], PyTuple_GET_ITEM(arguments[1], i)));
+    if (!kept) PyErr_Clear();
+    if (kept) told.put(kept.get());
+    else told.all = false;
+  }
+  if (!told.all) Py_RETURN_NONE;
+  return PyBytes_FromStringAndSize(told.bytes.data(), told.bytes.size());
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace leannorm

@@ -1,0 +1,65 @@
+"""What `overhead` chooses of a recorded pass: more time never holds more."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from leannorm.saving import lean
+from leannorm.saving.plan import Goal, Part, Pass, plan
+
+SHARES = [i / 400 for i in range(400)]
+
+
+def kept(passed, shares=SHARES):
+    made = [plan(Goal(overhead=share), passed) for share in shares]
+    assert all(one.overhead <= share + 1e-9 for one, share in zip(made, shares, strict=True))
+    return [one.kept_bytes for one in made]
+
+
+class Residual(nn.Module):
+    def __init__(self, a, b):
+        super().__init__()
+        self.shorter = nn.Sequential(nn.Conv2d(a, b, 1, 2, bias=False), nn.BatchNorm2d(b))
+        self.longer = nn.Sequential(
+            *(nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()),
+            *(nn.Conv2d(b, b, 3, 1, 1, bias=False), nn.BatchNorm2d(b)),
+        )
+
+    def forward(self, x):
+        return torch.relu(self.longer(x) + self.shorter(x))
+
+
+def stages():
+    return nn.Sequential(*(Residual(a, b) for a, b in pairwise((3, 16, 32, 64, 128, 256))))
+
+
+def recorded(model, x):
+    with lean(overhead=0.1) as saved:
+        loss = model(x).square().mean()
+    loss.backward()
+    return saved.plan.made_for
+
+
+def test_more_time_never_holds_more_of_a_recorded_step():
+    passed = recorded(stages(), torch.randn(2, 3, 96, 96))
+    assert len(passed.parts) > 10
+    held = kept(passed)
+    assert held == sorted(held, reverse=True)
+    assert held[-1] < held[0]
+
+
+PARTS = st.lists(st.tuples(st.integers(1, 1000), st.integers(0, 1000), st.integers(0, 4)), max_size=20)
+
+
+@given(PARTS, st.lists(st.integers(0, 1000), min_size=2, max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_more_time_never_holds_more(sizes, shares):
+    parts = tuple(Part((i,), nbytes, seconds * 1e-6, sums) for i, (nbytes, seconds, sums) in enumerate(sizes))
+    calls = (("", (1,), (1,), torch.float32),) * max(len(parts), 1)
+    held = kept(Pass(calls, parts, 100, 4e-3), [share / 1000 for share in sorted(shares)])
+    assert held == sorted(held, reverse=True)
