@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.saving.shards import counter_of, local_of
+
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
 
@@ -24,7 +26,7 @@ _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 def version_of(tensor: Tensor) -> Tensor | None:
     """A tensor without memory that shares `tensor`'s version counter; None for a fake tensor."""
     if type(tensor) not in _PLAIN:
-        return None
+        return counter_of(tensor)
     kind = tensor.device, tensor.dtype
     empty = _EMPTY.get(kind)
     if empty is None:
@@ -59,7 +61,10 @@ class Sample(NamedTuple):
 
 
 def _content(tensor: Tensor) -> bytes | None:
-    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
+    if type(tensor) not in _PLAIN:
+        local = local_of(tensor)
+        return None if local is None else _content(local)
+    if not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     if not (tensor.is_contiguous() or _fills_its_memory(tensor)) or tensor.untyped_storage().nbytes() == 0:
         return None

@@ -51,6 +51,7 @@ from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
+from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.values import EditedError, Step, Value, held, is_parameter
 from leannorm.saving.verify import Layers, check_equal
 
@@ -104,7 +105,10 @@ class Packing(CountingHook):
         if node is None:
             return self._without_node(tensor, references, frame, number)
         kind = kind_of(node)
+        local: Tensor | None = tensor  # the tensor, or that of this rank
         if type(tensor) not in _PLAIN:
+            local = local_of(tensor)
+        if local is None:
             if tensor.numel() >= SMALLEST:
                 self.reasons[reasons.SUBCLASSES] = 1
             value = self._hold(tensor, kind or node.name())
@@ -112,21 +116,26 @@ class Packing(CountingHook):
             return value
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
-        output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
+        output, version, seen_as = tensor.output_nr, tensor._version, layout(local)
+        spec = None
+        if local is not tensor:
+            self.search.meets_dtensors()
+            spec = spec_of(tensor)
+            seen_as = *seen_as, spec
         lookup = registered(node, output)
         known = lookup() if lookup else None
-        size, place, may, worth = tensor.numel(), -1, False, False
+        size, place, may, worth = local.numel(), -1, False, False
         if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
-            self.calls.append((kind, *seen_as))
+            self.calls.append((kind, *seen_as[:3]))
             if self._makes_a_plan:
                 self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
-            return self._again(known, tensor)
+            return self._again(known, local)
         unedited = as_made(node, output, version)
         before = lookup.sample if known is None and type(lookup) is Packed else None
-        if before is not None and not before.matches(tensor):  # the nodes that saved it are gone
+        if before is not None and not before.matches(local):  # the nodes that saved it are gone
             unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
@@ -134,7 +143,7 @@ class Packing(CountingHook):
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
         if may and known is not None and known.layout is not None and known.version == version:
-            found = laid_out_as(known, tensor) or found
+            found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
@@ -143,34 +152,34 @@ class Packing(CountingHook):
                 found = found._replace(proved=False)
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
-        spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
+        spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        if spent is None and worth and kind in WIDENS:
+        if spent is None and worth and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found
         if isinstance(step, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
-            value.watch, value.sample = version_of(tensor), Sample.of(tensor)
-            value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
+            value.watch, value.sample, value.spec = version_of(tensor), Sample.of(local), spec
+            value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
             if self._makes_a_plan:
-                value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
+                value.price = of_rebuild(step, local.shape, tensor.dtype, tensor.device)
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
-                self.ledger.rebuilds(value, tensor)
+                self.ledger.rebuilds(value, local)
             else:
                 value.from_narrow = True
                 self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
-            value.sample = Sample.of(tensor)  # it may be edited through .data before a step reads it
+            value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
         unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
-        self._mark(value, tensor)
+        self._mark(value, local)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
         packed = Packed(value)
@@ -221,6 +230,8 @@ class Packing(CountingHook):
             if is_view_of_held(found):
                 return reasons.VIEW
             return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
+        if found.communicates:
+            return reasons.COLLECTIVE
         at_fault: Any = found.outputs[0][0] if found.outputs else node
         if self.search.considers(kind_of(at_fault)):
             return reasons.NOT_AT_HAND
@@ -259,7 +270,8 @@ class Packing(CountingHook):
         if tensor.requires_grad:  # mostly a parameter: not counted
             value = Value(tensor, tensor._version)
             # a norm's weight has one dim; a leaf that is no parameter may be in this pass for the first time
-            if tensor.dim() == 1 or self.policy.reads_weights or type(tensor) is Tensor:
+            plain = type(tensor) is Tensor or value.spec is not None
+            if tensor.dim() == 1 or self.policy.reads_weights or plain:
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
             return value
         # if the caller holds the tensor too, a narrow copy would add memory
@@ -352,7 +364,7 @@ class Packing(CountingHook):
             tensor = value.look()  # rebuilt, if it is held in fewer bytes
             if value.sample is not None and not value.sample.matches(tensor):
                 continue  # edited unseen: what its own node reads cannot be rebuilt
-            step = self.search.step(*value.origin, tensor)
+            step = self.search.step(*value.origin, value.shared(tensor))
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
@@ -390,4 +402,4 @@ def unpack(value: Value | Kept) -> Tensor:
             tensor = value.read(current())
     if value.original is not None:
         check_equal(tensor, value.original, value)
-    return tensor
+    return value.shared(tensor)

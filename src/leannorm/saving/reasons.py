@@ -53,8 +53,8 @@ SMALL = (
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
 SUBCLASSES = (
-    "tensors of a subclass were saved (DTensor in tensor parallelism, jagged tensors): they are held, as"
-    " lean() rebuilds plain tensors alone; checkpoint the blocks that hold most of them"
+    "tensors of a subclass were saved (such as jagged tensors): they are held, as lean() rebuilds plain"
+    " tensors and DTensors alone; checkpoint the blocks that hold most of them"
 )
 # Why an operation's output is held, as records say it
 NO_RECIPE = "lean() has no recipe for it"
@@ -63,7 +63,8 @@ NOT_AT_HAND = "what it was made of is not at hand"
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
-_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED  # of the others, where they are nearly all
+COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
+_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED, COLLECTIVE  # of the others, where they are nearly all
 
 OF_THE_PASS = {
     BACKWARD_WITHIN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from enum import IntEnum
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from leannorm.saving.device import share, stream_of
 from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
+from leannorm.saving.shards import local_of, shared_as, spec_of
 
 
 class Owner(IntEnum):
@@ -38,7 +39,8 @@ class Step(NamedTuple):
     those of a rebuild; it is `costly` if that is much for what it frees. `then_act(act)` returns the step
     with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
     `proved` is False where the step may read something else than the node read: then it is compared every
-    time. `identity` is all that the node tells of its operation. `tells_layout` is False where a node may
+    time. `identity` is all that the node tells of its operation. `spec`: the result is the local tensor of a
+    DTensor, shared so. `tells_layout` is False where a node may
     have put out another layout than the step does; `in_any_layout`: the result's bits depend on no layout.
     """
 
@@ -56,6 +58,7 @@ class Step(NamedTuple):
     identity: Hashable = ()
     tells_layout: bool = True
     in_any_layout: bool = False
+    spec: Any = None
 
     @property
     def view(self) -> bool:
@@ -67,7 +70,8 @@ class Value:
 
     Either `tensor` is held, or `step` rebuilds it. A rebuilt tensor is kept from its first use to its last,
     so that several readers cost one rebuild; stock autograd would hold it during that time, too. If it is
-    rebuilt from a narrower copy of its own, it takes the place of that copy.
+    rebuilt from a narrower copy of its own, it takes the place of that copy. Of a DTensor, the value is the
+    local tensor, and `spec` how the ranks share it; nodes and recipes get the DTensor (`shared`).
     """
 
     layout: Hashable = None  # of the packed tensor; None for a value that was not packed
@@ -91,6 +95,8 @@ class Value:
     why = ""  # it is held, in words
     where = ""  # the layer that was running when it was packed; under `verify` only
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
+    spec: Any = None  # of the DTensor whose local tensor this is
+    local_version = 0  # of that local tensor
     sample: Sample | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
@@ -108,9 +114,22 @@ class Value:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
         if tensor is not None:
-            self.stream = stream_of(tensor)
+            if type(tensor) not in _PLAIN:
+                self._of_ranks(tensor)
+            self.stream = stream_of(self.tensor)  # type: ignore[arg-type]
         if step is not None:
             self._add_as_reader(step)
+
+    def _of_ranks(self, tensor: Tensor) -> None:
+        """Hold the local tensor of a DTensor, and watch the counter of the DTensor itself."""
+        local = local_of(tensor)
+        if local is not None:
+            self.tensor, self.spec, self.local_version = local, spec_of(tensor), local._version
+            self.watch = version_of(tensor)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """What a node or a recipe gets: the DTensor, if this is the local tensor of one."""
+        return tensor if self.spec is None else shared_as(tensor, self.spec)
 
     def used(self) -> Value:
         """Count one more reader (a node or a step) and return self."""
@@ -121,7 +140,8 @@ class Value:
     def becomes(self, step: Step, tensor: Tensor) -> None:
         """Free the tensor, if it is held: from now on `step` rebuilds it."""
         if self.tensor is not None:
-            self.watch, self.sample = version_of(tensor), Sample.of(tensor)
+            self.watch = version_of(tensor) if self.watch is None else self.watch
+            self.sample = Sample.of(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
         self._add_as_reader(step)
@@ -145,7 +165,7 @@ class Value:
     @property
     def current(self) -> bool:
         """Is the version counter still what it was when the tensor was packed?"""
-        counter = self.tensor if self.step is None else self.watch
+        counter = self.tensor if self.watch is None else self.watch
         return counter is None or counter._version == self.version
 
     @property
@@ -232,9 +252,9 @@ class Value:
         """The held tensor; raises `error` if it was edited since it was packed."""
         tensor = self.tensor
         assert tensor is not None
-        if tensor._version != self.version:
+        if not self.current or (self.spec is not None and tensor._version != self.local_version):
             raise error(self._edited(tensor))
-        if tensor.requires_grad or self.sample is not None:
+        if tensor.requires_grad or self.sample is not None or self.spec is not None:
             _check_there(tensor, self.name)
             if self.sample is not None and not self.sample.matches(tensor):
                 raise error(
@@ -270,7 +290,7 @@ class Value:
 
     def _check_version(self) -> None:
         if not self.current:
-            tensor = self.tensor if self.step is None else self.watch
+            tensor = self.tensor if self.watch is None else self.watch
             assert tensor is not None
             raise RuntimeError(self._edited(tensor))
 
@@ -284,6 +304,7 @@ class Value:
         )
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 MUCH_LARGER = 32
 """What has so many times fewer elements than another tensor takes little memory and little time beside it."""
 
@@ -362,4 +383,5 @@ def held(tensor: Tensor, name: str = "") -> Value:
 
     `name` is the name of the node that made it.
     """
-    return Value(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version, None, name)
+    bare = tensor.grad_fn is None or (type(tensor) not in _PLAIN and local_of(tensor) is not None)
+    return Value(tensor if bare else tensor.detach(), tensor._version, None, name)

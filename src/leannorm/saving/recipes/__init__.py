@@ -7,6 +7,7 @@ from leannorm.saving.recipes import (  # noqa: F401
     functions,
     norms,
     products,
+    shards,
     views,
 )
 from leannorm.saving.recipes.registry import RECIPES as RECIPES

@@ -103,5 +103,5 @@ def matrix_product(node: Any, output: int, given: Given, like: Tensor | None) ->
 
 def _sizes(value: Value, producer: Any, number: int) -> torch.Size | None:
     if value.tensor is not None:
-        return value.tensor.shape
+        return value.tensor.shape if value.spec is None else value.spec.shape
     return None if producer is None else torch.Size(producer._input_metadata[number].shape)

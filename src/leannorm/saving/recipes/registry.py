@@ -32,4 +32,4 @@ def recipe(*kinds: str) -> Callable[[Recipe], Recipe]:
 
 def copy_of(value: Value | None) -> Tensor | None:
     """A copy of a small tensor, so that an optimizer step before the backward pass does not change it."""
-    return None if value is None else value.look().detach().clone()
+    return None if value is None else value.shared(value.look().detach().clone())
