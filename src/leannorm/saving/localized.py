@@ -73,7 +73,7 @@ class _Recorder(TorchDispatchMode):
     def place(self, tensor: Tensor) -> int | None:
         return self._places.get(id(tensor))
 
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -192,7 +192,7 @@ def shape_of(step: Step) -> torch.Size:
 
 def _share(local: Tensor, spec: Any) -> float:
     """How much of the whole this rank has."""
-    return local.numel() / max(spec.shape.numel(), 1)
+    return float(local.numel() / max(spec.shape.numel(), 1))
 
 
 def _split(tensor: Tensor | None) -> tuple[Any, Any]:

@@ -18,9 +18,11 @@ from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import (
+    PASSES_ON,
     Packed,
     find,
     kind_of,
+    made_by,
     note_in_view,
     pop_waiting,
     register,
@@ -49,10 +51,11 @@ from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
+from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.small import Kept, read
 from leannorm.saving.trial import layout, seconds, without_autocast
-from leannorm.saving.shards import local_of, spec_of
-from leannorm.saving.values import EditedError, Step, Value, held, is_parameter
+from leannorm.saving.units import Units, wrap_of
+from leannorm.saving.values import EditedError, FreedError, Step, Value, held, is_parameter
 from leannorm.saving.verify import Layers, check_equal
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -81,6 +84,8 @@ class Packing(CountingHook):
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits = False
         self._largest = 0
+        self.units, self._freed = Units(), ""
+        self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
@@ -90,6 +95,10 @@ class Packing(CountingHook):
             return self._of_this_pass(self._pack(tensor, references, frame))
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))
+        except FreedError:
+            value = self._hold(tensor, "" if tensor.grad_fn is None else kind_of(tensor.grad_fn))
+            value.why = reasons.SHARDED
+            return self._of_this_pass(value)
         except Exception as error:
             self.reasons[reasons.failed(tensor, error)] += 1
             return self._of_this_pass(self._hold(tensor))
@@ -104,7 +113,10 @@ class Packing(CountingHook):
         self.search.flags.record(number)
         if node is None:
             return self._without_node(tensor, references, frame, number)
-        kind = kind_of(node)
+        output, kind = tensor.output_nr, kind_of(node)
+        if kind == PASSES_ON:
+            node, output = made_by(node, output)
+            kind = kind_of(node)
         local: Tensor | None = tensor  # the tensor, or that of this rank
         if type(tensor) not in _PLAIN:
             local = local_of(tensor)
@@ -116,11 +128,10 @@ class Packing(CountingHook):
             return value
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
-        output, version, seen_as = tensor.output_nr, tensor._version, layout(local)
+        version, seen_as = tensor._version, layout(local)
         spec = None
         if local is not tensor:
-            self.search.meets_dtensors()
-            spec = spec_of(tensor)
+            spec, self.search.of_ranks = spec_of(tensor), True
             seen_as = *seen_as, spec
         lookup = registered(node, output)
         known = lookup() if lookup else None
@@ -142,6 +153,7 @@ class Packing(CountingHook):
             worth = self.policy.is_worth(size, self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
+        self._freed = ""
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
@@ -189,7 +201,7 @@ class Packing(CountingHook):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
                 missing = ()
-            self._await(value, node, tensor.output_nr, kind, missing)
+            self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
         return value
@@ -201,9 +213,12 @@ class Packing(CountingHook):
 
     def _again(self, known: Value, tensor: Tensor) -> Value:
         """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
-        that every reader gets what stock autograd would give."""
-        rebuilt = known.step is not None and known.memory is None
-        if rebuilt and known.sample is not None and not known.sample.matches(tensor):
+        that every reader gets what stock autograd would give; and if this reader needs it when weights that a
+        rebuild reads are freed."""
+        if known.step is None or known.memory is not None:
+            return known
+        edited = known.sample is not None and not known.sample.matches(tensor)
+        if edited or (self._sharded and self.units.freed(known.step) is not None):
             known.memory = tensor.detach()
         return known
 
@@ -229,6 +244,8 @@ class Packing(CountingHook):
         if isinstance(found, Step):
             if is_view_of_held(found):
                 return reasons.VIEW
+            if self._freed:
+                return self._freed
             return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
         if found.communicates:
             return reasons.COLLECTIVE
@@ -243,6 +260,11 @@ class Packing(CountingHook):
         """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
         if is_view_of_held(step) or not self.policy.allows(step):
             return None
+        if self._sharded:
+            unit = self.units.freed(step)
+            if unit is not None:
+                self._freed = reasons.sharded(*wrap_of(unit))
+                return None
         return seconds(step, tensor, seen_as)
 
     def passed(self) -> Pass:
@@ -273,6 +295,8 @@ class Packing(CountingHook):
             plain = type(tensor) is Tensor or value.spec is not None
             if tensor.dim() == 1 or self.policy.reads_weights or plain:
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
+            if self._sharded and tensor.dim() == 1 and value.tensor is not None:
+                value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
             return value
         # if the caller holds the tensor too, a narrow copy would add memory
         alone, large = references <= references_when_alone(), tensor.numel() >= SMALLEST

@@ -63,8 +63,9 @@ NOT_AT_HAND = "what it was made of is not at hand"
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
+SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
-_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED, COLLECTIVE  # of the others, where they are nearly all
+_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED, COLLECTIVE, SHARDED  # of the others, where they are nearly all
 
 OF_THE_PASS = {
     BACKWARD_WITHIN,
@@ -96,6 +97,11 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
             reason, _, at_fault = why.partition(": ")
             made_of = f", made of outputs of {at_fault}" if at_fault else ""
             yield f"{share:.2f} of the bytes are outputs of {node}{made_of}, and held: {reason}"
+
+
+def sharded(unit: str, around: str) -> str:
+    """A rebuild would read weights that sharding has freed by then; with the wrap that keeps them."""
+    return f"{SHARDED} (of a {unit}); call fully_shard() on each {around or 'block'} as a whole"
 
 
 def failed(tensor: Tensor, error: Exception) -> str:

@@ -15,11 +15,13 @@ from leannorm.saving import reasons
 from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import (
     ACCUMULATES,
+    PASSES_ON,
     Packed,
     find,
     identity,
     is_saving,
     kind_of,
+    made_by,
     register,
     registered,
     saved,
@@ -82,6 +84,7 @@ class Search:
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
         self.provenance, self._from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
+        know_torchs_functions()
         self._base: Tensor | None = None  # of which the tensor in question is a view
         self.of_ranks = False  # has the pass a DTensor?
         self._communicates = False  # would a rebuild of the tensor in question?
@@ -155,12 +158,6 @@ class Search:
         any_layout = kind in _IN_ANY_LAYOUT
         return step._replace(proved=proved, identity=told, flags=flags, in_any_layout=any_layout)
 
-    def meets_dtensors(self) -> None:
-        """This pass has DTensors: from now on their steps are put on local tensors."""
-        if not self.of_ranks:
-            know_torchs_functions()
-            self.of_ranks = True
-
     def _on_local_tensors(self, step: Step | None, kind: str, like: Tensor | None) -> Step | None:
         """The same step, of local tensors if it reads DTensors."""
         if step is None:
@@ -204,6 +201,8 @@ class Search:
         """
         if producer is None:
             return None, True
+        if kind_of(producer) == PASSES_ON:
+            return self._value(reader, *made_by(producer, number), depth, missing)
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader, leaf)

@@ -29,6 +29,10 @@ class EditedError(RuntimeError):
     """In the forward pass: a tensor no longer holds what a node read, so no step may read it."""
 
 
+class FreedError(RuntimeError):
+    """The memory of a tensor that a step reads was freed, as sharding does with weights."""
+
+
 class Step(NamedTuple):
     """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
 
@@ -94,6 +98,7 @@ class Value:
     alone = False  # does only autograd hold the tensor?
     why = ""  # it is held, in words
     where = ""  # the layer that was running when it was packed; under `verify` only
+    copied: Tensor | None = None  # a copy of a norm's weight that sharding frees after the norm ran
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
     spec: Any = None  # of the DTensor whose local tensor this is
     local_version = 0  # of that local tensor
@@ -341,7 +346,7 @@ def _check_there(tensor: Tensor, name: str) -> None:
     if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes == 0:
-            raise RuntimeError(
+            raise FreedError(
                 f"what {name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
                 " forward pass, as sharding does with weights, and rebuilding a layer's product needs it: use"
                 ' leannorm.lean("norm"), which reads no parameter in the backward pass, or shard whole blocks'

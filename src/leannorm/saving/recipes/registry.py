@@ -32,4 +32,6 @@ def recipe(*kinds: str) -> Callable[[Recipe], Recipe]:
 
 def copy_of(value: Value | None) -> Tensor | None:
     """A copy of a small tensor, so that an optimizer step before the backward pass does not change it."""
+    if value is not None and value.copied is not None:
+        return value.shared(value.copied)
     return None if value is None else value.shared(value.look().detach().clone())

@@ -20,15 +20,20 @@ LOCAL = {_TO_LOCAL, _FROM_LOCAL}  # their steps are on local tensors as they are
 TELLING = {_TO_LOCAL, REDISTRIBUTE}  # nodes that tell how the ranks share what they read
 
 
+_PLACES = {
+    "torch.distributed.tensor._api": ("_ToTorchTensor", "_FromTorchTensor"),
+    "torch.distributed.tensor._redistribute": ("Redistribute",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("RegisterPostBackwardFunction",),
+}
+
+
 def know_torchs_functions() -> None:
-    """Make the nodes of torch's functions known, once DTensors are met; where one is missing, it has no kind."""
-    tensors = sys.modules.get("torch.distributed.tensor._api")
-    moves = sys.modules.get("torch.distributed.tensor._redistribute")
-    places = (tensors, "_ToTorchTensor"), (tensors, "_FromTorchTensor"), (moves, "Redistribute")
-    for module, name in places:
-        function = getattr(module, name, None)
-        if function is not None:
-            kind_of_function(function)
+    """Make the nodes of torch's functions known, of what is imported."""
+    for place, names in _PLACES.items():
+        module = sys.modules.get(place)
+        for name in names:
+            if hasattr(module, name):
+                kind_of_function(getattr(module, name))
 
 
 def _same(x: Tensor) -> Tensor:
