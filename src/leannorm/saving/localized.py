@@ -73,9 +73,7 @@ class _Recorder(TorchDispatchMode):
     def place(self, tensor: Tensor) -> int | None:
         return self._places.get(id(tensor))
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if any(local_of(x) is not None for x in leaves):

@@ -133,6 +133,14 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     return Step(_SOFTMAXES[kind_of(node)], (value,), (), (constant(node, "dim"),), flags=current())
 
 
+def copy_that(step: Step) -> Value:
+    """The narrower copy that this step reads, perhaps through a cast."""
+    narrow = step.inputs[0]
+    while narrow.step is not None:
+        narrow = narrow.step.inputs[0]
+    return narrow
+
+
 def narrow_bytes(node: Any, tensor: Tensor, logits: Tensor | None) -> int:
     """What `narrow_source` would hold for this tensor; 0 if that is nothing."""
     narrow_input = _input_widened_by(node, tensor, logits)

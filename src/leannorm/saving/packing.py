@@ -1,4 +1,4 @@
-"""The two saved-tensor hooks: pack turns a saved tensor into a `Value`, unpack turns it back."""
+"""The first saved-tensor hook: pack turns a saved tensor into a `Value`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch.autograd.graph import Node
 from leannorm.saving import reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
 from leannorm.saving.evidence import Sample, version_of
-from leannorm.saving.flags import current
 from leannorm.saving.graph import (
     PASSES_ON,
     Packed,
@@ -36,6 +35,7 @@ from leannorm.saving.narrowed import (
     POOLS,
     WIDENS,
     CountingHook,
+    copy_that,
     narrow_bytes,
     narrow_source,
     narrowed,
@@ -49,14 +49,13 @@ from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
-from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
+from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
-from leannorm.saving.small import Kept, read
-from leannorm.saving.trial import layout, seconds, without_autocast
+from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.values import EditedError, FreedError, Step, Value, held, is_parameter
-from leannorm.saving.verify import Layers, check_equal
+from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -212,9 +211,8 @@ class Packing(CountingHook):
         return self.following is not None and self.following.whole
 
     def _again(self, known: Value, tensor: Tensor) -> Value:
-        """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
-        that every reader gets what stock autograd would give; and if this reader needs it when weights that a
-        rebuild reads are freed."""
+        """A tensor that was packed before. It is held from now on if it was edited through .data since, or if
+        this reader needs it when weights that a rebuild reads are freed: each gets what stock would give."""
         if known.step is None or known.memory is not None:
             return known
         edited = known.sample is not None and not known.sample.matches(tensor)
@@ -261,9 +259,8 @@ class Packing(CountingHook):
         if is_view_of_held(step) or not self.policy.allows(step):
             return None
         if self._sharded:
-            unit = self.units.freed(step)
-            if unit is not None:
-                self._freed = reasons.sharded(*wrap_of(unit))
+            self._freed = reasons.sharded(*wrap_of(unit)) if (unit := self.units.freed(step)) else ""
+            if self._freed:
                 return None
         return seconds(step, tensor, seen_as)
 
@@ -330,7 +327,7 @@ class Packing(CountingHook):
         return value
 
     def _narrow(self, value: Value, step: Step, tensor: Tensor) -> None:
-        narrow = _copy_that(step)
+        narrow = copy_that(step)
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
@@ -393,7 +390,7 @@ class Packing(CountingHook):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
                     if value.from_narrow and value.step is not None and value.step.inputs:
-                        copy = _copy_that(value.step).tensor
+                        copy = copy_that(value.step).tensor
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
@@ -401,29 +398,3 @@ class Packing(CountingHook):
                         value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
-
-
-def _copy_that(step: Step) -> Value:
-    """The narrower copy that this step reads, perhaps through a cast."""
-    narrow = step.inputs[0]
-    while narrow.step is not None:
-        narrow = narrow.step.inputs[0]
-    return narrow
-
-
-def unpack(value: Value | Kept) -> Tensor:
-    """The unpack hook."""
-    if isinstance(value, tuple):
-        return read(value)
-    if value.at_hand:
-        tensor = value.read()
-    elif value.in_rows and (stand_in := unbuilt(value)) is not None:
-        return stand_in
-    elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
-        tensor = value.read(current())
-    else:
-        with torch.no_grad(), without_autocast():
-            tensor = value.read(current())
-    if value.original is not None:
-        check_equal(tensor, value.original, value)
-    return value.shared(tensor)

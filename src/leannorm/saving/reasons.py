@@ -123,7 +123,7 @@ def out_of_reach(budget: float, ratio: float) -> str:
     )
 
 
-_MODULES = ("leannorm.saving.packing", "torch.utils.checkpoint")
+_MODULES = ("leannorm.saving.unpacking", "torch.utils.checkpoint")
 
 
 def of_hooks_within(node: Any) -> list[str]:
