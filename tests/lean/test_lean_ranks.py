@@ -128,7 +128,7 @@ def mixed() -> Tensor:
 
 
 def moves() -> Tensor:
-    whole, cut = _placements()
+    _, cut = _placements()
     x = F.relu(shard((8, 16, 64), cut(1)))
     y = F.silu(x.reshape(8, 16, 4, 16).transpose(1, 2))
     first, second = F.gelu(torch.cat([y, y * 2], 3)).split(16, 3)
@@ -295,7 +295,7 @@ class Decoder(nn.Module):
 
 
 def cut(model: Decoder, mesh: Any, plan: str) -> None:
-    """By columns and rows; "sequence": with norms and residual sums cut along the sequence; "loss": that too."""
+    """By columns and rows; "sequence": norms and residual sums along the sequence; "loss": the loss, too."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -357,7 +357,7 @@ def decoders(rank: int, plan: str) -> tuple[float, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "most"), [("one rank", 0.2), ("columns", 0.33), ("sequence", 0.45), ("loss", 0.45)]
+    ("plan", "most"), [("one rank", 0.12), ("columns", 0.22), ("sequence", 0.34), ("loss", 0.32)]
 )
 def test_a_decoder_cut_by_torchs_plans_holds_what_would_need_a_message_and_little_else(
     plan: str, most: float
@@ -365,4 +365,4 @@ def test_a_decoder_cut_by_torchs_plans_holds_what_would_need_a_message_and_littl
     for share, why in ranks(2, decoders, plan, group_timeout=30.0):
         assert share <= most
         needs = sum(reason == reasons.COLLECTIVE for reason in why)
-        assert needs >= 6 if plan != "one rank" else not needs
+        assert needs >= 4 if plan != "one rank" else not needs, why

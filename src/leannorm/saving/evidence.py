@@ -52,19 +52,26 @@ class Sample(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
         """A sample of the tensor; None if it is not on the CPU or has gaps between its elements."""
+        if type(tensor) not in _PLAIN:
+            tensor = _own(tensor)
         content = _content(tensor)
         return None if content is None else Sample(tensor.numel(), content)
 
     def matches(self, tensor: Tensor) -> bool:
         """Does the tensor still hold the sampled bytes?"""
+        if type(tensor) not in _PLAIN:
+            tensor = _own(tensor)
         return tensor.numel() == self.numel and _content(tensor) == self.content
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor."""
+    local = local_of(tensor)
+    return tensor if local is None else local
+
+
 def _content(tensor: Tensor) -> bytes | None:
-    if type(tensor) not in _PLAIN:
-        local = local_of(tensor)
-        return None if local is None else _content(local)
-    if not tensor.is_cpu or tensor.layout != torch.strided:
+    if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     if not (tensor.is_contiguous() or _fills_its_memory(tensor)) or tensor.untyped_storage().nbytes() == 0:
         return None
