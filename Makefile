@@ -7,7 +7,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 # For the tests, which interpret its kernels; a torch for CUDA has brought the release that it needs
 TRITON := 'triton==3.6.0; sys_platform == "linux" and platform_machine == "x86_64"'
 
-.PHONY: demo test site wheel conformance faults fuzz matrix check sanitize clean
+.PHONY: demo test pages measured site wheel conformance faults fuzz matrix check sanitize clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(wildcard setup.py csrc/* csrc/nodes/* src/leannorm/ops/schema.py)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -26,6 +26,23 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# What the pages say of measurements, from benchmarks/results/
+PAGES := README.md README.zh.md $(sort $(wildcard docs/*.md docs/*/*.md))
+pages: $(VENV)/.ready
+	$(BIN)/cog -r -P -U --verbosity=1 -I . -p "from benchmarks.pages import *" $(PAGES)
+	$(BIN)/python -m benchmarks.pictures
+
+# Measures anew what the pages say, on a machine that does nothing else; some 90 minutes on two cores
+measured: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.lean --against-checkpoint --json benchmarks/results/lean_cpu.json || true
+	$(BIN)/python -m benchmarks.lean_transformers --large
+	$(BIN)/python -m benchmarks.lean_transformers --selective
+	$(BIN)/python -m benchmarks.models --json benchmarks/results/models_cpu.json
+	$(BIN)/python -m benchmarks.models resnet50 --against-compile --json benchmarks/results/models_compile_cpu.json
+	$(BIN)/python -m benchmarks.lean_compiled
+	$(BIN)/python -m benchmarks.lean_host --json benchmarks/results/lean_host.json
+	$(MAKE) pages
 
 # The documentation, in build/site; a warning is an error
 site: $(VENV)/.ready

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from benchmarks import record
 from benchmarks.architectures import import_torchvision
 from leannorm._freed_memory import keep_freed_memory
 from leannorm.report.demo.digits import DigitNetwork
@@ -130,7 +130,7 @@ def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> l
     reaches = {"norm": norm, "conv": conv}
     for budget in BUDGETS if budgets else ():
         sides[f"budget {budget}"] = Side(model, x, lambda budget=budget: lean(budget=budget))
-    if against_checkpoint:
+    if against_checkpoint and hasattr(model, "set_grad_checkpointing"):
         sides["checkpoint"] = Side(model, x, contextlib.nullcontext, lambda m: m.set_grad_checkpointing(True))
     for side in sides.values():  # the first pass tries steps (or measures a budget); later ones are alike
         side.step()
@@ -182,9 +182,8 @@ def main() -> int:
             rows.append(row)
             print(row, flush=True)
     if options.json:
-        options.json.write_text(
-            json.dumps([{**row._asdict(), "reached": row.reached} for row in rows], indent=1)
-        )
+        shown = [{k: v for k, v in row._asdict().items() if k != "reach"} for row in rows]
+        record.write(options.json, shown, "model", "setting")
     return 0 if all(row.reached for row in rows) else 1
 
 

@@ -13,7 +13,6 @@ sides. Results go to a file of `benchmarks/results/`.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -25,7 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-RESULTS = Path(__file__).parent / "results" / "lean_compiled_cpu.json"
+from benchmarks import record
+
+RESULTS = record.FOLDER / "lean_compiled_cpu.json"
 SETTINGS: dict[str, dict[str, Any] | float | None] = {
     "stock": None,
     "norm": {"recompute": "norm"},
@@ -279,20 +280,8 @@ def main() -> None:
         rows = measure(name, settings, options.convert, options.steps, options.threads)
         for row in rows:
             print(line(row, rows[0]), flush=True)
-        write(options.json, rows)
-
-
-def write(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Into the file; what was not measured now stays in it."""
-
-    def key(row: dict[str, Any]) -> tuple[Any, ...]:
-        return row["model"], row["convert"], row["setting"]
-
-    earlier = json.loads(file.read_text()) if file.exists() else []
-    measured = {key(row) for row in rows}
-    kept = [row for row in earlier if key(row) not in measured]
-    short = [{k: v for k, v in row.items() if k not in ("wall", "cpu")} for row in rows]
-    file.write_text(json.dumps([*kept, *short], indent=1) + "\n")
+        short = [{k: v for k, v in row.items() if k not in ("wall", "cpu")} for row in rows]
+        record.write(options.json, short, "model", "convert", "setting")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ unpack with the kernels of the rebuilds. Run it alone: what others do on the mac
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks import record
 from leannorm.saving import lean, small
 
 SETTINGS: dict[str, Callable[[], Any]] = {
@@ -110,7 +110,7 @@ def main() -> None:
             rows.append({"model": name, **row})
             print(rows[-1], flush=True)
     if options.json:
-        options.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+        record.write(options.json, rows, "model", "setting")
 
 
 if __name__ == "__main__":

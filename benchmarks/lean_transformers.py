@@ -7,14 +7,13 @@ step above its start, without weights and their gradients, both of stock's; time
 stock's steps beside it. The sides take turns; freed memory is kept on all of them. `--selective` adds
 checkpointing that saves matrix products, `--compile` adds torch.compile with half an activation budget (which
 computes other bits). `--large` takes language models of the width of a small published one. Results go to
-a file of `benchmarks/results/`, from which `python -m benchmarks.lean_lines` draws plots, or to `--json`;
+a file of `benchmarks/results/`, from which `make pages` fills the pages and draws plots, or to `--json`;
 those of models and dtypes that were not measured stay in it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import leannorm
+from benchmarks import record
 from benchmarks.architectures import import_torchvision
 from benchmarks.gpu.blocks import Attention, Residual
 from leannorm.report.memory import measure_step
@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 SMALL, LARGE = Sizes(384, 1056, 6, 4000, (2, 160)), Sizes(1024, 2816, 16, 32000, (2, 256))
-RESULTS = Path(__file__).parent / "results" / "lean_transformers_cpu.json"
+RESULTS = record.FOLDER / "lean_transformers_cpu.json"
 LARGE_RESULTS = RESULTS.with_name("lean_transformers_large_cpu.json")
 
 
@@ -296,10 +296,7 @@ def main() -> None:
                 flush=True,
             )
     results = options.json or (LARGE_RESULTS if options.large else RESULTS)
-    measured = {(row["model"], row["dtype"]) for row in rows}
-    earlier = json.loads(results.read_text()) if results.exists() else []
-    others = [row for row in earlier if (row["model"], row["dtype"]) not in measured]
-    results.write_text(json.dumps([*rows, *others], indent=1) + "\n")
+    record.write(results, rows, "model", "dtype", "setting")
 
 
 if __name__ == "__main__":

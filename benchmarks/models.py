@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from torch import nn
 from torch._functorch import config
 
+from benchmarks import record
 from benchmarks.lean import Side, network
 from leannorm import convert, keep_freed_memory, lean
 from leannorm.report.memory import measure_step
@@ -106,7 +106,7 @@ def main() -> None:
             seconds = f"{row['seconds'] * 1e3:.0f} ms, the first step {row['first']:.1f} s"
             print(f"{name:12} {row['setting']:22} {numbers}   {seconds}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+        record.write(options.json, rows, "model", "setting")
 
 
 if __name__ == "__main__":

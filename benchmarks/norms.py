@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import record
 from leannorm._freed_memory import keep_freed_memory
 from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import CPU
@@ -160,19 +159,6 @@ def time_of(
     return Timing(shape, times, ours, torchs, clone * (2.5 if not row.residual else 4.0))
 
 
-def processor() -> str:
-    """Its name, its last cache and the instruction set that the kernels may use at most."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    cache = max((int(size.read_text().strip().removesuffix("K")) for size in sizes), default=0)
-    capability = torch.backends.cpu.get_cpu_capability()
-    limit = os.environ.get("LEANNORM_ISA", "none")
-    name = names[0] if names else platform.processor()
-    return f"{name}, {cache / 2**10:.0f} MiB of last cache, torch uses {capability}, LEANNORM_ISA {limit}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -187,7 +173,7 @@ def main() -> None:
     torch.ones(2**29, dtype=torch.uint8)  # freed at once: its pages are reused by the timed calls
     torch.set_num_threads(1 if options.cpu_time else options.threads)
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    print(processor())
+    print(record.processor())
     report = {}
     for row in ROWS:
         if options.only and options.only != row.name:
@@ -211,7 +197,7 @@ def main() -> None:
             )
         report[row.name] = {"ratio": mean, "floor": share, "shapes": [t._asdict() for t in timings]}
     if options.json:
-        about = {"processor": processor(), "threads": torch.get_num_threads(), "dtype": options.dtype}
+        about = {**record.about(), "dtype": options.dtype}
         options.json.write_text(json.dumps({**about, "rows": report}, indent=1) + "\n")
 
 

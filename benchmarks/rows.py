@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import record
 from benchmarks.formulas import FORMULAS, Formula
-from benchmarks.norms import Timing, processor
+from benchmarks.norms import Timing
 from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
 from leannorm._types import KeptByRowNorm, Rows
@@ -231,7 +232,7 @@ def main() -> None:
     clock = time.thread_time if options.cpu_time else time.perf_counter
     print(keep_freed_memory())
     torch.ones(2**29, dtype=torch.uint8)  # freed at once: its pages are reused by the timed calls
-    print(processor())
+    print(record.processor())
     families: list[Family | Formula] = [*FAMILIES, *FORMULAS]
     if options.grid:
         families = [family._replace(shapes=GRID) for family in FAMILIES[:2]]
@@ -250,7 +251,7 @@ def main() -> None:
             report[f"{family.name}, {direction}"] = {"ratio": mean, "floor": share, "shapes": shapes}
     print("Forward and backward, worst first:", *worst_first(found), sep="\n")
     if options.json:
-        about = {"processor": processor(), "threads": torch.get_num_threads(), "dtype": options.dtype}
+        about = {**record.about(), "dtype": options.dtype}
         options.json.write_text(json.dumps({**about, "rows": report}, indent=1) + "\n")
 
 

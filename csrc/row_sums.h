@@ -73,9 +73,7 @@ template <int W, int kMost, class Body> LEANNORM_INLINE void each_block(int64_t 
   if (i < n) body(Part{}, std::integral_constant<int, 1>{}, i, n - i);
 }
 
-// Lines that are worked on together, at most: what they share is loaded once, and what is left of their sums is
-// computed for all at once.
-constexpr int kTogether = 8;
+constexpr int kTogether = kLinesTogether;
 
 // The sums of a and of a * b over a line of n elements, in float64 from some hundreds on; value(extent, i, lanes)
 // gives a and b of one vector.

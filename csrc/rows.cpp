@@ -171,6 +171,7 @@ RowForward moved(RowForward args, const Runs<2>::Offsets& at, const Runs<2>& run
   args.rstd = static_cast<char*>(args.rstd) + at[2] * wide;
   args.x_row = step[0], args.y_row = step[1], args.statistics_row = step[2];
   args.x_ahead = runs.ahead(0);
+  args.stream = args.stream && args.x_ahead == 0;  // each short run would wait until its writes have settled
   return args;
 }
 RowBackward moved(RowBackward args, const Runs<4>::Offsets& at, const Runs<4>& runs, const Tensor& x) {
@@ -215,7 +216,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> row_forward(const Tensor& given, cons
   const char* const there = valid_rows(valid, rows.shape.outer * rows.shape.inner);
   const auto each = [&](auto body) { torch::stable::parallel_for(0, units, grain(given.numel() / units), body); };
   if (rows.apart) {
-    const Runs<2> runs({&rows.x, &y}, start, stop);
+    Runs<2> runs({&rows.x, &y}, start, stop);
+    runs.across(kLinesTogether);
     each([&](int64_t begin, int64_t end) {
       runs.each(begin, end, [&](const auto& at, int64_t n) {
         const char* const of_run = there == nullptr ? nullptr : there + at[2];

@@ -16,6 +16,10 @@ struct RowShape {
   int64_t panel, panels;  // rows in a panel, panels to an outer index
 };
 
+// Lines that are worked on together, at most: what they share is loaded once, and what is left of their sums is
+// computed for all at once.
+constexpr int kLinesTogether = 8;
+
 // A line for each row, `row` elements from one to the next, or with 0 one for all; p is null where there is none. Of
 // the compute type, or where it is `narrow` of the tensors' own.
 struct Lines {

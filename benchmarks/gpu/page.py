@@ -6,11 +6,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
-from benchmarks.lean_chart import BAR, GAP, LEFT, STYLE, WIDTH, text
-
+LEFT, WIDTH, BAR, GAP = 240, 420, 15, 16
+STYLE = "font: 13px system-ui, sans-serif; fill: #6b7280"
 OURS, OTHER, LINE = "#2563eb", "#0d9488", "#9ca3af"
 SIDES = ("ours", "torch", "compile", "liger", "quack")
+
+
+def text(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 class Bar(NamedTuple):

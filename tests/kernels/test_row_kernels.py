@@ -11,6 +11,7 @@ from kernel_cases import alike, tried
 from row_cases import CASES, DTYPES, RowCase, assert_within_budget, make, ours, theirs
 from row_kernel_cases import ALL, BF16, F32, ROWS, assert_agree, both_ways, operands
 
+from leannorm import functional as F
 from leannorm._types import KeptByRowNorm, Rows
 from leannorm.ops import select
 from leannorm.ops.backends import REFERENCE
@@ -174,3 +175,25 @@ def test_the_dispatcher_finds_nothing_wrong(kernels, operators, way, rms):
     _, _, mean, rstd = forward(x, residual, weight, bias, 1, 2, 1e-5, rms)
     for wanted in (True, False):
         torch.library.opcheck(backward, (dy, residual, x, mean, rstd, weight, 1, 2, rms, wanted))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 7, 8, 12, 17, 64])
+@pytest.mark.parametrize("heads", [1, 2, 8, 65])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_short_runs_are_those_of_a_contiguous_tensor(tokens, heads, threads):
+    """Heads of a projection's slice, also where some are padding; each row's bits are its own."""
+    qkv, weight = torch.randn(2, tokens, 3, heads, 16), torch.randn(16)
+    x = qkv[:, :, 1]
+    valid = torch.rand(2, tokens, heads) < 0.7
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for rows in (x, x.transpose(1, 2), x.transpose(0, 1)):
+            mask = valid if rows is x else None
+            whole = rows.contiguous()
+            found, wanted = (F.rms_norm(v, (16,), weight, 1e-6, mask=mask) for v in (rows, whole))
+            assert torch.equal(found, wanted)
+            found, wanted = (F.layer_norm(v, (16,), weight, weight, 1e-6, mask=mask) for v in (rows, whole))
+            assert torch.equal(found, wanted)
+    finally:
+        torch.set_num_threads(before)

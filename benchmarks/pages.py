@@ -1,0 +1,129 @@
+"""What the pages say of measurements: their tables and sentences, from the files of `benchmarks/results/`.
+
+A page has a comment `[[[cog table(...) ]]]`, and what it prints stands below, up to `[[[end]]]`. `make pages`
+runs the comments anew and draws the pictures; a test fails where a page says something else than the files.
+Numbers are shares of stock's, as `held / peak / time`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import date
+from typing import Any, NamedTuple
+
+from benchmarks import record
+
+# how a page writes a setting of `benchmarks.lean_transformers`
+CALLS = {
+    "lean()": "`lean()`",
+    'lean("conv")': '`lean("conv")`',
+    "lean(overhead=.15)": "`lean(overhead=0.15)`",
+    "lean(budget=.25)": "`lean(budget=0.25)`",
+    "lean(budget=.15)": "`lean(budget=0.15)`",
+    "checkpoint, every block": "a checkpoint around every block",
+}
+
+
+class Measured(NamedTuple):
+    """One setting of one model, and the run that it is of."""
+
+    held: float
+    peak: float
+    time: float
+    run: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.held:.2f} / {self.peak:.2f} / {self.time:.2f}"
+
+    @property
+    def columns(self) -> str:
+        return str(self).replace(" / ", " | ")
+
+
+def find(file: str, **wanted: Any) -> list[Measured]:
+    """The rows of a file that have these values, in its order."""
+    return [
+        Measured(_first(row, "kept_ratio", "held_ratio", "kept", "held"),
+                 _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
+                 tuple(row["about"].items()))
+        for row in record.read(record.FOLDER / f"{file}.json")
+        if all(row[key] == value for key, value in wanted.items())
+    ]  # fmt: skip
+
+
+def _first(row: dict[str, Any], *keys: str) -> float:
+    return next(row[key] for key in keys if key in row)
+
+
+def one(file: str, **wanted: Any) -> Measured:
+    (row,) = find(file, **wanted)
+    return row
+
+
+def vision(model: str, setting: str) -> Measured:
+    """Of `python -m benchmarks.lean`."""
+    return one("lean_cpu", model=model, setting=setting)
+
+
+def language(model: str, setting: str, dtype: str = "bfloat16") -> Measured:
+    """Of `python -m benchmarks.lean_transformers --large`."""
+    return one("lean_transformers_large_cpu", model=model, setting=setting, dtype=dtype)
+
+
+def small(model: str, setting: str, dtype: str = "bfloat16") -> Measured:
+    """Of `python -m benchmarks.lean_transformers --selective`."""
+    return one("lean_transformers_cpu", model=model, setting=setting, dtype=dtype)
+
+
+def converted(model: str, setting: str, file: str = "models_cpu") -> Measured:
+    """Of `python -m benchmarks.models`."""
+    return one(file, model=model, setting=setting)
+
+
+def compiled(model: str, setting: str) -> Measured:
+    """Of `python -m benchmarks.lean_compiled`, of compiled stock."""
+    return one("lean_compiled_cpu", model=model, setting=setting, convert=False)
+
+
+def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:
+    """A row of one measurement has a column for each of its three numbers, a row of several one for each."""
+    lines = [f"| {head} |", "|---" * len(head.split(" | ")) + "|"]
+    for name, row in rows.items():
+        cells = row.columns if isinstance(row, Measured) else row
+        lines.append(f"| {name} | {cells if isinstance(cells, str) else ' | '.join(map(str, cells))} |")
+    say("\n".join(lines))
+
+
+def first(head: str, *names: str) -> list[Measured]:
+    """The table of the first screen: a network of convolutions, one of attention, a language model."""
+    rows = [
+        vision("resnet50", "conv"),
+        vision("vit_small_patch16_224", "conv"),
+        language("llama", "lean(budget=.25)"),
+    ]
+    table(head, dict(zip(names, rows, strict=True)))
+    return rows
+
+
+def say(text: str) -> None:
+    """A paragraph."""
+    print(f"\n{text}\n")
+
+
+def span(what: str, *rows: Measured) -> str:
+    """The least and the greatest `held`, `peak` or `time`."""
+    numbers = sorted({f"{getattr(row, what):.2f}" for row in rows})
+    return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def where(
+    *rows: Measured, of: str = "{threads} cores of {processor}, torch {torch}, {date} ({commit})"
+) -> str:
+    """The machine, the torch, the day and the commit of each run that the rows are of."""
+    runs = {}
+    for row in rows:
+        about = dict(row.run)
+        about["processor"] = about["processor"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
+        about["date"] = date.fromisoformat(about["date"])
+        runs[of.format(**about)] = None
+    return "; ".join(runs)

@@ -1,0 +1,115 @@
+"""Draws the pages' pictures from `benchmarks/results/`: held bytes against the time of a step.
+
+    python -m benchmarks.pictures [--into docs]
+
+Every picture carries the rows that it was drawn from, which a test compares with the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.ticker import MultipleLocator
+
+from benchmarks import record
+
+matplotlib.use("svg")
+matplotlib.rcParams.update({
+    "svg.hashsalt": "leannorm", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
+    "text.color": "#6b7280", "axes.labelcolor": "#6b7280", "axes.edgecolor": "#9ca3af",
+    "xtick.color": "#6b7280", "ytick.color": "#6b7280", "axes.spines.top": False, "axes.spines.right": False,
+})  # fmt: skip
+COLOURS = {"lean": "#2563eb", "checkpoint": "#ea580c", "torch.compile": "#7c3aed"}
+TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLMo-2", "vit_base": "ViT-B",
+          "dit": "DiT", "unet": "UNet", "resnet50": "ResNet-50",
+          "vit_small_patch16_224": "ViT-S"}  # fmt: skip
+FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
+         ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
+
+Point = tuple[str, float, float]
+
+
+def points(file: str, model: str, dtype: str | None) -> list[Point]:
+    """(setting, held, time) of one model, stock first, to three digits."""
+    found: list[Point] = [("stock", 1.0, 1.0)]
+    for row in record.read(record.FOLDER / f"{file}.json"):
+        if row["model"] == model and row.get("dtype") == dtype and row["setting"] != "stock":
+            held, time = row.get("kept_ratio", row["kept"]), row.get("ratio", row.get("time"))
+            found.append((_name(row["setting"]), round(held, 3), round(time, 3)))
+    return found
+
+
+def _name(setting: str) -> str:
+    names = {"norm": "lean()", "conv": 'lean("conv")', "checkpoint": "checkpoint, every block"}
+    kind, _, value = setting.partition(" ")
+    return names.get(setting, f"lean({kind}={value})" if kind == "budget" else setting)
+
+
+def draw(axes: Any, found: Sequence[Point], title: str) -> None:
+    for kind, colour in COLOURS.items():
+        mine = [point for point in found if point[0].startswith(kind)]
+        if mine:
+            _, held, time = zip(*mine, strict=True)
+            axes.scatter(time, held, s=22, color=colour, label=kind)
+        for setting, held, time in mine:  # ours below, on the left where no other of ours is
+            right = kind != "lean" or any(0 < time - t < 0.15 and abs(held - h) < 0.06 for _, h, t in mine)
+            words = setting.removeprefix("checkpoint, ").removeprefix("lean(").removesuffix(")") or "lean()"
+            axes.annotate(words, (time, held), xytext=(4 if right else -4, -8 if kind == "lean" else 3),
+                          textcoords="offset points", fontsize=7.5, rotation=0 if kind == "lean" else 30,
+                          ha="left" if right else "right")  # fmt: skip
+    axes.scatter([1], [1], s=22, color="#374151", label="stock")
+    axes.annotate("stock", (1, 1), xytext=(5, -3), textcoords="offset points", fontsize=7.5)
+    slowest = max(time for _, _, time in found)
+    axes.set(title=title, xlabel="time of a step", ylim=(0, 1.08), xlim=(0.93, max(1.35, slowest + 0.12)))
+    axes.xaxis.set_major_locator(MultipleLocator(0.1))
+    axes.grid(color="#9ca3af", alpha=0.25, linewidth=0.6)
+
+
+def picture(path: Path, panels: dict[str, list[Point]]) -> None:
+    """The panels side by side; they share the axis of held bytes."""
+    from matplotlib import pyplot
+
+    figure, all_axes = pyplot.subplots(
+        1, len(panels), figsize=(3.4 * len(panels) + 0.4, 3.3), sharey=True, squeeze=False
+    )
+    for axes, (title, found) in zip(all_axes[0], panels.items(), strict=True):
+        draw(axes, found, title)
+    all_axes[0][0].set_ylabel("bytes held for the backward pass")
+    handles = {label: handle for axes in all_axes[0]
+               for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}  # fmt: skip
+    figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
+    figure.suptitle("of stock torch's; lower and further left is better", fontsize=8.5, x=0.99, ha="right")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Description": json.dumps(panels)})
+    pyplot.close(figure)
+
+
+def pictures() -> dict[str, dict[str, list[Point]]]:
+    """What each picture shows: a panel for each dtype of one model, or each of the README's models."""
+    shown = {"lean.svg": {_title(model, dtype): points(file, model, dtype) for file, model, dtype in FIRST}}
+    rows = record.read(record.FOLDER / "lean_transformers_cpu.json")
+    for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
+        panels = shown.setdefault(f"lean_{model}.svg", {})
+        panels[_title(model, dtype)] = points("lean_transformers_cpu", model, dtype)
+    return shown
+
+
+def _title(model: str, dtype: str | None) -> str:
+    return f"{TITLES[model]}, {dtype or 'float32'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--into", type=Path, default=Path("docs"))
+    into = parser.parse_args().into
+    for name, panels in pictures().items():
+        picture(into / name, panels)
+
+
+if __name__ == "__main__":
+    main()

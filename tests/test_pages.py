@@ -1,0 +1,90 @@
+"""What pages and pictures say of measurements is what the files of `benchmarks/results/` say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import pages, pictures, record
+
+ROOT = Path(__file__).parent.parent
+FILLED = [
+    page
+    for page in [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
+    if "[[[cog" in page.read_text()
+]
+
+
+def check(*files):
+    command = [sys.executable, "-m", "cogapp", "--check", "--diff", "-P", "-U", "-I", ".", "-p"]
+    command += ["from benchmarks.pages import *", *map(str, files)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_pages_say_what_was_measured(tmp_path):
+    assert len(FILLED) >= 10
+    done = check(*FILLED)
+    assert done.returncode == 0, f"`make pages` writes them anew:\n{done.stdout}{done.stderr}"
+    wrong = tmp_path / "README.md"
+    text = (ROOT / "README.md").read_text()
+    line = next(row for row in text.split("\n") if row.startswith("| ResNet-50, float32"))
+    wrong.write_text(text.replace(line, re.sub(r"\| 0\.\d\d \|", "| 0.01 |", line, count=1)))
+    assert check(wrong).returncode != 0
+
+
+@pytest.mark.parametrize("name", pictures.pictures())
+def test_pictures_show_what_was_measured(name):
+    drawn = (ROOT / "docs" / name).read_text()
+    said = re.search(r"<dc:description>(.*?)</dc:description>", drawn)[1].replace("&quot;", '"')
+    assert json.loads(said) == json.loads(json.dumps(pictures.pictures()[name]))
+    for panel in pictures.pictures()[name]:
+        assert panel in drawn
+
+
+def test_a_picture_is_the_same_each_time_and_has_a_dot_for_every_setting(tmp_path):
+    found = [("stock", 1.0, 1.0), ("lean()", 0.5, 1.02), ('lean("conv")', 0.2, 1.2)]
+    found += [("checkpoint, every block", 0.3, 1.3)]
+    for name in ("a.svg", "b.svg"):
+        pictures.picture(tmp_path / name, {"ResNet-50, float32": found})
+    drawn = (tmp_path / "a.svg").read_text()
+    assert drawn == (tmp_path / "b.svg").read_text()
+    for words in ("stock", "lean()", '"conv"', "every block"):
+        assert words in drawn
+
+
+def row(model, time, **more):
+    return {"model": model, "setting": "norm", "kept": 0.5, "peak": 0.6, "time": time, **more}
+
+
+def test_a_run_takes_the_place_of_its_own_rows_alone(tmp_path, monkeypatch):
+    file = tmp_path / "some.json"
+    runs = [
+        {"processor": "one", "rows": [row("a", 1.1), row("b", 1.2)]},
+        {"processor": "two", "rows": [row("c", 1.3)]},
+    ]
+    file.write_text(json.dumps(runs))
+    record.write(file, [row("b", 1.0)], "model", "setting")
+    record.write(file, [row("d", 1.4)], "model", "setting")
+    record.write(file, [row("c", 1.5)], "model", "setting")
+    rows = {r["model"]: (r["time"], r["about"]["processor"]) for r in record.read(file)}
+    here = record.processor()
+    assert rows == {"a": (1.1, "one"), "b": (1.0, here), "c": (1.5, here), "d": (1.4, here)}
+    assert len(json.loads(file.read_text())) == 2  # of this machine, day and code there is one run
+    monkeypatch.setattr(record, "FOLDER", tmp_path)
+    (a,) = pages.find("some", model="a")
+    assert (str(a), a.columns) == ("0.50 / 0.60 / 1.10", "0.50 | 0.60 | 1.10")
+    with pytest.raises(ValueError, match="not enough values"):
+        pages.one("some", model="e")
+
+
+def test_ranges_and_machines_are_told_once():
+    run = {"processor": "A, 1 MiB", "threads": 2, "torch": "2", "date": "2026-11-22", "commit": "c"}
+    rows = [pages.Measured(0.5, 0.6, time, tuple(run.items())) for time in (1.05, 1.2, 1.1)]
+    assert pages.span("time", *rows) == "1.05 to 1.20"
+    assert pages.span("held", *rows) == "0.50"
+    assert pages.where(*rows) == "2 cores of A, torch 2, 2026-11-22 (c)"
