@@ -232,6 +232,58 @@ def test_programs_of_dtensors_have_the_bits_of_stock_also_where_one_rank_alone_r
         assert held[0][name] <= most, (name, held[0])
 
 
+def edits(rank: int) -> list[str]:
+    """What the backward pass says where a DTensor that it needs was edited after it was saved."""
+    whole, cut = _placements()
+    said = []
+    for what in ("weight", "weight.data", "local weight", "output", "nothing"):
+        for _ in range(2):  # at first every step is compared, as the leaf is new
+            x, w = shard((64, 64), whole), shard((64, 128), cut(1), seed=1)
+            with searching({"recompute": "conv"}) as saved:
+                y = F.silu(x) @ w
+                loss = F.silu(y).square().sum()
+            edited = {"weight": w, "weight.data": w.data, "local weight": local(w), "output": y}
+            with torch.no_grad():
+                edited.get(what, torch.zeros(1)).add_(1)
+            try:
+                loss.backward()
+                error = "none"
+            except RuntimeError as raised:
+                error = str(raised)
+        assert all(record.rebuilt for record in saved.records)
+        said.append(error)
+    return said
+
+
+def test_an_edit_of_a_dtensor_that_a_rebuild_needs_raises() -> None:
+    weight, data, own, output, nothing = ranks(2, edits)[0]
+    assert "at version 1; expected version 0" in weight
+    assert "at version 1; expected version 0" in output
+    assert "autograd does not see it" in data
+    assert "autograd does not see it" in own
+    assert nothing == "none"
+
+
+def second_order(rank: int) -> None:
+    whole, cut = _placements()
+    found = []
+    for setting in (None, {}, {"recompute": "conv"}):
+        x, w = shard((32, 64), cut(0)), shard((64, 64), whole, seed=3)
+        with nullcontext() if setting is None else searching(setting):
+            y = torch.tanh(F.silu(x) @ w).square().sum()
+            (g,) = torch.autograd.grad(y, x, create_graph=True)
+            z = g.square().sum()
+        z.backward()
+        found.append([local(t.grad) for t in (x, w) if t.grad is not None])
+    for ours in found[1:]:
+        assert len(ours) == 2
+        assert all(torch.equal(a, b) for a, b in zip(ours, found[0], strict=True))
+
+
+def test_second_derivatives_of_dtensors() -> None:
+    ranks(2, second_order)
+
+
 # ------------------------------------------------ models, cut by torch's own plans
 
 

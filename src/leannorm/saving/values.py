@@ -257,11 +257,12 @@ class Value:
         """The held tensor; raises `error` if it was edited since it was packed."""
         tensor = self.tensor
         assert tensor is not None
-        if not self.current or (self.spec is not None and tensor._version != self.local_version):
-            raise error(self._edited(tensor))
+        if not self.current:
+            raise error(self._edited(tensor if self.watch is None else self.watch))
         if tensor.requires_grad or self.sample is not None or self.spec is not None:
             _check_there(tensor, self.name)
-            if self.sample is not None and not self.sample.matches(tensor):
+            unseen = self.spec is not None and tensor._version != self.local_version
+            if unseen or (self.sample is not None and not self.sample.matches(tensor)):
                 raise error(
                     f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
                     " .data), between the forward and the backward pass, and leannorm.lean() needs what it"
