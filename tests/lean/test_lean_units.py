@@ -140,6 +140,54 @@ def test_what_reads_weights_that_are_freed_by_then_is_held_and_said_with_the_wra
                 assert any(reasons.SHARDED in reason and "on each Block" in reason for reason in told), told
 
 
+class Scores(nn.Module):
+    """With its loss inside, or outside."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.inside, self.body, self.head = inside, Block(), nn.Linear(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.body(x))
+        return torch.log_softmax(y, -1) if self.inside else y
+
+
+def scored(rank: int, inside: bool) -> tuple[int, list[str]]:
+    """Two passes under way: the first backward pass frees what the second one's loss would read."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for setting in (None, {"recompute": "conv"}):
+        torch.manual_seed(0)
+        model, mesh = Scores(inside), init_device_mesh("cpu", (2,))
+        fully_shard(model.body, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        losses = []
+        for seed in range(2):
+            x = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+            saved = nullcontext() if setting is None else lean(**setting)
+            if isinstance(saved, lean):
+                saved.place = NEVER_SMALL
+            with saved:
+                y = model(x) if inside else torch.log_softmax(model(x), -1)
+                losses.append(y.select(1, 0).mean())
+        for loss in losses:
+            loss.backward()
+        found.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])  # type: ignore[attr-defined]
+    assert found[0]
+    assert all(map(torch.equal, *found))
+    return saved.kept_bytes, saved.reasons  # type: ignore[union-attr]
+
+
+def test_a_loss_within_the_model_is_rebuilt_and_one_outside_is_held() -> None:
+    within, told = ranks(2, scored, True)[0]
+    assert not told
+    outside, told = ranks(2, scored, False)[0]
+    assert outside >= within + 64 * 64 * 4
+    assert any(reasons.SHARDED in reason and "within" in reason for reason in told), told
+
+
 # ------------------------------------------------ pipelines
 
 

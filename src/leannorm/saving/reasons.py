@@ -101,7 +101,12 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
 
 def sharded(unit: str, around: str) -> str:
     """A rebuild would read weights that sharding has freed by then; with the wrap that keeps them."""
-    return f"{SHARDED} (of a {unit}); call fully_shard() on each {around or 'block'} as a whole"
+    wrap = (
+        f"call fully_shard() on each {around} as a whole"
+        if around
+        else "compute it, such as the loss, within"
+    )
+    return f"{SHARDED} (of a {unit}); {wrap}"
 
 
 def failed(tensor: Tensor, error: Exception) -> str:

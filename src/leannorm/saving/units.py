@@ -81,13 +81,11 @@ def _memory_of(parameter: Any) -> int:
 
 def wrap_of(unit: Any) -> tuple[str, str]:
     """The classes of the unit's module, and of the module around it ("" for the model itself)."""
-    name = _class_of(unit._modules[0])
-    group, root = unit._fsdp_param_groups[0], unit._state_ctx.iter_forward_root
-    path = group._module_fqn or ""
-    around = path.rpartition(".")[0]
-    if root is None or not around:
+    name, path = _class_of(unit._modules[0]), unit._fsdp_param_groups[0]._module_fqn or ""
+    root = next((state for state in unit._state_ctx.all_states if state._is_root), None)
+    if root is None or not path:
         return name, ""
-    return name, _class_of(root._modules[0].get_submodule(around))
+    return name, _class_of(root._modules[0].get_submodule(path.rpartition(".")[0]))
 
 
 def _class_of(module: Any) -> str:
