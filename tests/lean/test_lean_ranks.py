@@ -88,6 +88,16 @@ def of_partial_sums(zero_elsewhere: bool) -> Tensor:
     return torch.sigmoid(y.square() + y).sum()
 
 
+def partial_bias() -> Tensor:
+    """Torch sends a message to copy partial sums."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    whole, _ = _placements()
+    x, w = shard((64, 64), whole), shard((64,), whole, seed=1)
+    bias = DTensor.from_local(torch.full((64,), 1.0 + dist.get_rank()), mesh_of_all(), [Partial()])
+    return F.silu(F.layer_norm(x, (64,), w, bias)).square().sum()
+
+
 def products(rows: int) -> Tensor:
     """Columns, then rows; the second product is a partial sum."""
     whole, cut = _placements()
@@ -155,6 +165,7 @@ PROGRAMS: dict[str, Callable[[], Tensor]] = {
     "softmax over the cut": softmax_over_the_cut,
     "partial": lambda: of_partial_sums(False),
     "partial, of one rank": lambda: of_partial_sums(True),
+    "partial bias": partial_bias,
     "products": lambda: products(64),
     "mixed": mixed,
     "moves": moves,

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from leannorm.saving.shards import copied
+
 
 def _codes(*functions: Any) -> set[Any]:
     """By which frames are known; of what others have put in a function's place, perhaps none."""
@@ -90,7 +92,7 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
     reads_buffers = not training or _frozen(weight) or _frozen(bias)
     moved = (arguments.get("running_mean"), arguments.get("running_var")) if training else ()
     moves_affine = any(share_memory(t, v) for t in moved for v in (weight, bias))
-    copy = None if bias is None else bias.detach().clone()
+    copy = None if bias is None else copied(bias)
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 
 
@@ -105,7 +107,7 @@ _READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
 
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:
-    return CallArguments(None, bias.clone(), True) if bias is not None and _frozen(bias) else None
+    return CallArguments(None, copied(bias), True) if bias is not None and _frozen(bias) else None
 
 
 def share_memory(a: Tensor | None, b: Tensor | None) -> bool:
