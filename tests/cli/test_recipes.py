@@ -11,7 +11,7 @@ from leannorm.report.recipes import ALIVE, NOT_TRIED, RESTING, WRONG, recipe_sta
 from leannorm.saving import reasons
 from leannorm.saving.graph import saved
 from leannorm.saving.recipes import RECIPES
-from leannorm.saving.values import Step
+from leannorm.saving.steps import Step
 
 ELSEWHERE = {
     "CudnnBatchNormBackward0",

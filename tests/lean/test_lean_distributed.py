@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-
 import lean_cases
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import ranks
 from torch import nn
 
 from leannorm.saving import make_lean
@@ -55,21 +52,14 @@ def trained(network: str, wrap: str, setting: dict[str, object] | None) -> list[
     return [getattr(v, "_local_tensor", v).detach().clone() for v in model.state_dict().values()]
 
 
-def work(rank: int, file: str, network: str, wrap: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        stock = trained(network, wrap, None)
-        for setting in ({"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.5}):
-            ours = trained(network, wrap, setting)
-            assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), setting
-        dist.barrier()  # gloo may abort a rank whose peers have gone
-    finally:
-        dist.destroy_process_group()
+def work(rank: int, network: str, wrap: str) -> None:
+    stock = trained(network, wrap, None)
+    for setting in ({"recompute": "norm"}, {"recompute": "conv"}, {"budget": 0.5}):
+        ours = trained(network, wrap, setting)
+        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True)), setting
 
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_two_ranks_train_to_the_same_bits(network: str, wrap: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(os.path.join(folder, "store"), network, wrap), nprocs=2, join=True)
+    ranks(2, work, network, wrap)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm.saving.values import share_memory
+from leannorm.saving.shards import copied
+from leannorm.saving.steps import share_memory
 
 
 def _codes(*functions: Any) -> set[Any]:
@@ -94,7 +95,7 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
     moves_affine = False
     for statistic in moved:
         moves_affine = moves_affine or share_memory(statistic, weight) or share_memory(statistic, bias)
-    copy = None if bias is None else bias.detach().clone()
+    copy = None if bias is None else copied(bias)
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 
 
@@ -124,7 +125,7 @@ def _of_frozen_norm(frame: FrameType) -> CallArguments | None:
 
 
 def _with_frozen_bias(bias: Tensor | None) -> CallArguments | None:
-    return CallArguments(None, bias.clone(), True) if bias is not None and _frozen(bias) else None
+    return CallArguments(None, copied(bias), True) if bias is not None and _frozen(bias) else None
 
 
 def _frozen(parameter: Tensor | None) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
+from leannorm.saving.shards import counter_of, local_of
 
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
@@ -26,7 +27,7 @@ _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 def version_of(tensor: Tensor) -> Tensor | None:
     """A tensor without memory that shares `tensor`'s version counter; None for a fake tensor."""
     if type(tensor) not in _PLAIN:
-        return None
+        return counter_of(tensor)
     kind = tensor.device, tensor.dtype
     empty = _EMPTY.get(kind)
     if empty is None:
@@ -55,12 +56,22 @@ class Sample(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
         """A sample of the tensor; None if it is not on the CPU or has gaps between its elements."""
+        if type(tensor) not in _PLAIN:
+            tensor = _own(tensor)
         content = _content(tensor)
         return None if content is None else Sample(tensor.numel(), content)
 
     def matches(self, tensor: Tensor) -> bool:
         """Does the tensor still hold the sampled bytes?"""
+        if type(tensor) not in _PLAIN:
+            tensor = _own(tensor)
         return tensor.numel() == self.numel and _content(tensor) == self.content
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor."""
+    local = local_of(tensor)
+    return tensor if local is None else local
 
 
 def _content(tensor: Tensor) -> bytes | None:

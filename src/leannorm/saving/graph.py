@@ -20,21 +20,29 @@ _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
 _KEY, _WAITING, _IN_VIEW = "leannorm", "leannorm waiting", "leannorm in view"
 _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
+PASSES_ON = "leannorm.RegisterPostBackwardFunction"  # of FSDP2: its outputs are its inputs
 
 
 def kind_of_function(function: type) -> str:
-    """Register one of leannorm's autograd functions; returns the kind that `kind_of` gives its nodes."""
+    """Register an autograd function of leannorm or torch; returns the kind that `kind_of` gives its nodes."""
     return _OURS.setdefault(function._backward_cls, f"leannorm.{function.__name__}")  # type: ignore[attr-defined]
 
 
 def kind_of(node: Any) -> str:
-    """The class name of a torch node, "leannorm.…" for leannorm's nodes, "" for a user's autograd function.
+    """The class name of a torch node, "leannorm.…" for functions registered here, "" for a user's.
 
     Functions are told apart by class, since a user's function may have any name.
     """
     if isinstance(node, BackwardCFunction):
         return _OURS.get(type(node), "")
     return type(node).__name__
+
+
+def made_by(node: Any, output: int) -> tuple[Any, int]:
+    """The node that made this output, and the output's number there, where the node only passed it on."""
+    while kind_of(node) == PASSES_ON:
+        node, output = node.next_functions[output]
+    return node, output
 
 
 def constant(node: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.saving.shards import local_of
 from leannorm.saving.small import Kept
 from leannorm.saving.values import COPIED_PART, Value, is_parameter
 
@@ -133,7 +134,9 @@ class Ledger:
 
 def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
     seen = set()
-    for tensor, _ in kept:
+    for whole, _ in kept:
+        local = local_of(whole)
+        tensor = whole if local is None else local
         storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
         nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
         seen.add(None if storage is None else storage._cdata)

@@ -11,7 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import InputError
 from leannorm.saving.evidence import Sample, version_of
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 
 class Hooks(NamedTuple):

@@ -21,7 +21,8 @@ from leannorm.saving.flags import current
 from leannorm.saving.graph import constant, kind_of
 from leannorm.saving.masks import mask_as_bits
 from leannorm.saving.recipes.views import ALIASES, cast_to
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 _SOFTMAXES = {"LogSoftmaxBackward0": torch.log_softmax, "SoftmaxBackward0": torch.softmax}
 
@@ -131,6 +132,14 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
         return step
     value = Value(None, 0, step, name=kind_of(cast.grad_fn))
     return Step(_SOFTMAXES[kind_of(node)], (value,), (), (constant(node, "dim"),), flags=current())
+
+
+def copy_that(step: Step) -> Value:
+    """The narrower copy that this step reads, perhaps through a cast."""
+    narrow = step.inputs[0]
+    while narrow.step is not None:
+        narrow = narrow.step.inputs[0]
+    return narrow
 
 
 def narrow_bytes(node: Any, tensor: Tensor, logits: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""The two saved-tensor hooks: pack turns a saved tensor into a `Value`, unpack turns it back."""
+"""The first saved-tensor hook: pack turns a saved tensor into a `Value`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from torch.autograd.graph import Node
 from leannorm.saving import reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
 from leannorm.saving.evidence import Sample, version_of
-from leannorm.saving.flags import current
 from leannorm.saving.graph import (
+    PASSES_ON,
     Packed,
     find,
     kind_of,
+    made_by,
     note_in_view,
     pop_waiting,
     register,
@@ -34,6 +35,7 @@ from leannorm.saving.narrowed import (
     POOLS,
     WIDENS,
     CountingHook,
+    copy_that,
     narrow_bytes,
     narrow_source,
     narrowed,
@@ -47,12 +49,14 @@ from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
-from leannorm.saving.rows import SOFTMAX, in_rows, unbuilt
+from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
-from leannorm.saving.small import Kept, read
-from leannorm.saving.trial import layout, seconds, without_autocast
-from leannorm.saving.values import EditedError, Step, Value, held, is_parameter
-from leannorm.saving.verify import Layers, check_equal
+from leannorm.saving.shards import local_of, spec_of
+from leannorm.saving.steps import Step
+from leannorm.saving.trial import layout, seconds
+from leannorm.saving.units import Units, wrap_of
+from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
+from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
@@ -80,6 +84,8 @@ class Packing(CountingHook):
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits = False
         self._largest = 0
+        self.units, self._freed = Units(), ""
+        self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
@@ -89,6 +95,10 @@ class Packing(CountingHook):
             return self._of_this_pass(self._pack(tensor, references, frame))
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))
+        except FreedError:
+            value = self._hold(tensor, "" if tensor.grad_fn is None else kind_of(tensor.grad_fn))
+            value.why = reasons.SHARDED
+            return self._of_this_pass(value)
         except Exception as error:
             self.reasons[reasons.failed(tensor, error)] += 1
             return self._of_this_pass(self._hold(tensor))
@@ -103,8 +113,14 @@ class Packing(CountingHook):
         self.search.flags.record(number)
         if node is None:
             return self._without_node(tensor, references, frame, number)
-        kind = kind_of(node)
+        output, kind = tensor.output_nr, kind_of(node)
+        if kind == PASSES_ON:
+            node, output = made_by(node, output)
+            kind = kind_of(node)
+        local: Tensor | None = tensor  # the tensor, or that of this rank
         if type(tensor) not in _PLAIN:
+            local = local_of(tensor)
+        if local is None:
             if tensor.numel() >= SMALLEST:
                 self.reasons[reasons.SUBCLASSES] = 1
             value = self._hold(tensor, kind or node.name())
@@ -112,29 +128,34 @@ class Packing(CountingHook):
             return value
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
-        output, version, seen_as = tensor.output_nr, tensor._version, layout(tensor)
+        version, seen_as = tensor._version, layout(local)
+        spec = None
+        if local is not tensor:
+            spec, self.search.of_ranks = spec_of(tensor), True
+            seen_as = *seen_as, spec
         lookup = registered(node, output)
         known = lookup() if lookup else None
-        size, place, may, worth = tensor.numel(), -1, False, False
+        size, place, may, worth = local.numel(), -1, False, False
         if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
-            self.calls.append((kind, *seen_as))
+            self.calls.append((kind, *seen_as[:3]))
             if self._makes_a_plan:
                 self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
-            return self._again(known, tensor)
+            return self._again(known, local)
         unedited = as_made(node, output, version)
         before = lookup.sample if known is None and type(lookup) is Packed else None
-        if before is not None and not before.matches(tensor):  # the nodes that saved it are gone
+        if before is not None and not before.matches(local):  # the nodes that saved it are gone
             unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(size, self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
+        self._freed = ""
         if may and known is not None and known.layout is not None and known.version == version:
-            found = laid_out_as(known, tensor) or found
+            found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
@@ -143,34 +164,34 @@ class Packing(CountingHook):
                 found = found._replace(proved=False)
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
-        spent = self._accepts(found, tensor, seen_as) if isinstance(found, Step) else None
+        spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        if spent is None and worth and kind in WIDENS:
+        if spent is None and worth and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found
         if isinstance(step, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
-            value.watch, value.sample = version_of(tensor), Sample.of(tensor)
-            value.shape, value.dtype, value.seconds = tensor.shape, tensor.dtype, spent
+            value.watch, value.sample, value.spec = version_of(tensor), Sample.of(local), spec
+            value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
             if self._makes_a_plan:
-                value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
+                value.price = of_rebuild(step, local.shape, tensor.dtype, tensor.device)
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
-                self.ledger.rebuilds(value, tensor)
+                self.ledger.rebuilds(value, local)
             else:
                 value.from_narrow = True
                 self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
-            value.sample = Sample.of(tensor)  # it may be edited through .data before a step reads it
+            value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
         unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
-        self._mark(value, tensor)
+        self._mark(value, local)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
         packed = Packed(value)
@@ -180,7 +201,7 @@ class Packing(CountingHook):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
                 missing = ()
-            self._await(value, node, tensor.output_nr, kind, missing)
+            self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
         return value
@@ -191,10 +212,12 @@ class Packing(CountingHook):
         return self.following is not None and self.following.whole
 
     def _again(self, known: Value, tensor: Tensor) -> Value:
-        """A tensor that was packed before. If it was edited through .data since, it is held from now on, so
-        that every reader gets what stock autograd would give."""
-        rebuilt = known.step is not None and known.memory is None
-        if rebuilt and known.sample is not None and not known.sample.matches(tensor):
+        """A tensor that was packed before. It is held from now on if it was edited through .data since, or if
+        this reader needs it when weights that a rebuild reads are freed: each gets what stock would give."""
+        if known.step is None or known.memory is not None:
+            return known
+        edited = known.sample is not None and not known.sample.matches(tensor)
+        if edited or (self._sharded and self.units.freed(known.step) is not None):
             known.memory = tensor.detach()
         return known
 
@@ -220,7 +243,11 @@ class Packing(CountingHook):
         if isinstance(found, Step):
             if is_view_of_held(found):
                 return reasons.VIEW
+            if self._freed:
+                return self._freed
             return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
+        if found.communicates:
+            return reasons.COLLECTIVE
         at_fault: Any = found.outputs[0][0] if found.outputs else node
         if self.search.considers(kind_of(at_fault)):
             return reasons.NOT_AT_HAND
@@ -232,6 +259,10 @@ class Packing(CountingHook):
         """The seconds of one rebuild; None if the policy rules it out or its bits differ."""
         if is_view_of_held(step) or not self.policy.allows(step):
             return None
+        if self._sharded:
+            self._freed = reasons.sharded(*wrap_of(unit)) if (unit := self.units.freed(step)) else ""
+            if self._freed:
+                return None
         return seconds(step, tensor, seen_as)
 
     def passed(self) -> Pass:
@@ -259,8 +290,11 @@ class Packing(CountingHook):
         if tensor.requires_grad:  # mostly a parameter: not counted
             value = Value(tensor, tensor._version)
             # a norm's weight has one dim; a leaf that is no parameter may be in this pass for the first time
-            if tensor.dim() == 1 or self.policy.reads_weights or type(tensor) is Tensor:
+            plain = type(tensor) is Tensor or value.spec is not None
+            if tensor.dim() == 1 or self.policy.reads_weights or plain:
                 value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
+            if self._sharded and tensor.dim() == 1 and value.tensor is not None:
+                value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
             return value
         # if the caller holds the tensor too, a narrow copy would add memory
         alone, large = references <= references_when_alone(), tensor.numel() >= SMALLEST
@@ -281,20 +315,17 @@ class Packing(CountingHook):
         value.alone = alone
         return value
 
-    @staticmethod
-    def _is_large_activation(tensor: Tensor) -> bool:
-        """No parameter, nor a view of one: the caller holds those anyway, and may edit them."""
-        return type(tensor) in _PLAIN and tensor.numel() >= SMALLEST and not is_parameter(tensor)
-
     def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
-        if self.hooks is not None and movable and self._is_large_activation(tensor):
+        large = type(tensor) in _PLAIN and tensor.numel() >= SMALLEST
+        # the caller holds parameters and their views anyway, and may edit them
+        if self.hooks is not None and movable and large and not is_parameter(tensor):
             move(value, tensor, self.hooks)
         self.ledger.holds(value, tensor)
         return value
 
     def _narrow(self, value: Value, step: Step, tensor: Tensor) -> None:
-        narrow = _copy_that(step)
+        narrow = copy_that(step)
         assert narrow.tensor is not None
         self.ledger.holds(narrow, narrow.tensor)
         self.ledger.rebuilds(value, tensor, tensor.nbytes - narrow.tensor.nbytes)
@@ -352,12 +383,12 @@ class Packing(CountingHook):
             tensor = value.look()  # rebuilt, if it is held in fewer bytes
             if value.sample is not None and not value.sample.matches(tensor):
                 continue  # edited unseen: what its own node reads cannot be rebuilt
-            step = self.search.step(*value.origin, tensor)
+            step = self.search.step(*value.origin, value.shared(tensor))
             if isinstance(step, Step):
                 spent = self._accepts(step, tensor, value.layout)
                 if spent is not None:
                     if value.from_narrow and value.step is not None and value.step.inputs:
-                        copy = _copy_that(value.step).tensor
+                        copy = copy_that(value.step).tensor
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
@@ -365,31 +396,3 @@ class Packing(CountingHook):
                         value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)
-
-
-def _copy_that(step: Step) -> Value:
-    """The narrower copy that this step reads, perhaps through a cast."""
-    narrow = step.inputs[0]
-    while narrow.step is not None:
-        narrow = narrow.step.inputs[0]
-    return narrow
-
-
-def unpack(value: Value | Kept) -> Tensor:
-    """The unpack hook."""
-    if isinstance(value, tuple):
-        return read(value)
-    if value.step is None and value.tensor is not None and value.tensor._version == value.version:
-        return value.tensor
-    if value.at_hand:
-        tensor = value.read()
-    elif value.in_rows and (stand_in := unbuilt(value)) is not None:
-        return stand_in
-    elif not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled()):
-        tensor = value.read(current())
-    else:
-        with torch.no_grad(), without_autocast():
-            tensor = value.read(current())
-    if value.original is not None:
-        check_equal(tensor, value.original, value)
-    return tensor

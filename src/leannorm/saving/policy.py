@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from leannorm._errors import InputError
 from leannorm.saving.recipes.products import PRODUCTS
-from leannorm.saving.values import MUCH_LARGER, Step, Value, products_of, size_of
+from leannorm.saving.steps import Step
+from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
 
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""

@@ -17,7 +17,8 @@ import torch
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS
 from leannorm.saving.recipes.views import ALIASES
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 
 class Rates(NamedTuple):

@@ -53,8 +53,8 @@ SMALL = (
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
 SUBCLASSES = (
-    "tensors of a subclass were saved (DTensor in tensor parallelism, jagged tensors): they are held, as"
-    " lean() rebuilds plain tensors alone; checkpoint the blocks that hold most of them"
+    "tensors of a subclass were saved (such as jagged tensors): they are held, as lean() rebuilds plain"
+    " tensors and DTensors alone; checkpoint the blocks that hold most of them"
 )
 # Why an operation's output is held, as records say it
 NO_RECIPE = "lean() has no recipe for it"
@@ -63,7 +63,9 @@ NOT_AT_HAND = "what it was made of is not at hand"
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
-_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED  # of the others, where they are nearly all
+SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
+COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
+_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED, COLLECTIVE, SHARDED  # of the others, where they are nearly all
 
 OF_THE_PASS = {
     BACKWARD_WITHIN,
@@ -97,6 +99,16 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
             yield f"{share:.2f} of the bytes are outputs of {node}{made_of}, and held: {reason}"
 
 
+def sharded(unit: str, around: str) -> str:
+    """A rebuild would read weights that sharding has freed by then; with the wrap that keeps them."""
+    wrap = (
+        f"call fully_shard() on each {around} as a whole"
+        if around
+        else "compute it, such as the loss, within"
+    )
+    return f"{SHARDED} (of a {unit}); {wrap}"
+
+
 def failed(tensor: Tensor, error: Exception) -> str:
     """A recipe raised an error, or its trial did: the tensor is held."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
@@ -116,7 +128,7 @@ def out_of_reach(budget: float, ratio: float) -> str:
     )
 
 
-_MODULES = ("leannorm.saving.packing", "torch.utils.checkpoint")
+_MODULES = ("leannorm.saving.unpacking", "torch.utils.checkpoint")
 
 
 def of_hooks_within(node: Any) -> list[str]:

@@ -15,16 +15,19 @@ from leannorm.saving import reasons
 from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import (
     ACCUMULATES,
+    PASSES_ON,
     Packed,
     find,
     identity,
     is_saving,
     kind_of,
+    made_by,
     register,
     registered,
     saved,
 )
 from leannorm.saving.leaves import Leaves
+from leannorm.saving.localized import Refused, localized, shape_of
 from leannorm.saving.narrowed import POOLS
 from leannorm.saving.policy import Policy
 from leannorm.saving.provenance import FlagLog, Provenance, sequence_number
@@ -34,8 +37,10 @@ from leannorm.saving.recipes.norms import NORMS
 from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.resampled import NEAREST
 from leannorm.saving.recipes.selected import BY_POSITION
+from leannorm.saving.recipes.shards import LOCAL, REDISTRIBUTE, TELLING, know_torchs_functions, told_by
 from leannorm.saving.recipes.views import ALIASES, MOVES, VIEWS, cat_of_copied_parts
-from leannorm.saving.values import Step, Value, held
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value, held
 
 _SUMS = {"AddBackward0", "SubBackward0"}
 _MAX_DEPTH = 20  # nodes of one chain
@@ -70,6 +75,7 @@ class Missing(NamedTuple):
     """No step was found; these outputs of nodes had no value, the one that the others are made of first."""
 
     outputs: tuple[tuple[Node, int], ...] = ()
+    communicates: bool = False  # a rebuild would, which must not be
 
 
 class Search:
@@ -83,7 +89,10 @@ class Search:
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
         self.provenance, self._from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
+        know_torchs_functions()
         self._base: Tensor | None = None  # of which the tensor in question is a view
+        self.of_ranks = False  # has the pass a DTensor?
+        self._communicates = False  # would a rebuild of the tensor in question?
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
@@ -92,12 +101,12 @@ class Search:
     def step(self, node: Node, output: int, like: Tensor) -> Step | Missing:
         """How to rebuild `like`, an output of the node that was not edited since."""
         missing: list[tuple[Node, int]] = []
-        self._base = like._base
+        self._base, self._communicates = like._base, False
         try:
             step = self._step(node, output, like, 0, missing)
         finally:
             self._base = None
-        return Missing(tuple(missing)) if step is None else step
+        return Missing(tuple(missing), self._communicates) if step is None else step
 
     def _step(
         self, node: Node, output: int, like: Tensor | None, depth: int, missing: list[tuple[Node, int]]
@@ -127,6 +136,8 @@ class Search:
             elif given(len(edges) - 1) is None:  # the new part is mostly the last one
                 return None
         step = recipe(node, output, given, like)
+        if self.of_ranks and kind not in LOCAL:
+            step = self._on_local_tensors(step, kind, like)
         if step is None or (
             kind == "CloneBackward0"
             and is_copied_to_edit(node, sequence_number())
@@ -152,10 +163,26 @@ class Search:
         any_layout = kind in _IN_ANY_LAYOUT
         return step.told(flags, proved, told, any_layout)
 
+    def _on_local_tensors(self, step: Step | None, kind: str, like: Tensor | None) -> Step | None:
+        """The same step, of local tensors if it reads DTensors."""
+        if step is None:
+            untold = kind == REDISTRIBUTE and like is None  # to what it redistributes
+            self._communicates = self._communicates or untold
+            return None
+        if all(value.spec is None for value in step.inputs):
+            return step
+        found = localized(step, like)
+        if isinstance(found, Refused):
+            self._communicates = self._communicates or found.communicates
+            return None
+        return found
+
     def _laid_out_as(self, reader: Any, producer: Any) -> Tensor | None:
         """A tensor of the producer's layout, where what it has put out was not packed."""
         if self._base is not None and self._base.grad_fn is producer:
             return self._base
+        if self.of_ranks and kind_of(reader) in TELLING:
+            return told_by(reader)
         copied_by_reshape = kind_of(producer) == "CloneBackward0" and kind_of(reader) == "UnsafeViewBackward0"
         return _CONTIGUOUS if copied_by_reshape else None
 
@@ -179,6 +206,8 @@ class Search:
         """
         if producer is None:
             return None, True
+        if kind_of(producer) == PASSES_ON:
+            return self._value(reader, *made_by(producer, number), depth, missing)
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader, leaf)
@@ -198,6 +227,8 @@ class Search:
         value = Value(None, 0, step, name=kind_of(producer))
         metadata = producer._input_metadata[number]
         value.shape, value.dtype = torch.Size(metadata.shape), metadata.dtype
+        if step.spec is not None:
+            value.spec, value.shape = step.spec, shape_of(step)
         register(producer, number, weakref.ref(value))
         return value, type(lookup) is not Packed or lookup.sample is None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from leannorm.saving.shards import nbytes_of
 from leannorm.saving.values import is_parameter
 
 SMALL = 4 << 20
@@ -62,7 +63,7 @@ class SmallPass:
             return self._pack(tensor)
         of_parameter = is_parameter(tensor)
         if not of_parameter:
-            self.nbytes += tensor.nbytes
+            self.nbytes += tensor.nbytes if type(tensor) is Tensor else nbytes_of(tensor)
         if self.nbytes > SMALL:
             self._pack = self._pack_from_here(True)
             return self._pack(tensor)

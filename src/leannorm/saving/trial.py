@@ -21,7 +21,8 @@ from leannorm.saving.device import asynchronous, capturing, synchronize
 from leannorm.saving.evidence import Sample, bits
 from leannorm.saving.flags import current
 from leannorm.saving.graph import exact
-from leannorm.saving.values import Owner, Step, Value, run
+from leannorm.saving.steps import Owner, Step, run
+from leannorm.saving.values import Value
 
 _ENOUGH = 2  # tensors of other values
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from enum import IntEnum
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,56 +13,16 @@ from torch.autograd.graph import Node
 from leannorm.saving.device import share, stream_of
 from leannorm.saving.evidence import Sample, owner_of, version_of
 from leannorm.saving.flags import Flags, current
-
-
-class Owner(IntEnum):
-    """Who owns a tensor's memory during a rebuild, and so whether a step may overwrite it."""
-
-    OWN = 0  # allocated by this rebuild, without other readers
-    SHARED = 1  # allocated by a rebuild, and kept for other readers
-    HELD = 2  # held since the forward pass, perhaps by the user
+from leannorm.saving.shards import local_of, shared_as, spec_of
+from leannorm.saving.steps import Owner, Step, run
 
 
 class EditedError(RuntimeError):
     """In the forward pass: a tensor no longer holds what a node read, so no step may read it."""
 
 
-class Step(NamedTuple):
-    """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
-
-    `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are
-    hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
-    (also activations and casts), "scale", "sum", "product", "attention", "view" (shares its input's memory),
-    "copy" (a view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are
-    those of a rebuild; it is `costly` if that is much for what it frees. `then_act(act)` returns the step
-    with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
-    `proved` is False where the step may read something else than the node read: then it is compared every
-    time. `identity` is all that the node tells of its operation. `tells_layout` is False where a node may
-    have put out another layout than the step does; `in_any_layout`: the result's bits depend on no layout.
-    """
-
-    function: Callable[..., Tensor]
-    inputs: tuple[Value, ...]
-    captured: tuple[Tensor | None, ...] = ()
-    constants: tuple[Hashable, ...] = ()
-    in_place: Callable[..., Tensor] | None = None
-    kind: str = "norm"
-    flops: int = 0
-    costly: bool = False
-    then_act: Callable[[str], Step | None] | None = None
-    flags: Flags | None = None
-    proved: bool = True
-    identity: Hashable = ()
-    tells_layout: bool = True
-    in_any_layout: bool = False
-
-    def told(self, flags: Flags | None, proved: bool, identity: Hashable, in_any_layout: bool) -> Step:
-        """The same with what a search adds, for which `_replace` takes three times as long."""
-        return Step(*self[:9], flags, proved, identity, self.tells_layout, in_any_layout)
-
-    @property
-    def view(self) -> bool:
-        return self.kind in ("view", "copy")
+class FreedError(RuntimeError):
+    """The memory of a tensor that a step reads was freed, as sharding does with weights."""
 
 
 class Value:
@@ -71,7 +30,8 @@ class Value:
 
     Either `tensor` is held, or `step` rebuilds it. A rebuilt tensor is kept from its first use to its last,
     so that several readers cost one rebuild; stock autograd would hold it during that time, too. If it is
-    rebuilt from a narrower copy of its own, it takes the place of that copy.
+    rebuilt from a narrower copy of its own, it takes the place of that copy. Of a DTensor, the value is the
+    local tensor, and `spec` how the ranks share it; nodes and recipes get the DTensor (`shared`).
     """
 
     layout: Hashable = None  # of the packed tensor; None for a value that was not packed
@@ -95,7 +55,10 @@ class Value:
     alone = False  # does only autograd hold the tensor?
     why = ""  # it is held, in words
     where = ""  # the layer that was running when it was packed; under `verify` only
+    copied: Tensor | None = None  # a copy of a norm's weight that sharding frees after the norm ran
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
+    spec: Any = None  # of the DTensor whose local tensor this is
+    local_version = 0  # of that local tensor
     sample: Sample | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
@@ -113,9 +76,22 @@ class Value:
         self.tensor, self.version, self.step, self.name = tensor, version, step, name
         self.users = self._left = 0
         if tensor is not None:
-            self.stream = stream_of(tensor)
+            if type(tensor) not in _PLAIN:
+                self._of_ranks(tensor)
+            self.stream = stream_of(self.tensor)  # type: ignore[arg-type]
         if step is not None:
             self._add_as_reader(step)
+
+    def _of_ranks(self, tensor: Tensor) -> None:
+        """Hold the local tensor of a DTensor, and watch the counter of the DTensor itself."""
+        local = local_of(tensor)
+        if local is not None:
+            self.tensor, self.spec, self.local_version = local, spec_of(tensor), local._version
+            self.watch = version_of(tensor)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """What a node or a recipe gets: the DTensor, if this is the local tensor of one."""
+        return tensor if self.spec is None else shared_as(tensor, self.spec)
 
     def used(self) -> Value:
         """Count one more reader (a node or a step) and return self."""
@@ -126,7 +102,8 @@ class Value:
     def becomes(self, step: Step, tensor: Tensor) -> None:
         """Free the tensor, if it is held: from now on `step` rebuilds it."""
         if self.tensor is not None:
-            self.watch, self.sample = version_of(tensor), Sample.of(tensor)
+            self.watch = version_of(tensor) if self.watch is None else self.watch
+            self.sample = Sample.of(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
         self._add_as_reader(step)
@@ -150,7 +127,7 @@ class Value:
     @property
     def current(self) -> bool:
         """Is the version counter still what it was when the tensor was packed?"""
-        counter = self.tensor if self.step is None else self.watch
+        counter = self.tensor if self.watch is None else self.watch
         return counter is None or counter._version == self.version
 
     @property
@@ -238,12 +215,12 @@ class Value:
         """The held tensor; raises `error` if it was edited since it was packed."""
         tensor = self.tensor
         assert tensor is not None
-        if tensor._version != self.version:
-            raise error(self._edited(tensor))
-        if self.sample is None:
-            if tensor.requires_grad:
-                _check_there(tensor, self.name)
-        elif not self.sample.matches(tensor):
+        if not self.current:
+            raise error(self._edited(tensor if self.watch is None else self.watch))
+        if self.sample is None and (tensor.requires_grad or self.spec is not None):
+            _check_there(tensor, self.name)
+        unseen = self.spec is not None and tensor._version != self.local_version
+        if unseen or (self.sample is not None and not self.sample.matches(tensor)):
             _check_there(tensor, self.name)
             raise error(
                 f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
@@ -280,7 +257,7 @@ class Value:
 
     def _check_version(self) -> None:
         if not self.current:
-            tensor = self.tensor if self.step is None else self.watch
+            tensor = self.tensor if self.watch is None else self.watch
             assert tensor is not None
             raise RuntimeError(self._edited(tensor))
 
@@ -294,6 +271,7 @@ class Value:
         )
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 MUCH_LARGER = 32
 """What has so many times fewer elements than another tensor takes little memory and little time beside it."""
 
@@ -334,47 +312,11 @@ def _check_there(tensor: Tensor, name: str) -> None:
     if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes == 0:
-            raise RuntimeError(
+            raise FreedError(
                 f"what {name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
                 " forward pass, as sharding does with weights, and rebuilding a layer's product needs it: use"
                 ' leannorm.lean("norm"), which reads no parameter in the backward pass, or shard whole blocks'
             )
-
-
-def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> tuple[Tensor, Owner]:
-    """Run a step on its inputs, each with its owner; returns the result and the owner of its memory.
-
-    Whether the first input may be overwritten follows from its memory, not from what the recipe declares.
-    `flags` are the global flags that are set now; the step's flags are set where they differ.
-    """
-    tensors = [tensor for tensor, _ in inputs]
-    function = step.in_place if step.in_place is not None and _may_overwrite(*inputs[0]) else step.function
-    if step.flags is None or step.flags is flags:
-        result = function(*tensors, *step.captured, *step.constants)
-    else:
-        with step.flags.set():
-            result = function(*tensors, *step.captured, *step.constants)
-    if step.kind == "held":  # other readers of what the hooks unpack may hold it, too
-        return result, Owner.SHARED
-    owner = Owner.OWN
-    for tensor, memory in inputs:
-        if memory > owner and share_memory(tensor, result):
-            owner = memory
-    for captured in step.captured:
-        if owner is not Owner.HELD and share_memory(captured, result):
-            owner = Owner.HELD
-    return result, owner
-
-
-def share_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and bool(_is_alias_of(a, b))
-
-
-_is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-
-def _may_overwrite(tensor: Tensor, memory: Owner) -> bool:
-    return memory is Owner.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def held(tensor: Tensor, name: str = "") -> Value:
@@ -382,4 +324,5 @@ def held(tensor: Tensor, name: str = "") -> Value:
 
     `name` is the name of the node that made it.
     """
-    return Value(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version, None, name)
+    bare = tensor.grad_fn is None or (type(tensor) not in _PLAIN and local_of(tensor) is not None)
+    return Value(tensor if bare else tensor.detach(), tensor._version, None, name)

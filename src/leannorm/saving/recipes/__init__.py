@@ -9,6 +9,7 @@ from leannorm.saving.recipes import (  # noqa: F401
     products,
     resampled,
     selected,
+    shards,
     views,
 )
 from leannorm.saving.recipes.registry import RECIPES as RECIPES

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, exact, in_view, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 Elementwise = Callable[..., Tensor]
 

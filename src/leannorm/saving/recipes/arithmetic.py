@@ -11,7 +11,7 @@ from torch import Tensor
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step
+from leannorm.saving.steps import Step
 
 
 @recipe("MulBackward0")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step
+from leannorm.saving.steps import Step
 
 _aten = torch.ops.aten
 MOST = 1024

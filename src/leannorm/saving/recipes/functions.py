@@ -18,7 +18,8 @@ from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 
 def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:

@@ -14,7 +14,8 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import kind_of, saved
 from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
-from leannorm.saving.values import Step, Value, share_memory
+from leannorm.saving.steps import Step, share_memory
+from leannorm.saving.values import Value
 
 _BATCH_NORMS: dict[str, Callable[..., Any]] = {
     "NativeBatchNormBackward0": torch.native_batch_norm,

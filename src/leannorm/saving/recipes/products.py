@@ -16,7 +16,8 @@ from torch import Tensor
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 MOST = 768
 """Operations for each value of a convolution's output, above which it is costly: 384 inputs to each."""
@@ -126,6 +127,6 @@ def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -
 def _sizes(value: Value, node: Any, i: int) -> torch.Size | None:
     """The sizes of the node's input `i`, whose value this is."""
     if value.tensor is not None:
-        return value.tensor.shape
+        return value.tensor.shape if value.spec is None else value.spec.shape
     producer, number = node.next_functions[i]
     return None if producer is None else torch.Size(producer._input_metadata[number].shape)

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from leannorm.saving.values import Step, Value
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 Given = Callable[[int], Value | None]
 Recipe = Callable[[Any, int, Given, Tensor | None], Step | None]
@@ -32,4 +33,6 @@ def recipe(*kinds: str) -> Callable[[Recipe], Recipe]:
 
 def copy_of(value: Value | None) -> Tensor | None:
     """A copy of a small tensor, so that an optimizer step before the backward pass does not change it."""
-    return None if value is None else value.look().detach().clone()
+    if value is not None and value.copied is not None:
+        return value.shared(value.copied)
+    return None if value is None else value.shared(value.look().detach().clone())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step
+from leannorm.saving.steps import Step
 
 _aten = torch.ops.aten
 _SCALES = {1: ("scales",), 2: ("scales_h", "scales_w"), 3: ("scales_d", "scales_h", "scales_w")}

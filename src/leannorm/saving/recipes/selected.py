@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import Step
+from leannorm.saving.steps import Step
 
 
 def _index_select(x: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from leannorm.saving.graph import constant, find, kind_of, register
 from leannorm.saving.recipes.registry import Given, recipe
-from leannorm.saving.values import COPIED_PART, Step, Value, held
+from leannorm.saving.shards import local_of
+from leannorm.saving.steps import Step
+from leannorm.saving.values import COPIED_PART, Value, held
 
 
 def _shape(node: Any, output: int) -> tuple[int, ...]:
@@ -216,7 +218,12 @@ def cat_of_copied_parts(node: Any, output: int, given: Given, like: Tensor | Non
     """
     dim, edges = constant(node, "dim"), node.next_functions
     parts = [given(i) for i in range(len(edges))]
-    if like is not None and any(parts) and all(producer is not None for producer, _ in edges):
+    if (
+        like is not None
+        and local_of(like) is None
+        and any(parts)
+        and all(producer is not None for producer, _ in edges)
+    ):
         start = 0
         for i, (part, (producer, number)) in enumerate(zip(parts, edges, strict=True)):
             length = producer._input_metadata[number].shape[dim]
@@ -273,7 +280,7 @@ def find_parts_in(value: Value, node: Any) -> None:
     The inputs without a value are neighbours and mostly last. The loop stops after them, since a dense block
     has many parts.
     """
-    if value.tensor is None:
+    if value.tensor is None or value.spec is not None:
         return
     dim, reference, seen_at = constant(node, "dim"), weakref.ref(value), node._sequence_nr()
     new = False

@@ -1,0 +1,61 @@
+"""DTensors: a value holds the local tensor of its rank, and how the ranks share it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _class_of_dtensors() -> Any:
+    """The class, if anybody has imported it: until then there is no DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def local_of(tensor: Tensor) -> Tensor | None:
+    """The local tensor of a DTensor; None for all else, and where that is no plain tensor."""
+    if type(tensor) in _PLAIN or type(tensor) is not _class_of_dtensors():
+        return None
+    local: Any = tensor._local_tensor  # type: ignore[attr-defined]
+    if hasattr(local, "trigger_wait"):  # of a collective under way, which the operation waits for as well
+        local = local.trigger_wait()
+    return local if type(local) in _PLAIN and local.layout == torch.strided else None
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """How the ranks share this DTensor: mesh, placements, and the shape, strides and dtype of the whole."""
+    return tensor._spec  # type: ignore[attr-defined]
+
+
+def shared_as(local: Tensor, spec: Any) -> Tensor:
+    """The DTensor of this local tensor; nothing is sent."""
+    made: Tensor = _class_of_dtensors()(local, copy.copy(spec), requires_grad=False)
+    return made
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy; of a DTensor, of its local tensor, since torch sends messages to copy partial sums."""
+    local = local_of(tensor)
+    return tensor.detach().clone() if local is None else shared_as(local.detach().clone(), spec_of(tensor))
+
+
+def counter_of(tensor: Tensor) -> Tensor | None:
+    """A tensor without memory that shares the version counter of a DTensor; None for all else."""
+    local = local_of(tensor)
+    if local is None:
+        return None
+    counter: Any = tensor.detach()
+    counter._local_tensor = local.new_empty(0)
+    return counter  # type: ignore[no-any-return]
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of the tensor on this rank."""
+    local = local_of(tensor)
+    return (tensor if local is None else local).nbytes

@@ -1,0 +1,99 @@
+"""A step: the operation that rebuilds a tensor from other values, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from leannorm.saving.flags import Flags
+
+if TYPE_CHECKING:
+    from leannorm.saving.values import Value
+
+
+class Owner(IntEnum):
+    """Who owns a tensor's memory during a rebuild, and so whether a step may overwrite it."""
+
+    OWN = 0  # allocated by this rebuild, without other readers
+    SHARED = 1  # allocated by a rebuild, and kept for other readers
+    HELD = 2  # held since the forward pass, perhaps by the user
+
+
+class Step(NamedTuple):
+    """How to rebuild a tensor: `function(*inputs, *captured, *constants)`; nothing else decides its bits.
+
+    `captured` are small tensors that were copied, or statistics that the node keeps; `constants` are
+    hashable. `in_place` computes the same in the memory of the first input. Policies decide by `kind`: "norm"
+    (also activations and casts), "scale", "sum", "product", "attention", "view" (shares its input's memory),
+    "copy" (a view that may be copied into another layout) or "held" (unpacked by others' hooks). `flops` are
+    those of a rebuild; it is `costly` if that is much for what it frees. `then_act(act)` returns the step
+    with an activation in the same pass, or None. `flags` are the global flags under which the node ran.
+    `proved` is False where the step may read something else than the node read: then it is compared every
+    time. `identity` is all that the node tells of its operation. `spec`: the result is the local tensor of a
+    DTensor, shared so. `tells_layout` is False where a node may have put out another layout than the step
+    does; `in_any_layout`: the result's bits depend on no layout.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[Value, ...]
+    captured: tuple[Tensor | None, ...] = ()
+    constants: tuple[Hashable, ...] = ()
+    in_place: Callable[..., Tensor] | None = None
+    kind: str = "norm"
+    flops: int = 0
+    costly: bool = False
+    then_act: Callable[[str], Step | None] | None = None
+    flags: Flags | None = None
+    proved: bool = True
+    identity: Hashable = ()
+    tells_layout: bool = True
+    in_any_layout: bool = False
+    spec: Any = None
+
+    def told(self, flags: Flags | None, proved: bool, identity: Hashable, in_any_layout: bool) -> Step:
+        """The same with what a search adds, for which `_replace` takes three times as long."""
+        return Step(*self[:9], flags, proved, identity, self.tells_layout, in_any_layout, self.spec)
+
+    @property
+    def view(self) -> bool:
+        return self.kind in ("view", "copy")
+
+
+def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> tuple[Tensor, Owner]:
+    """Run a step on its inputs, each with its owner; returns the result and the owner of its memory.
+
+    Whether the first input may be overwritten follows from its memory, not from what the recipe declares.
+    `flags` are the global flags that are set now; the step's flags are set where they differ.
+    """
+    tensors = [tensor for tensor, _ in inputs]
+    function = step.in_place if step.in_place is not None and _may_overwrite(*inputs[0]) else step.function
+    if step.flags is None or step.flags is flags:
+        result = function(*tensors, *step.captured, *step.constants)
+    else:
+        with step.flags.set():
+            result = function(*tensors, *step.captured, *step.constants)
+    if step.kind == "held":  # other readers of what the hooks unpack may hold it, too
+        return result, Owner.SHARED
+    owner = Owner.OWN
+    for tensor, memory in inputs:
+        if memory > owner and share_memory(tensor, result):
+            owner = memory
+    for captured in step.captured:
+        if owner is not Owner.HELD and share_memory(captured, result):
+            owner = Owner.HELD
+    return result, owner
+
+
+def share_memory(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and bool(_is_alias_of(a, b))
+
+
+_is_alias_of = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def _may_overwrite(tensor: Tensor, memory: Owner) -> bool:
+    return memory is Owner.OWN and torch.ops.aten.is_non_overlapping_and_dense(tensor)

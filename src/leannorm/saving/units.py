@@ -1,0 +1,93 @@
+"""FSDP2's units: the weights of one are there while it runs, forward or backward, and freed in between."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from leannorm.saving.shards import local_of
+from leannorm.saving.steps import Step
+
+_FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
+_STATES = "torch.distributed._composable_state"
+
+
+class Units:
+    """Which unit owns a weight, and whether it runs now. Read from torch's own records of this process."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, Any] = {}  # by the weight's memory
+        self._seen = 0  # groups of weights that have been gathered before
+
+    @property
+    def exist(self) -> bool:
+        """Has this process sharded a module?"""
+        return _FULLY_SHARD in sys.modules and bool(_modules())
+
+    def freed(self, step: Step) -> Any:
+        """A unit that does not run now, of whose weights a rebuild would read one; None if there is none.
+
+        What saves a tensor now reads it in its own backward pass, when the units run that run now.
+        """
+        seen, left = set[int](), list(step.inputs)
+        while left:
+            value = left.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if value.step is not None:
+                left += value.step.inputs
+            elif value.tensor is not None:
+                unit = self._owner_of(value.tensor)
+                if unit is not None and unit._training_state.name != "FORWARD":
+                    return unit
+        return None
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Is it a unit's weight, or a part of one?"""
+        return self._owner_of(tensor) is not None
+
+    def _owner_of(self, tensor: Tensor) -> Any:
+        memory = tensor.untyped_storage()._cdata
+        if memory not in self._owners:
+            gathered = [group for group in _groups() if hasattr(group[1].fsdp_params[0], "_unsharded_param")]
+            if len(gathered) != self._seen:
+                self._seen = len(gathered)
+                self._owners = {_memory_of(p): unit for unit, group in gathered for p in group.fsdp_params}
+        return self._owners.get(memory)
+
+
+def _modules() -> Any:
+    return getattr(sys.modules.get(_STATES), "_module_state_mapping", {})
+
+
+def _groups() -> Iterator[tuple[Any, Any]]:
+    """Each unit's groups of weights, with the unit."""
+    for unit in {id(unit): unit for unit in (state() for state in list(_modules().values()))}.values():
+        for group in getattr(unit, "_fsdp_param_groups", ()):
+            if group.fsdp_params:
+                yield unit, group
+
+
+def _memory_of(parameter: Any) -> int:
+    weight = parameter._unsharded_param
+    local = local_of(weight)
+    memory: int = (weight if local is None else local).untyped_storage()._cdata
+    return memory
+
+
+def wrap_of(unit: Any) -> tuple[str, str]:
+    """The classes of the unit's module, and of the module around it ("" for the model itself)."""
+    name, path = _class_of(unit._modules[0]), unit._fsdp_param_groups[0]._module_fqn or ""
+    root = next((state for state in unit._state_ctx.all_states if state._is_root), None)
+    if root is None or not path:
+        return name, ""
+    return name, _class_of(root._modules[0].get_submodule(path.rpartition(".")[0]))
+
+
+def _class_of(module: Any) -> str:
+    """The name of the class that the module had before it was sharded."""
+    return type(module).__name__.removeprefix("FSDP")
