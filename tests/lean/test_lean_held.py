@@ -160,3 +160,30 @@ def test_who_holds_a_tensor_is_counted_the_same_wherever_it_is_asked_first():
         with mode():
             counts.add(references_when_alone.__wrapped__())
     assert len(counts) == 1
+
+
+def test_what_comes_back_is_laid_out_as_it_was():
+    """Torch adds an expanded tensor's gradient in another order if it reads a full copy of it."""
+
+    def run(context):
+        torch.manual_seed(0)
+        x = torch.randn(4, 8, 3, 9, 9, requires_grad=True)
+        with context:
+            y = x.cumsum(1).unsqueeze(1).expand(-1, 2, *x.shape[1:])
+            z = nn.functional.selu(y) + nn.functional.selu(x.transpose(1, 3) * 1.0).transpose(1, 3).unsqueeze(
+                1
+            )
+        z.sum().backward()
+        return x.grad
+
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor.nbytes)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    stock = run(nullcontext())
+    for recompute in ("norm", "conv"):
+        assert torch.equal(stock, run(lean(recompute, held=(pack, lambda copy: copy))))
+    assert packed
+    assert max(packed) == 4 * 8 * 3 * 9 * 9 * 4  # the expanded one is packed once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from torch import nn
 
 from leannorm.saving import lean
 from leannorm.saving.plan import Goal, Part, Pass, plan
+from leannorm.saving.price import of_step
 
 SHARES = [i / 400 for i in range(400)]
 
@@ -63,3 +65,10 @@ def test_more_time_never_holds_more(sizes, shares):
     calls = (("", (1,), (1,), torch.float32),) * max(len(parts), 1)
     held = kept(Pass(calls, parts, 100, 4e-3), [share / 1000 for share in sorted(shares)])
     assert held == sorted(held, reverse=True)
+
+
+def test_a_transposed_convolution_has_the_price_of_its_mirror():
+    up, down = nn.ConvTranspose2d(8, 16, 2, 2, bias=False), nn.Conv2d(16, 8, 2, 2, bias=False)
+    small, large = (torch.randn(shape, requires_grad=True) for shape in [(2, 8, 32, 32), (2, 16, 64, 64)])
+    prices = [of_step([y.grad_fn], torch.device("cpu")) for y in (up(small), down(large))]
+    assert prices[0] == pytest.approx(prices[1])

@@ -41,15 +41,28 @@ class _Packed:
         self.packed, self.unpack = packed, unpack
 
 
-def _unpacked(packed: _Packed) -> Tensor:
+def _unpacked(packed: _Packed, layout: tuple[Any, ...]) -> Tensor:
     with torch.no_grad():
-        return packed.unpack(packed.packed)
+        core: Tensor = packed.unpack(packed.packed)
+        shape, core_shape, strides = layout
+        if strides is not None and core.shape == core_shape and core.stride() != strides:
+            core = torch.empty_strided(core_shape, strides, dtype=core.dtype, device=core.device).copy_(core)
+        return core if shape == core_shape else core.expand(shape)
 
 
 @torch.no_grad()
 def move(value: Value, tensor: Tensor, hooks: Hooks) -> None:
-    """Hold the tensor by the hooks alone: reading the value unpacks it, once for all readers."""
-    packed = _Packed(hooks.pack(tensor.detach()), hooks.unpack)
+    """Hold the tensor by the hooks alone: reading the value unpacks it, once for all readers.
+
+    What is expanded is packed once, and the layout is what it was, since kernels add in the order of memory.
+    """
+    core = tensor.detach()
+    for dim, stride in enumerate(core.stride()):
+        if not stride and core.shape[dim] > 1:
+            core = core.narrow(dim, 0, 1)
+    dense = torch.ops.aten.is_non_overlapping_and_dense(core)
+    layout = tensor.shape, core.shape, core.stride() if dense else None
+    packed = _Packed(hooks.pack(core), hooks.unpack)
     value.watch, value.sample = version_of(tensor), Sample.of(tensor)
     value.shape, value.dtype, value.tensor = tensor.shape, tensor.dtype, None
-    value.step = Step(_unpacked, (), (), (packed,), kind="held")
+    value.step = Step(_unpacked, (), (), (packed, layout), kind="held")

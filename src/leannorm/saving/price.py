@@ -95,7 +95,9 @@ def of_step(nodes: Iterable[Any], device: torch.device) -> float:
             continue
         inputs = [None if p is None else p._input_metadata[number] for p, number in edges]
         output, *others = node._input_metadata
-        flops = _flops(kind, [() if i is None else tuple(i.shape) for i in inputs], tuple(output.shape))
+        read = [() if i is None else tuple(i.shape) for i in inputs]
+        transposed = getattr(node, "_saved_transposed", False) and read[0]
+        flops = _flops(kind, read, read[0] if transposed else tuple(output.shape))
         frozen = None in (inputs[:2] if kind in CONVOLUTIONS else inputs[-2:])  # one gradient, not two
         total += (2 if frozen else 3) * flops / rate.products.get(output.dtype.itemsize, rate.products[2])
         moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
