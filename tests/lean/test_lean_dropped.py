@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 
+import lean_cases
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,10 @@ SETTINGS = {
     "held": {"held": (lambda t: t.clone(), lambda t: t)},
 }
 PROGRAMS = recipes._PROGRAMS
+NETWORKS = {
+    **{name: (make, lean_cases.IMAGE) for name, make in lean_cases.IMAGES.items()},
+    **{name: (make, lean_cases.TOKENS) for name, make in lean_cases.SEQUENCES.items()},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -128,3 +133,28 @@ def test_memory_stays_flat_where_passes_are_dropped_within_one_context():
             del y, r
             alive.append(sum(reference() is not None for reference in saved._ledger._values))
     assert len(set(alive[1:])) == 1
+
+
+def _and_what_they_are_made_of(values):
+    found, left = {}, list(values)
+    while left:
+        value = left.pop()
+        if id(value) not in found:
+            found[id(value)] = value
+            left += value.step.inputs if value.step is not None else ()
+    return found.values()
+
+
+@pytest.mark.filterwarnings("ignore:.* is out of reach")
+@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.1}], ids=str)
+@pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
+def test_what_was_rebuilt_is_freed_after_its_last_reader(make, shape, setting):
+    """A step that was looked at and not taken is no reader: it never comes, and its inputs would be kept."""
+    model, x = make(), torch.randn(shape, requires_grad=True)
+    for _ in range(3):
+        with lean(**setting) as saved:
+            loss = model(x).float().square().mean()
+        values = list(saved._ledger.values())
+        loss.backward(retain_graph=True)
+        kept = [v for v in _and_what_they_are_made_of(values) if v._rebuilt is not None and not v.from_narrow]
+        assert not kept

@@ -56,7 +56,8 @@ class Ledger:
         if nbytes is None:  # a view would hold its whole storage
             nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
             for part in () if root.step is None else root.step.inputs:
-                if part.name == COPIED_PART and part.users == 1 and part.tensor is not None:
+                alone = part.users == min(root.users, 1)
+                if part.name == COPIED_PART and alone and part.tensor is not None:
                     self.holds(part, part.tensor)  # copied for this concatenation
                     nbytes -= part.tensor.nbytes
         root.frees = nbytes

@@ -80,7 +80,7 @@ class Value:
                 self._of_ranks(tensor)
             self.stream = stream_of(self.tensor)  # type: ignore[arg-type]
         if step is not None:
-            self._add_as_reader(step)
+            self._made_by(step)
 
     def _of_ranks(self, tensor: Tensor) -> None:
         """Hold the local tensor of a DTensor, and watch the counter of the DTensor itself."""
@@ -97,6 +97,8 @@ class Value:
         """Count one more reader (a node or a step) and return self."""
         self.users += 1
         self._left += 1
+        if self.users == 1 and self.step is not None:
+            self._read_inputs(self.step)
         return self
 
     def becomes(self, step: Step, tensor: Tensor) -> None:
@@ -106,18 +108,24 @@ class Value:
             self.sample = Sample.of(tensor)
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
-        self._add_as_reader(step)
+        self._made_by(step)
+        if self.users:
+            self._read_inputs(step)
 
-    def _add_as_reader(self, step: Step) -> None:
-        """Count this value as a reader of the step's inputs; sample the held ones."""
-        for value in step.inputs:
-            value.used()
-            if value.step is None and value.sample is None and value.tensor is not None:
-                value.sample = Sample.of(value.tensor)
+    def _made_by(self, step: Step) -> None:
         self.products = products_of(step.inputs) + (step.kind == "product")
         for tensor in step.captured:
             if tensor is not None:
                 self.stream = stream_of(tensor)
+
+    @staticmethod
+    def _read_inputs(step: Step) -> None:
+        """Count one more reader of each input; sample the held ones. Not before something reads the result:
+        a reader that never comes would keep what is rebuilt for it."""
+        for value in step.inputs:
+            value.used()
+            if value.step is None and value.sample is None and value.tensor is not None:
+                value.sample = Sample.of(value.tensor)
 
     @property
     def is_held(self) -> bool:
