@@ -19,6 +19,9 @@ ELSEWHERE = {
     "FusedRmsNormBackward0",
     "ScaledDotProductEfficientAttentionBackward0",
     "ScaledDotProductFlashAttentionBackward0",
+    "leannorm._ToTorchTensor",
+    "leannorm._FromTorchTensor",
+    "leannorm.Redistribute",
 }
 
 

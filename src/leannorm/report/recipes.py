@@ -224,6 +224,9 @@ _ELSEWHERE = {
     "FusedRmsNormBackward0": "made on CUDA devices",
     "ScaledDotProductFlashAttentionBackward0": "made on CUDA devices",
     "ScaledDotProductEfficientAttentionBackward0": "made on CUDA devices",
+    "leannorm._ToTorchTensor": "made of DTensors, which several ranks share",
+    "leannorm._FromTorchTensor": "made of DTensors, which several ranks share",
+    "leannorm.Redistribute": "made of DTensors, which several ranks share",
 }
 
 
