@@ -211,7 +211,7 @@ def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    for part in ("epoch", "kept", "peak", "step time", "weights equal bit for bit"):
+    for part in ("epoch", "held", "peak", "step time", "weights equal bit for bit"):
         assert part in done.stdout
     assert "\x1b" not in done.stdout  # no colour codes where there is no terminal
     assert json.loads((tmp_path / "out.json").read_text())["same"] is True
