@@ -43,7 +43,7 @@ class Measured(NamedTuple):
 def find(file: str, **wanted: Any) -> list[Measured]:
     """The rows of a file that have these values, in its order."""
     return [
-        Measured(_first(row, "kept_ratio", "held_ratio", "kept", "held"),
+        Measured(_first(row, "kept_ratio", "held_ratio", "held", "kept"),
                  _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
                  tuple(row["about"].items()))
         for row in record.read(record.FOLDER / f"{file}.json")

@@ -30,7 +30,9 @@ def test_help_exits_well(arguments, capsys):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no module resource")
-@pytest.mark.parametrize("arguments", [["--help"], ["profile", "--help"], ["profil"], ["fit", "--memry", "8"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["profile", "--help"], ["profil"], ["fit", "--memry", "8"]]
+)
 def test_help_and_bad_usage_come_before_torch(arguments):
     """In under 0.4 s of processor time; the whole package is there before a command runs."""
     told = """
