@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
+from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
@@ -307,6 +307,8 @@ class Packing(CountingHook):
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             # rrelu fills its noise only after it was saved
             value = self._hold(tensor, movable=tensor._version > 0)
+            if alone and large:
+                value.name, value.why = name_of(frame), reasons.KEPT
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or large:
                 value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
