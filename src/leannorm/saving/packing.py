@@ -187,6 +187,8 @@ class Packing(CountingHook):
             value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
+            elif size >= SMALLEST:
+                value.why = reasons.SMALLER
         unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
         value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)

@@ -66,7 +66,16 @@ VIEW = "it is a view of what is held"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
 KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
-_ALWAYS_SAID = KEPT, NO_RECIPE, OTHER_BITS, EDITED, COLLECTIVE, SHARDED  # of the others, where they are nearly all
+SMALLER = "each is much smaller than the largest of the pass, and a rebuild takes as many calls"
+_ALWAYS_SAID = (
+    KEPT,
+    SMALLER,
+    NO_RECIPE,
+    OTHER_BITS,
+    EDITED,
+    COLLECTIVE,
+    SHARDED,
+)  # of the others, where they are nearly all
 
 OF_THE_PASS = {
     BACKWARD_WITHIN,
