@@ -35,6 +35,9 @@ SETTINGS = [{}, {"recompute": "conv"}, {"budget": 0.8}, {"verify": True}]
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own, by linearize
+@pytest.mark.filterwarnings(
+    "ignore:leannorm. an output of"
+)  # a tracer, as linearize's, lets no value be read
 @pytest.mark.parametrize("is_small", [False, True])
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("part", PARTS)

@@ -189,8 +189,10 @@ class Packing(CountingHook):
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
-        unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
-        value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
+        value.layout, value.place, value.seen_at = seen_as, place, number
+        value.as_made = unedited is True  # else compared with a rebuild just now: earlier readers may have
+        # read something else
+        unedited = value.as_made or (unedited is None and isinstance(found, Step) and spent is not None)
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
         self._mark(value, local)
