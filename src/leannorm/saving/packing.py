@@ -82,8 +82,7 @@ class Packing(CountingHook):
         self.reasons: Counter[str] = Counter()
         self.seen = 0
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self._anything_waits = False
-        self._largest = 0
+        self._anything_waits, self._largest = False, 0
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
@@ -117,9 +116,7 @@ class Packing(CountingHook):
         if kind == PASSES_ON:
             node, output = made_by(node, output)
             kind = kind_of(node)
-        local: Tensor | None = tensor  # the tensor, or that of this rank
-        if type(tensor) not in _PLAIN:
-            local = local_of(tensor)
+        local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
             if tensor.numel() >= SMALLEST:
                 self.reasons[reasons.SUBCLASSES] = 1
@@ -190,8 +187,7 @@ class Packing(CountingHook):
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
         value.layout, value.place, value.seen_at = seen_as, place, number
-        value.as_made = unedited is True  # else compared with a rebuild just now: earlier readers may have
-        # read something else
+        value.as_made = unedited is True  # else only compared: what read it before may have read other bits
         unedited = value.as_made or (unedited is None and isinstance(found, Step) and spent is not None)
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
