@@ -19,8 +19,8 @@ from leannorm.saving.shards import counter_of, local_of
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
 PLACES, PLACE = 256, 8
-"""Zeros, such as a ReLU's, stay zeros where a tensor is scaled. So where all of these bytes are 0, a sample also
-has PLACES runs of PLACE bytes."""
+"""Zeros, such as a ReLU's, stay zeros where a tensor is scaled. So where all of these bytes are 0, a sample
+also has PLACES runs of PLACE bytes."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -58,8 +58,8 @@ class Sample(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
-        """A sample of the tensor; None if it is not on the CPU, has gaps between its elements or no memory, as
-        tensors of forward-mode AD."""
+        """A sample of the tensor; None if it is not on the CPU, has gaps between its elements or no memory (in
+        forward-mode AD)."""
         if type(tensor) not in _PLAIN:
             tensor = _own(tensor)
         content = _content(tensor)
