@@ -114,8 +114,8 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_sum_in_place_that_a_norm_reads(in_place, edit):
-    """SegResNet's `x += identity`. The sum does not tell whether it made the version, so it is compared with a
-    rebuild; that says nothing of what read it before."""
+    """SegResNet's `x += identity`. The sum does not tell whether it made the version, so it is compared with
+    a rebuild; that says nothing of what read it before."""
 
     def program(context):
         first, second, x = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), torch.randn(4, 8, 16, 16)
