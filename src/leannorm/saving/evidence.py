@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
-        """A sample of the tensor; None if it is not on the CPU, has gaps between its elements, or has no memory
+        """A sample of the tensor; None if it is not on the CPU, has gaps between its elements, or no memory
         (in forward-mode AD)."""
         if type(tensor) not in _PLAIN:
             tensor = _own(tensor)
