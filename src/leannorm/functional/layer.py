@@ -14,12 +14,21 @@ from leannorm._types import Rows
 from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
+from leannorm.functional.declare import Arguments
+from leannorm.functional.door import hand_over, public
 from leannorm.functional.jagged import NestedTensor, rows
-from leannorm.functional.overridden import hand_over, stands_in_for, takes_jagged
 from leannorm.functional.valid import Lengths, valid_positions
-from leannorm.ops.modes import leaving, sharded
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
+
+
+def dtype_of_cast(given: Arguments) -> torch.dtype:
+    """Of a row norm's output: wider than the input where it is rounded before it meets a wider weight."""
+    x, weight, cast = given["input"], given["weight"], given.get("cast", "after")
+    if weight is None or cast == "after" or given.get("norm_before_gate", False):
+        return x.dtype  # type: ignore[no-any-return]
+    return torch.promote_types(x.dtype, weight.dtype)
 
 
 def _row_norm(
@@ -33,7 +42,7 @@ def _row_norm(
     weight_offset: float = 0.0,
     cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
-    if leaving() or sharded(*tensors):
+    if exporting() or sharded(*tensors):
         rounded = cast == "before"
         axes = normalized_shape, eps, dim
         return stock.row_norm(tensors, *axes, rms, weight_offset, rounded, mask, lengths)
@@ -63,8 +72,7 @@ def _valid_rows(
     return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
 
 
-@takes_jagged(rows)
-@stands_in_for(F.layer_norm)
+@public(F.layer_norm, rows)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -112,8 +120,7 @@ def layer_norm(
     return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, False, mask, lengths)[0]
 
 
-@takes_jagged(rows)
-@stands_in_for(F.rms_norm)
+@public(F.rms_norm, rows, dtype=dtype_of_cast)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -160,7 +167,7 @@ def rms_norm(
     return _row_norm((input, None, weight, None), normalized_shape, *how)[0]
 
 
-@takes_jagged(rows)
+@public(packed=rows)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -200,7 +207,7 @@ def add_layer_norm(
     return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, False, mask, lengths)
 
 
-@takes_jagged(rows)
+@public(packed=rows, dtype=dtype_of_cast)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,

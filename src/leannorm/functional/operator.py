@@ -14,11 +14,11 @@ from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.functional import stock
-from leannorm.functional.declare import AffineNames, declare
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.declare import AffineNames, Arguments, declare
+from leannorm.functional.door import hand_over, public
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import leaving, rebuilding, transformed
+from leannorm.ops.modes import exporting, rebuilding, transformed
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.running import frozen
 
@@ -35,6 +35,11 @@ class BatchNormOutput(NamedTuple):
     saved_var: Tensor
 
 
+def _operator(given: Arguments) -> Any:
+    return checked_batch_norm_op(torch.ops.leannorm.batch_norm_op.default, **given)
+
+
+@public(operator=_operator)
 def batch_norm_op(
     x: Tensor,
     estimated_mean: Tensor,
@@ -77,9 +82,9 @@ def batch_norm_op(
     (True, True)
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias)
-    if has_torch_function_variadic(*tensors):
-        return hand_over(batch_norm_op, locals())
-    inside = transformed(x, scale, bias) or (is_infer and leaving())
+    if has_torch_function_variadic(*tensors) and (y := hand_over(batch_norm_op, locals())) is not None:
+        return y
+    inside = transformed(x, scale, bias) or (is_infer and exporting())
     run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
     return checked_batch_norm_op(
         run,
@@ -154,7 +159,7 @@ def _batch_norm_op(
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        if leaving():
+        if exporting():
             y = stock.batch_norm(x, estimates, epilogue, epsilon)
         else:
             y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)

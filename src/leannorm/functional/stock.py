@@ -1,4 +1,4 @@
-"""Torch's own functions in the place of ours, for graphs that leave (`ops.modes.leaving`) and for DTensors.
+"""Torch's own functions in the place of ours, for graphs that leave (`ops.modes.exporting`) and for DTensors.
 
 Whoever runs such a graph (ONNX Runtime, AOTInductor, a process without leannorm) knows torch's norms and not
 ours. So what uses no statistics of a training batch is written as torch's norm, then the addition, then the
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm._types import Epilogue, Running
-from leannorm.functional.valid import Lengths, Masking, leaving_positions
+from leannorm.functional.valid import Lengths, Masking, exported_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
@@ -60,7 +60,7 @@ def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor
 def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
     """By the statistics of the valid positions of each group: the formula, as torch has no such norm."""
     mask, lengths, fill = masking
-    padding = ~leaving_positions(x, mask, lengths)
+    padding = ~exported_positions(x, mask, lengths)
 
     def of_groups(v: Tensor) -> Tensor:
         apart: Tensor = v.unflatten(1, (groups, -1))
@@ -108,7 +108,7 @@ def row_norm(
     shape, last = tuple(normalized_shape), x.dim() - 1
     if mask is not None or lengths is not None:
         start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
-        padding = ~leaving_positions(x, mask, lengths, (start, start + len(shape)))
+        padding = ~exported_positions(x, mask, lengths, (start, start + len(shape)))
         tensors = x.masked_fill(padding, 0), None, weight, bias
         y, x = row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast_before)
         return y.masked_fill(padding, 0), x if residual is not None else input
