@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from torch.nn import Module
 
-from leannorm.nn._leaving import Leaving
+from leannorm.nn._layer import Layer
 from leannorm.ops.modes import exporting
 from leannorm.transforms.recognizing.formula import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
 
 
-class FormulaNorm(Leaving):
+class FormulaNorm(Layer):
     """Stands before the layer's own class."""
 
     original: type[Module]
