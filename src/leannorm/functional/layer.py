@@ -32,21 +32,16 @@ def dtype_of_cast(given: Arguments) -> torch.dtype:
 
 
 def _row_norm(
-    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    tensors: stock.RowTensors,
     normalized_shape: Sequence[int],
-    eps: float | None,
-    dim: int | None,
-    rms: bool,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
-    weight_offset: float = 0.0,
-    cast: str = "after",
+    form: stock.RowForm,
+    mask: Tensor | None,
+    lengths: Lengths | None,
 ) -> tuple[Tensor, Tensor]:
     if exporting() or sharded(*tensors):
-        rounded = cast == "before"
-        axes = normalized_shape, eps, dim
-        return stock.row_norm(tensors, *axes, rms, weight_offset, rounded, mask, lengths)
+        return stock.row_norm(tensors, normalized_shape, form, mask, lengths)
     input, residual, weight, bias = tensors
+    eps, dim, rms, weight_offset, cast_before = form
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
     _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
@@ -58,8 +53,8 @@ def _row_norm(
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
     valid = _valid_rows(input, mask, lengths, start, stop)
-    how = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
-    return row_norm(input, residual, weight, bias, how, valid)
+    rows = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
+    return row_norm(input, residual, weight, bias, rows, valid)
 
 
 def _valid_rows(
@@ -117,7 +112,8 @@ def layer_norm(
         y = fast.row_norm(input, weight, bias, normalized_shape, eps, rms=False)
         if y is not None:
             return y
-    return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, False, mask, lengths)[0]
+    form = stock.RowForm(eps, dim)
+    return _row_norm((input, None, weight, bias), normalized_shape, form, mask, lengths)[0]
 
 
 @public(F.rms_norm, rows, dtype=dtype_of_cast)
@@ -163,8 +159,8 @@ def rms_norm(
             return y
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
-    how = eps, dim, True, mask, lengths, weight_offset, cast
-    return _row_norm((input, None, weight, None), normalized_shape, *how)[0]
+    form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
+    return _row_norm((input, None, weight, None), normalized_shape, form, mask, lengths)[0]
 
 
 @public(packed=rows)
@@ -204,7 +200,8 @@ def add_layer_norm(
         or type(input) is NestedTensor
     ):
         return hand_over(add_layer_norm, locals())
-    return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, False, mask, lengths)
+    form = stock.RowForm(eps, dim)
+    return _row_norm((input, residual, weight, bias), normalized_shape, form, mask, lengths)
 
 
 @public(packed=rows, dtype=dtype_of_cast)
@@ -244,5 +241,5 @@ def add_rms_norm(
         return hand_over(add_rms_norm, locals())
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
-    how = eps, dim, True, mask, lengths, weight_offset, cast
-    return _row_norm((input, residual, weight, None), normalized_shape, *how)
+    form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
+    return _row_norm((input, residual, weight, None), normalized_shape, form, mask, lengths)

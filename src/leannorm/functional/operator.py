@@ -36,7 +36,9 @@ class BatchNormOutput(NamedTuple):
 
 
 def _operator(given: Arguments) -> Any:
-    return checked_batch_norm_op(torch.ops.leannorm.batch_norm_op.default, **given)
+    tensors: Any = tuple(given[name] for name in ("x", "estimated_mean", "estimated_var", "scale", "bias"))
+    settings = _Settings(*(given[name] for name in _Settings._fields))
+    return _checked(torch.ops.leannorm.batch_norm_op.default, tensors, settings)
 
 
 @public(operator=_operator)
@@ -86,34 +88,27 @@ def batch_norm_op(
         return y
     inside = transformed(x, scale, bias) or (is_infer and exporting())
     run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
-    return checked_batch_norm_op(
-        run,
-        *tensors,
-        is_infer=is_infer,
-        use_global_est=use_global_est,
-        epsilon=epsilon,
-        momentum=momentum,
-        batch_id=batch_id,
-        data_layout=data_layout,
-    )
+    settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)
+    return _checked(run, tensors, settings)
 
 
-def checked_batch_norm_op(
+class _Settings(NamedTuple):
+    is_infer: bool
+    use_global_est: bool
+    epsilon: float
+    momentum: float
+    batch_id: int | Tensor | None
+    data_layout: str
+
+
+def _checked(
     run: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    x: Tensor,
-    estimated_mean: Tensor,
-    estimated_var: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    is_infer: bool,
-    use_global_est: bool,
-    epsilon: float,
-    momentum: float,
-    batch_id: int | Tensor | None,
-    data_layout: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    settings: _Settings,
 ) -> BatchNormOutput:
     """`batch_norm_op` by `run`: the operator, or the function behind it."""
+    x, estimated_mean, estimated_var, scale, bias = tensors
+    is_infer, use_global_est, epsilon, momentum, batch_id, data_layout = settings
     _checks.floating("x", x)
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
@@ -137,17 +132,8 @@ def checked_batch_norm_op(
     estimates = estimated_mean, estimated_var
     if frozen() and not is_infer:
         estimates = estimated_mean.clone(), estimated_var.clone()
-    y, batch_mean, batch_var = run(
-        moved,
-        *estimates,
-        scale,
-        bias,
-        batch_id,
-        is_infer,
-        use_global_est,
-        epsilon,
-        momentum,
-    )
+    how = batch_id, is_infer, use_global_est, epsilon, momentum
+    y, batch_mean, batch_var = run(moved, *estimates, scale, bias, *how)
     return BatchNormOutput(
         y.movedim(1, -1) if last else y, batch_mean, batch_var, estimated_mean, estimated_var
     )
