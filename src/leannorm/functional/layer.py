@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Rows
+from leannorm._types import Maybe, Rows
 from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
@@ -57,9 +57,7 @@ def _row_norm(
     return row_norm(input, residual, weight, bias, rows, valid)
 
 
-def _valid_rows(
-    input: Tensor, mask: Tensor | None, lengths: Lengths | None, start: int, stop: int
-) -> Tensor | None:
+def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int, stop: int) -> Maybe:
     """Which rows are data, of the statistics' shape; None where all are."""
     if lengths is not None:
         _checks.lengths_of_rows(input, start, stop)

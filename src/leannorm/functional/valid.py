@@ -10,7 +10,7 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Valid
+from leannorm._types import Maybe, Valid
 from leannorm.functional.declare import Arguments
 from leannorm.ops.modes import transformed
 
@@ -28,11 +28,7 @@ def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
 
 
 def valid_positions(
-    input: Tensor,
-    mask: Tensor | None,
-    lengths: Lengths | None,
-    fill: str = "zero",
-    kept: tuple[int, int] = (1, 2),
+    input: Tensor, mask: Maybe, lengths: Lengths | None, fill: str = "zero", kept: tuple[int, int] = (1, 2)
 ) -> Valid | None:
     """Which positions of `input` are data; None where all are, as far as the host knows.
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leannorm._types import Maybe
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton import row_gate_kernels as kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
@@ -59,14 +60,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
 
 @taped
 def row_ada_forward(
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    factor: Tensor,
-    addend: Tensor,
-    one: float,
-    eps: float,
-    rms: bool,
+    x: Tensor, branch: Maybe, gate: Maybe, factor: Tensor, addend: Tensor, one: float, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, branch)
     plan = _plan(x)
