@@ -23,7 +23,7 @@ from leannorm import _checks
 from leannorm._catalog import TORCHS, name_of, norms_of, torchs_kind
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report
-from leannorm.nn._leaving import takes_back
+from leannorm.nn._layer import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.converting.classes import KNOWN, Entry, has_torchs_form, why_not

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from leannorm.functional.batch import batch_norm
-from leannorm.nn._leaving import Leaving
+from leannorm.nn._layer import Layer
 
 
-class FrozenBatchNorm2d(Leaving, torch.nn.Module):
+class FrozenBatchNorm2d(Layer, torch.nn.Module):
     """Batch norm by four buffers, of which none ever moves; its input is not kept for the backward pass."""
 
     eps: float

@@ -13,14 +13,14 @@ from typing import Any, cast
 
 from torch.nn import Module
 
-from leannorm.nn._leaving import Leaving
-from leannorm.ops.modes import leaving
+from leannorm.nn._layer import Layer
+from leannorm.ops.modes import exporting
 from leannorm.transforms.recognizing.formula import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
 
 
-class FormulaNorm(Leaving):
+class FormulaNorm(Layer):
     """Stands before the layer's own class."""
 
     original: type[Module]
@@ -30,7 +30,7 @@ class FormulaNorm(Leaving):
         """The layer's output, by its formula where that holds, else by its own forward."""
         formula = self._formula
         inputs, layer = formula.inputs_of(args, kwargs), cast(Module, self)
-        if inputs and not leaving() and formula.holds(layer, self.original):
+        if inputs and not exporting() and formula.holds(layer, self.original):
             form_and_tensors = formula.find(layer, inputs)
             if form_and_tensors is not None:
                 return compute(*form_and_tensors, *inputs)

@@ -30,7 +30,7 @@ from leannorm.distributed.joining import join
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional.running import update_running_statistics
 from leannorm.functional.valid import valid_positions
-from leannorm.nn._leaving import Leaving
+from leannorm.nn._layer import Layer
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
 
@@ -84,7 +84,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     _checks.module(model, "accumulate_stats")
     ours, inside = {}, _inside_convolutions(model)
     for name, layer in batch_norms_with_statistics(model):
-        if isinstance(layer, Leaving) or layer in inside:
+        if isinstance(layer, Layer) or layer in inside:
             if getattr(layer, "_pool", None) is not None:
                 raise InputError(f"accumulate_stats is entered already for layer {name!r}; leave it first")
             ours[layer] = _new_pool(layer)
