@@ -29,7 +29,7 @@ from leannorm.nn.sync import SHARING
 from leannorm.transforms.converting.classes import KNOWN, Entry, has_torchs_form, why_not
 from leannorm.transforms.converting.sync import synchronized_class, unsync, why_not_sync
 from leannorm.transforms.fusing.fuse import find_fusions
-from leannorm.transforms.recognizing.formula import UnknownFormError
+from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_norm import FormulaNorm, formula_class
 from leannorm.transforms.recognizing.recognition import (
     formula_of,

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from leannorm.nn._leaving import Leaving
 from leannorm.ops.modes import leaving
-from leannorm.transforms.recognizing.formula import UnknownFormError
+from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
 
@@ -39,7 +39,7 @@ class FormulaNorm(Leaving):
     @property
     def function(self) -> str:
         """The name of the function of ours that computes this norm."""
-        return next(iter(self._formula.runs.values())).form.function
+        return next(iter(self._formula.fits.values())).form.function
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula: it is read again where the layer's code may be another."""
