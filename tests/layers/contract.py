@@ -15,7 +15,7 @@ def _sampled(cases, of):
 
 
 def each(clause, cases, of=()):
-    """Of all cases those whose layer promises this clause; of `of` only `make conformance` runs the others."""
+    """Of all cases those whose layer promises this clause; `make conformance` runs those of `of`, too."""
     params = [pytest.param(c, marks=m) for c, m in _sampled(cases, of) if clause not in c.layer.without]
     return pytest.mark.parametrize("case", params, ids=str)
 

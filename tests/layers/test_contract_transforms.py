@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from leannorm import no_stats_update, use_backend
 
 # a compiler takes its time: of the layers that differ in their number of axes alone, one with all options;
-# of those that also differ in the shape that they take alone, the transforms of one; `make conformance` has all
+# of those that differ in their input's shape, one under transforms; `make conformance` has all
 IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
 OPTIONS = [case for case in ALL if case.layer.name in ("BatchNorm2d", "InstanceNorm2d", "ConvBatchNorm2d")]
 KINDS = list({(case.layer.name, case.layer.residual): case for case in reversed(IMAGES)}.values())
