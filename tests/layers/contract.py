@@ -3,9 +3,11 @@
 import pytest
 import torch
 from layer_cases import LAYERS, Case
+from torch import nn as stock
 
 ALL = [Case(layer, option) for layer in LAYERS for option in layer.options]
 FIRST = [Case(layer, layer.options[0]) for layer in LAYERS]
+ONE_MODE = (stock.GroupNorm, stock.LayerNorm, stock.RMSNorm)
 
 
 def _sampled(cases, of):
@@ -21,9 +23,17 @@ def each(clause, cases, of=()):
 
 
 def each_mode(clause, cases, of=()):
-    """Those in training and in evaluation, but for what is not promised in training."""
+    """Those in training and in evaluation, but for what is not promised in training.
+
+    With `of`, layers for which both are the same are asked in training alone; `make conformance` asks all.
+    """
     params = [
-        pytest.param(case, training, id=f"{case}-{'train' if training else 'eval'}", marks=marks)
+        pytest.param(
+            case,
+            training,
+            id=f"{case}-{'train' if training else 'eval'}",
+            marks=marks if training or not of or case.layer.kind not in ONE_MODE else pytest.mark.conformance,
+        )
         for case, marks in _sampled(cases, of)
         for training in (True, False)
         if not {clause, f"{clause} in training" * training} & set(case.layer.without)

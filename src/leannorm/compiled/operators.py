@@ -73,7 +73,7 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
     return []
 
 
-def hint(size: Any) -> int:
+def hint(size: int | torch.SymInt) -> int:
     """A size, or what the compiler expects of one that is open (`dynamic=True`)."""
     if isinstance(size, int):
         return size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +19,25 @@ def fit(
     probe: Probe,
     shape: tuple[int, ...],
     axes: tuple[int, ...] | None,
-    dtypes: Sequence[Any],
+    dtypes: Sequence[torch.dtype],
+    own: torch.dtype,
     tensors: Sequence[tuple[str, torch.Size]],
     likely: Form | None,
 ) -> Fit:
-    """The norm that the layer is; `dtypes`: the number of inputs, their dtypes and those of its tensors.
+    """The norm that the layer is; `dtypes`: of its inputs; `own`: of its tensors.
 
     It is run once more without gradients, under autocast where that is the same. `likely` is tried first.
 
     Raises: `UnknownFormError` where no norm of ours gives the same output and gradients.
     """
-    count, dtype, own = dtypes[0], dtypes[1], dtypes[1 + dtypes[0] :]
+    dtype = dtypes[0]
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(shape, generator=generator, device="cpu") for _ in range(count)]
+    inputs = [torch.randn(shape, generator=generator, device="cpu") for _ in dtypes]
     inputs[0].mul_(_scales(shape, axes or (len(shape) - 1,), dtype))
     inputs = [t.to(dtype).requires_grad_() for t in inputs]
     parameters = {
-        name: torch.rand(size, generator=generator, device="cpu").add_(0.5).to(kind).requires_grad_()
-        for (name, size), kind in zip(tensors, own, strict=True)
+        name: torch.rand(size, generator=generator, device="cpu").add_(0.5).to(own).requires_grad_()
+        for name, size in tensors
     }
     seen = run(probe, inputs, parameters)
     with torch.no_grad():
@@ -48,8 +48,10 @@ def fit(
             same = False
         if not same and not _equal(run(probe, inputs, parameters).output, seen.output):
             raise UnknownFormError("it computes something else without gradients")
-    kinds = dict.fromkeys((*own, torch.float32))
-    for form in (*([likely] if likely else []), *forms(seen.clues, len(shape), axes, kinds)):
+    for form in (
+        *([likely] if likely else []),
+        *forms(seen.clues, len(shape), axes, dict.fromkeys((own, torch.float32))),
+    ):
         try:
             ours = compute(form, parameters, *inputs)
         except (RuntimeError, TypeError, IndexError):  # not for these sizes

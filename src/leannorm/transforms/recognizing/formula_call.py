@@ -20,6 +20,8 @@ from leannorm.ops.precision import compute_dtype
 from leannorm.transforms.recognizing.form import Form
 from leannorm.transforms.recognizing.probe import Missing
 
+Key = tuple[int | torch.dtype, ...]  # rank, number of inputs, their dtypes and those of the tensors
+
 
 class Fit(NamedTuple):
     """The norm that a layer is; does autocast leave it, and did its code ask for the device?"""
@@ -45,7 +47,7 @@ class Formula(NamedTuple):
     tensors: tuple[tuple[str, torch.Size], ...]
     sizes: tuple[int, ...] | None
     device: str
-    fits: Mapping[tuple[Any, ...], Fit]
+    fits: Mapping[Key, Fit]
 
     def holds(self, layer: Module, cls: type[Module]) -> bool:
         """Is all that the run read as it was?"""

@@ -18,7 +18,7 @@ from torch.nn import Module
 from leannorm._catalog import name_of
 from leannorm.transforms.recognizing.fitting import fit
 from leannorm.transforms.recognizing.form import Form, UnknownFormError, short
-from leannorm.transforms.recognizing.formula_call import Fit, Formula
+from leannorm.transforms.recognizing.formula_call import Fit, Formula, Key
 from leannorm.transforms.recognizing.probe import Probe, shapes
 
 REPLACED = "its forward is replaced on the layer itself; convert before that is done"
@@ -169,9 +169,9 @@ def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
 
 def _all_fits(
     probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
-) -> dict[tuple[Any, ...], Fit]:
+) -> dict[Key, Fit]:
     """What the layer computes of its input alone, and with a gate; raises where it is nothing of ours."""
-    fits: dict[tuple[Any, ...], Fit] = {}
+    fits: dict[Key, Fit] = {}
     reason: UnknownFormError | None = None
     for count in range(needed, len(inputs) + 1):
         try:
@@ -184,18 +184,17 @@ def _all_fits(
     return fits
 
 
-def _fits(
-    probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, count: int
-) -> dict[tuple[Any, ...], Fit]:
+def _fits(probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, count: int) -> dict[Key, Fit]:
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
-    fits: dict[tuple[Any, ...], Fit] = {}
+    fits: dict[Key, Fit] = {}
     reason: UnknownFormError | None = None
     form: Form | None = None
     for rank in _RANKS:
         for shape, axes in shapes(rank, sizes):
             key = _key(rank, count, torch.float32, torch.float32, tensors)
+            where = axes if sizes else None
             try:
-                fits[key] = fit(probe, shape, axes if sizes else None, key[1:], tensors, form)
+                fits[key] = fit(probe, shape, where, [torch.float32] * count, torch.float32, tensors, form)
             except UnknownFormError as error:
                 reason = reason or error
                 continue
@@ -208,7 +207,7 @@ def _fits(
                     other = _key(rank, count, dtype, own, tensors)
                     if other != key:
                         with suppress(UnknownFormError, Exception):  # then its own code will run
-                            fits[other] = fit(probe, shape, axes if sizes else None, other[1:], tensors, form)
+                            fits[other] = fit(probe, shape, where, [dtype] * count, own, tensors, form)
             break
     if not fits:
         assert reason is not None
@@ -216,6 +215,6 @@ def _fits(
     return fits
 
 
-def _key(rank: int, count: int, dtype: torch.dtype, own: torch.dtype, tensors: Tensors) -> tuple[Any, ...]:
+def _key(rank: int, count: int, dtype: torch.dtype, own: torch.dtype, tensors: Tensors) -> Key:
     """The key of a fit, as `Formula.find` looks it up: rank, number of inputs, the dtypes of all."""
     return (rank, count, *[dtype] * count, *[own] * len(tensors))
