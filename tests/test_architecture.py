@@ -37,6 +37,7 @@ ORDER = [
 # the same within a room that has rooms of its own
 INNER = {
     "transforms": [
+        {"derived"},
         {"recognizing", "fusing"},
         {"converting"},
         {"folding", "statistics"},

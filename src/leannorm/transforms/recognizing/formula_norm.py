@@ -15,7 +15,8 @@ from torch.nn import Module
 
 from leannorm.nn._layer import Layer
 from leannorm.ops.modes import exporting
-from leannorm.transforms.recognizing.formula import UnknownFormError
+from leannorm.transforms.derived import one_a_class, reduced
+from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
 
@@ -39,13 +40,12 @@ class FormulaNorm(Layer):
     @property
     def function(self) -> str:
         """The name of the function of ours that computes this norm."""
-        return next(iter(self._formula.runs.values())).form.function
+        return next(iter(self._formula.fits.values())).form.function
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula: it is read again where the layer's code may be another."""
-        parts: Any = object.__reduce_ex__(self, max(protocol, 2))
-        state = {k: v for k, v in parts[2].items() if k != "_formula"}
-        return _rebuild, (self.original,), state, *parts[3:]
+        again, of, state, *rest = reduced(formula_class, self.original, cast(Module, self))
+        return again, of, {k: v for k, v in state.items() if k != "_formula"}, *rest
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -60,24 +60,15 @@ class FormulaNorm(Layer):
             self.__class__ = self.original  # type: ignore[assignment]
 
 
-def _rebuild(cls: type[Module]) -> Module:
-    made = formula_class(cls)
-    return made.__new__(made)
-
-
-_CLASSES: dict[type[Module], type[Module]] = {}
-
-
+@one_a_class
 def formula_class(cls: type[Module]) -> type[Module]:
     """The subclass of `cls` that runs formulas; it has its name, by which others find norms."""
-    if cls not in _CLASSES:
 
-        @functools.wraps(cls.forward)  # with its signature, which tracers read
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._compute(args, kwargs)
+    @functools.wraps(cls.forward)  # with its signature, which tracers read
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(args, kwargs)
 
-        body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls, "forward": forward}
-        new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
-        new.__qualname__ = cls.__qualname__
-        _CLASSES[cls] = new
-    return _CLASSES[cls]
+    body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls, "forward": forward}
+    new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
+    new.__qualname__ = cls.__qualname__
+    return new

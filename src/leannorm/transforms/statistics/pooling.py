@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -157,7 +158,7 @@ def recalibrate(
     batches: Tensor | Mapping[str, Any] | Iterable[Any],
     *,
     forward: Callable[[Module, Any], object] | None = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | str | None = None,
 ) -> RecalibrationReport:
     """Set running statistics to those of all values of all batches, of all ranks: exactly, not by averages.
 
