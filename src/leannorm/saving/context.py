@@ -11,12 +11,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._report import bytes_in_words
+from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
 from leannorm.saving.moved import hooks_of
-from leannorm.saving.plan import Goal, RebuildPlan
-from leannorm.saving.policy import CONV, LEANEST, NORM, check
+from leannorm.saving.plan import RebuildPlan
+from leannorm.saving.policy import CONV, LEANEST, NORM
 from leannorm.saving.small import place_of
 
 
@@ -85,13 +86,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         *,
         budget: float | None = None,
         overhead: float | None = None,
+        peak: float | int | str | None = None,
         held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
     ) -> None:
-        check(recompute, budget, overhead)
-        goal = None if budget is None and overhead is None else Goal(budget, overhead)
-        policy = {"norm": NORM, "conv": CONV}[recompute] if goal is None else LEANEST
-        self._settings = Settings(policy, goal, None if held is None else hooks_of(held), verify)
+        asked = goal(recompute, budget, overhead, peak)
+        planned = asked.worth is None
+        policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
+        self._settings = Settings(policy, asked if planned else None, None if held is None else hooks_of(held), verify)
         self._open: list[ForwardPass] = []
         self._ledger = Ledger()
         self.place: Hashable = None

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.planning.goal import Goal
 from leannorm.saving import reasons
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.packing import Packing
-from leannorm.saving.plan import Goal, RebuildPlan
+from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small

@@ -139,6 +139,7 @@ def make_lean(
     *,
     budget: float | None = None,
     overhead: float | None = None,
+    peak: float | int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
 ) -> _Model:
@@ -162,7 +163,7 @@ def make_lean(
     >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
-    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead}
+    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
     settings |= {"held": held, "verify": verify}
     _checks.module(model, "make_lean")
     lean(**settings)  # raises where there are no such settings

@@ -55,18 +55,50 @@ def rates(device: torch.device) -> Rates:
     return _CPU_BFLOAT16 if torch.cpu._is_avx512_bf16_supported() else _CPU
 
 
-def of_rebuild(step: Step, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> float:
-    """The price of one rebuild, with all tensors on the way to it that were not packed."""
-    total, rate = 0.0, rates(device)
-    if step.flops:
-        total += step.flops / rate.products.get(dtype.itemsize, rate.products[2])
-    if step.kind != "view":
-        moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
-        total += rate.call + moved / rate.memory
-    for value in step.inputs:
-        if value.layout is None and value.step is not None:
-            total += of_rebuild(value.step, value.shape, value.dtype, device)
-    return total
+_PASSES = 2.5  # over an operation's inputs and outputs in a step: one forward, the others backward
+_NO_WORK = ALIASES | {"AccumulateGrad", "ReshapeAliasBackward0", "UnsafeViewBackward0", "TBackward0"}
+
+
+class Prices:
+    """Prices on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rates = rates(device)
+
+    def of_rebuild(self, step: Step, shape: Iterable[int], dtype: torch.dtype) -> float:
+        """The price of running a step once."""
+        total, rate = 0.0, self.rates
+        if step.flops:
+            total += step.flops / rate.products.get(dtype.itemsize, rate.products[2])
+        if step.kind != "view":
+            moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
+            total += rate.call + moved / rate.memory
+        return total
+
+    def of_step(self, nodes: Iterable[Any]) -> float:
+        """The price of stock autograd's training step: all nodes that these depend on, forward and backward."""
+        total, rate = 0.0, self.rates
+        seen, left = set(), list(nodes)
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            edges = node.next_functions
+            left += [producer for producer, _ in edges if producer is not None]
+            kind = kind_of(node)
+            if kind in _NO_WORK:
+                continue
+            inputs = [None if p is None else p._input_metadata[number] for p, number in edges]
+            output, *others = node._input_metadata
+            read = [() if i is None else tuple(i.shape) for i in inputs]
+            transposed = getattr(node, "_saved_transposed", False) and read[0]
+            flops = _flops(kind, read, read[0] if transposed else tuple(output.shape))
+            frozen = None in (inputs[:2] if kind in CONVOLUTIONS else inputs[-2:])  # one gradient, not two
+            total += (2 if frozen else 3) * flops / rate.products.get(output.dtype.itemsize, rate.products[2])
+            moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
+            total += 2 * rate.call + _PASSES * moved / rate.memory
+        return total
 
 
 def _nbytes(value: Value) -> int:
@@ -75,34 +107,6 @@ def _nbytes(value: Value) -> int:
     return prod(value.shape) * value.dtype.itemsize
 
 
-_PASSES = 2.5  # over an operation's inputs and outputs in a step: one forward, the others backward
-_NO_WORK = ALIASES | {"AccumulateGrad", "ReshapeAliasBackward0", "UnsafeViewBackward0", "TBackward0"}
-
-
-def of_step(nodes: Iterable[Any], device: torch.device) -> float:
-    """The price of stock autograd's training step: all nodes that these depend on, forward and backward."""
-    total, rate = 0.0, rates(device)
-    seen, left = set(), list(nodes)
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        edges = node.next_functions
-        left += [producer for producer, _ in edges if producer is not None]
-        kind = kind_of(node)
-        if kind in _NO_WORK:
-            continue
-        inputs = [None if p is None else p._input_metadata[number] for p, number in edges]
-        output, *others = node._input_metadata
-        read = [() if i is None else tuple(i.shape) for i in inputs]
-        transposed = getattr(node, "_saved_transposed", False) and read[0]
-        flops = _flops(kind, read, read[0] if transposed else tuple(output.shape))
-        frozen = None in (inputs[:2] if kind in CONVOLUTIONS else inputs[-2:])  # one gradient, not two
-        total += (2 if frozen else 3) * flops / rate.products.get(output.dtype.itemsize, rate.products[2])
-        moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
-        total += 2 * rate.call + _PASSES * moved / rate.memory
-    return total
 
 
 def _flops(kind: str, inputs: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
