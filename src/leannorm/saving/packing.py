@@ -273,7 +273,7 @@ class Packing(CountingHook):
         """What this pass saved, from which plans are made."""
         prices = Prices(self.device)
         seconds = prices.of_step(self.nodes) if self.nodes else 0.0
-        lines, places = Timeline(self.reads, sequence_number(), prices).lines(seconds)
+        lines, places = Timeline(self.reads, self.ledger.alive(), sequence_number(), prices).lines(seconds)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
         return Pass(tuple(self.calls), lines, places, narrow)
 

@@ -25,7 +25,7 @@ from leannorm.saving.narrowed import copy_that, references_when_alone
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes.views import ALIASES
-from leannorm.saving.values import Value, is_parameter
+from leannorm.saving.values import Value
 
 _Output = tuple[Any, int]  # of a node
 _SAME_MEMORY = ALIASES | {"ReshapeAliasBackward0", "UnsafeViewBackward0", "TBackward0"}
@@ -61,9 +61,9 @@ def nbytes_of(metadata: Any) -> int:
 class Timeline:
     """Reads one forward pass; `lines` gives what was read."""
 
-    def __init__(self, reads: Sequence[Read], end: int, prices: Prices) -> None:
-        """`end`: the number of the first node after the pass."""
-        self.prices = prices
+    def __init__(self, reads: Sequence[Read], storages: dict[int, int], end: int, prices: Prices) -> None:
+        """`storages`: the bytes of those that are held. `end`: the number of the first node after the pass."""
+        self.storages, self.prices = storages, prices
         alive = [(read, value) for read in reads if (value := read.value()) is not None]
         self.reads = [(read.by, value, read.made_by) for read, value in alive]
         self.given = {id(value) for read, value in alive if read.given}
@@ -254,7 +254,7 @@ class _Groups:
             return self.index[key]
         if root.step is None or root.step.kind == "held":
             made = _Made()
-            made.nbytes = made.wide = 0 if root.tensor is not None and is_parameter(root.tensor) else self._held(root)
+            made.nbytes = made.wide = self._held(root)
             if id(root) in self.timeline.given:
                 self.beside_values += made.nbytes
                 made.nbytes = made.wide = 0
@@ -265,10 +265,11 @@ class _Groups:
         return self.index[key]
 
     def _held(self, root: Value) -> int:
+        """Bytes that are counted: those of parameters are not."""
         tensor = root.tensor
-        if tensor is None:
-            return root.frees
-        return tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
+        if tensor is None or tensor.layout != torch.strided:
+            return root.frees if tensor is None else tensor.nbytes
+        return self.timeline.storages.get(tensor.untyped_storage()._cdata, 0)
 
     def _rebuilt(self, root: Value) -> _Made:
         step = root.step
