@@ -28,6 +28,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         lean("conv")        also of linear layers, attention and cheap convolutions
         lean(budget=0.3)    keeps at most 0.3 of stock's bytes
         lean(overhead=0.1)  keeps as little as a tenth more time allows
+        lean(peak=0.6)      lowers the peak of a step to 0.6 of stock's, or to "8GiB"
 
     Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
     looked at with the node that made it: the output of a norm follows from the norm's input, that of an
@@ -36,7 +37,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     of step is tried once on the spot, and what does not come out equal is held.
 
     Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
-    unless `budget`, `overhead`, `held` or `verify` is given.
+    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     Args:
         recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
@@ -47,6 +48,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             equal plans.
         overhead: in place of `budget`, the share of stock's step time that rebuilding may cost by those
             prices, 0 or more. As few bytes are kept as that time allows.
+        peak: in place of these, the most bytes that may be alive at one moment of a step: a share of stock's, in
+            (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what it saves,
+            gradients of weights too, what operations need; not what is there before it, such as weights, the
+            optimizer's state or gradients that are added to. The first pass is a timeline of when everything
+            is made, read last and freed; later ones take the least time that fits.
         held: other saved-tensor hooks for the tensors that must be held, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
@@ -54,9 +60,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
     `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
-    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget` or `overhead` chose,
-    once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all is well.
-    What concerns the whole pass (compiled code, others' hooks, a budget out of reach) is also warned of, once
+    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or `peak`
+    chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all is well.
+    What concerns the whole pass (compiled code, others' hooks, a budget or peak out of reach) is also warned of, once
     per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
@@ -67,8 +73,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
     passes.
 
-    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, both of
-    them, or a `held` that is no hooks; with `verify`, `RebuildError` in the backward pass.
+    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, a `peak`
+    that is neither share nor bytes, two of them, or a `held` that is no hooks; with `verify`, `RebuildError` in the backward pass.
 
     >>> import torch, leannorm
     >>> from torch import nn
@@ -138,7 +144,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ]
         if self.plan is not None:
             told.append(
-                f"plan: {self.plan.ratio:.2f} of stock's bytes at {1 + self.plan.overhead:.2f} of its time"
+                f"plan: {self.plan.ratio:.2f} of stock's bytes and {self.plan.peak_ratio:.2f} of its peak at"
+                f" {1 + self.plan.overhead:.2f} of its time"
             )
         return f"lean({'; '.join(told + self.reasons)})"
 

@@ -24,6 +24,9 @@ from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
 
 
+_NEARLY = 1.01
+
+
 class Settings(NamedTuple):
     """The arguments of `lean()`, checked."""
 
@@ -85,6 +88,7 @@ class ForwardPass:
         """Let go of the nodes that prices were read from."""
         if self._packing is not None:
             self._packing.nodes.clear()
+            self._packing.reads.clear()
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
@@ -102,19 +106,21 @@ class ForwardPass:
             return None
         return following.plan
 
-    def _ratio(self, plan: RebuildPlan | None) -> float:
-        """Held bytes of stock's."""
+    def _missed(self, plan: RebuildPlan | None) -> str | None:
+        """That the budget or the peak is out of reach, if it is."""
+        goal = self._settings.goal
+        if goal is None:
+            return None
+        if plan is not None:
+            return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
         kept, stock = self._ledger.kept(), self._ledger.kept() + self._ledger.rebuilt()
-        return kept / max(stock, 1) if plan is None else plan.ratio
-
-    def missed_budget(self, plan: RebuildPlan | None) -> float | None:
-        """The budget, if more is held."""
-        budget = None if self._settings.goal is None else self._settings.goal.budget
-        return None if budget is None or self._ratio(plan) <= 1.01 * budget else budget
+        ratio = kept / max(stock, 1)
+        missed = goal.budget is not None and ratio > _NEARLY * goal.budget
+        return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
 
     def why_held(self, plan: RebuildPlan | None) -> list[str]:
         """Which operations' outputs are held, and why; not where a plan holds as much as was asked for."""
-        if self._settings.goal is not None and self.missed_budget(plan) is None:
+        if self._settings.goal is not None and self._missed(plan) is None:
             return []
         return list(reasons.by_bytes(self._ledger.rows()))
 
@@ -132,9 +138,9 @@ class ForwardPass:
             whole.append(reasons.NOTHING)
         if seen_by_small and self._packing is None:
             whole.append(reasons.SMALL)
-        budget = self.missed_budget(plan)
-        if budget is not None:
-            whole.append(reasons.out_of_reach(budget, self._ratio(plan)))
+        missed = self._missed(plan)
+        if missed is not None:
+            whole.append(missed)
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in found.items()

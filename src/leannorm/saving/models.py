@@ -150,12 +150,14 @@ def make_lean(
     ones. Compiled, the model runs as without, and a warning says so once.
 
     Passes that save less than 4 MiB in all are left as they are from this model's second one on, unless
-    `budget`, `overhead`, `held` or `verify` is given.
+    `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     Args:
         model: any model; it is changed in place.
-        recompute, budget, overhead, held, verify: as in `lean`: what is rebuilt, the share of stock's bytes
-            to keep, the share of stock's step time to spend, the hooks for what must be held, and a check.
+        recompute, budget, overhead, peak, held, verify: as in `lean`: what is rebuilt, the share of stock's
+            bytes to keep, the share of stock's step time to spend, the peak of a step, the hooks for what
+            must be held, and a check. What the loss allocates outside of the model's forward pass is not
+            known to a peak.
 
     Raises: `InputError` as `lean` does; the model is unchanged then.
 

@@ -53,7 +53,7 @@ from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
-from leannorm.saving.timeline import Read, Timeline, read_of
+from leannorm.saving.timeline import Groups, Read, Timeline, read_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
@@ -273,7 +273,9 @@ class Packing(CountingHook):
         """What this pass saved, from which plans are made."""
         prices = Prices(self.device)
         seconds = prices.of_step(self.nodes) if self.nodes else 0.0
-        lines, places = Timeline(self.reads, self.ledger.alive(), sequence_number(), prices).lines(seconds)
+        reads = [(read, value) for read in self.reads if (value := read.value()) is not None]
+        groups = Groups(Timeline(reads, sequence_number()), self.ledger.alive(), prices)
+        lines, places = groups.lines(seconds)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
         return Pass(tuple(self.calls), lines, places, narrow)
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from leannorm._report import bytes_in_words
+from leannorm.planning.goal import Goal
+from leannorm.planning.plan import Plan
 from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
 
@@ -121,10 +124,24 @@ def no_plan(error: Exception) -> str:
     return f"no plan could be made of this pass, since it failed with {type(error).__name__}: {text}"
 
 
-def out_of_reach(budget: float, ratio: float) -> str:
+def out_of_reach(goal: Goal, plan: Plan) -> str:
+    """A budget or a peak that no plan meets, with the least that is possible."""
+    if goal.peak is not None:
+        share = plan.least / max(plan.stock.peak, 1)
+        asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
+        return (
+            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of stock's) is the"
+            " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
+            " again"
+        )
+    return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1))
+
+
+def budget_out_of_reach(budget: float, ratio: float) -> str:
     return (
         f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
-        " the rest are outputs of nodes that have no recipe (see saved.records), inputs or statistics"
+        " the rest are outputs of nodes that have no recipe (see saved.records), inputs or statistics, or"
+        " would raise the peak"
     )
 
 
