@@ -24,6 +24,7 @@ from leannorm.saving.graph import ACCUMULATES, kind_of, made_by
 from leannorm.saving.narrowed import copy_that, references_when_alone
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
+from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Value
 
@@ -33,8 +34,8 @@ _IN_PARTS = {"SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackw
 _SAME_GRADIENT = (_SAME_MEMORY - _IN_PARTS) | {"CloneBackward0", "AddBackward0", "CatBackward0"}
 """The gradient that comes in goes out, to inputs of its size; from a concatenation in parts."""
 _NO_GRADIENT = {"SumBackward0", "SumBackward1"}  # that takes memory: one number, expanded
-_WORKING = {"PowBackward0": (2,), "ConvolutionBackward0": (0, 1)}
-"""What a node allocates beside the gradients that it puts out, in times each input's bytes."""
+_WORKING = {"PowBackward0": 2, "NativeBatchNormBackward0": 1}
+"""What a node allocates beside the gradients that it puts out, in times its output's bytes."""
 
 
 class Read(NamedTuple):
@@ -59,6 +60,14 @@ def read_of(tensor: Tensor, value: Value, references: int) -> Read:
 def _nbytes(output: _Output) -> int:
     metadata = output[0]._input_metadata[output[1]]
     return int(prod(metadata.shape)) * int(metadata.dtype.itemsize)
+
+
+def _of_convolution(node: Any) -> int:
+    """On a CPU the gradients' kernels bring all that they read into a layout of their own."""
+    if node._input_metadata[0].device.type != "cpu":
+        return 0
+    x, weight, *_ = (0 if edge[0] is None else _nbytes(edge) for edge in node.next_functions)
+    return max(weight, x + _nbytes((node, 0)))
 
 
 class Timeline:
@@ -167,8 +176,9 @@ class _Gradients:
     def _run(self, node: Any, moment: int) -> None:
         kind, outputs = kind_of(node), range(len(node._input_metadata))
         coming = next((self.of[node, i] for i in outputs if (node, i) in self.of), None)
-        size, working = _nbytes((node, 0)), _WORKING.get(kind, ())
-        for i, edge in enumerate(node.next_functions):
+        size = _nbytes((node, 0))
+        self._new(_of_convolution(node) if kind in CONVOLUTIONS else _WORKING.get(kind, 0) * size, moment)
+        for edge in node.next_functions:
             if edge[0] is None:
                 continue
             out = _nbytes(edge)
@@ -176,8 +186,6 @@ class _Gradients:
                 self._give(edge, coming, moment)
             else:
                 self._give(edge, self._new(0 if kind in _NO_GRADIENT else out, moment), moment)
-            if i < len(working):
-                self._new(working[i] * out, moment)
 
     def _run_unseen(self, number: int, moment: int) -> None:
         """A node of which only what it saved is known: what came in is as large, unless it is the loss."""
@@ -202,19 +210,19 @@ class _Gradients:
 
 
 class _Group:
-    """All values of one memory, a value of the planner. `in_stock`, `if_held`: the bytes that keeping it takes
-    without a plan, and with one; None where it cannot be kept. `places`: its tensors among the packed ones."""
+    """All values of one memory, a value of the planner. `in_stock`: the bytes that keeping it takes without a
+    plan. `places`: its tensors among the packed ones. `copy`: what is kept in its place in fewer bytes."""
 
-    def __init__(self, value: Planned, in_stock: int, if_held: int | None) -> None:
-        self.value, self.in_stock, self.if_held = value, in_stock, if_held
+    def __init__(self, value: Planned, in_stock: int, copy: _Group | None = None) -> None:
+        self.value, self.in_stock, self.copy = value, in_stock, copy
         self.places: set[int] = set()
-        self.from_moment = 0  # the first one after the last that reads it in the forward pass
+        self.first = 0  # the moment from which keeping it counts: the forward pass reads it no more
 
     def planned(self) -> Planned:
-        first, nbytes = self.from_moment, self.value.nbytes
-        if self.places and nbytes is None and self.if_held is not None:
-            nbytes = self.if_held if len(self.places) == 1 else self.in_stock  # a view holds all of its memory
-        return self.value._replace(nbytes=nbytes, made=first, until=first - 1)
+        nbytes = self.value.nbytes
+        if nbytes is None and self.places:
+            nbytes = self.in_stock
+        return self.value._replace(nbytes=nbytes, made=self.first, until=self.first - 1)
 
 
 class Groups:
@@ -233,11 +241,14 @@ class Groups:
         timeline = self.timeline
         reads: dict[int, dict[int, None]] = defaultdict(dict)
         for read, value in timeline.reads:
+            known, at = len(self.made), timeline.at[read.by]
             i = self._of(value)
             group = self.made[i]
-            group.places.update([value.place] if value.place >= 0 else ())
-            last = timeline.lives.get(read.made_by, (0, timeline.at[read.by]))[1]  # type: ignore[arg-type]
-            group.from_moment = max(group.from_moment, last + 1)
+            for new in self.made[known:]:
+                new.first = at
+            (group.copy or group).places.update([value.place] if value.place >= 0 else ())
+            last = timeline.lives.get(read.made_by, (0, at))[1]  # type: ignore[arg-type]
+            group.first = max(group.first, last + 1)
             own = read.made_by is not None and timeline.nodes.get(read.made_by[0]) == read.by
             if own or not value.in_rows:  # the loss reads no value of what is rebuilt in rows
                 reads[read.by][i] = None
@@ -258,8 +269,8 @@ class Groups:
         key: Hashable = held.untyped_storage()._cdata if strided else root  # type: ignore[union-attr]
         if key not in self.index:
             group = self._held(root) if root.is_held else self._rebuilt(root)
-            self.index[key] = len(self.made)
             self.made.append(group)
+            self.index[key] = len(self.made) - 1
         return self.index[key]
 
     def _held(self, root: Value) -> _Group:
@@ -271,21 +282,29 @@ class Groups:
             nbytes = root.frees if tensor is None else tensor.nbytes
         if root in self.given:
             self.beside, nbytes = self.beside + nbytes, 0
-        return _Group(Planned(nbytes, None), nbytes, nbytes)
+        return _Group(Planned(nbytes, None), nbytes)
 
     def _rebuilt(self, root: Value) -> _Group:
         step = root.step
         assert step is not None
         made_of = tuple(dict.fromkeys(self._of(value) for value in step.inputs))
-        nbytes = _size(root)
+        nbytes, first = _size(root), step.inputs[0] if step.inputs else root
+        if (step.in_place or root.in_rows) and first.layout is None and first.step and first.users <= 1:
+            source = self.made[made_of[0]]  # its memory is used, or it exists in parts alone
+            source.value = source.value._replace(again=0)
         seconds = self.prices.of_rebuild(step, root.shape, root.dtype)
         spares = nbytes if root.in_rows else 0  # its gradient takes the place of the one that comes in
-        planned = Planned(None, seconds, made_of, again=nbytes - spares, spares=spares)
+        value = Planned(None, seconds, made_of, again=nbytes - spares, spares=spares)
         in_bytes = root.from_narrow or (root.place < 0 and root.layout is None and root.frees)
-        if in_bytes and step.inputs:  # held in fewer bytes whatever is planned
-            copy = copy_that(step).tensor
-            return _Group(planned, root.frees + (0 if copy is None else copy.nbytes), None)
-        return _Group(planned, root.frees or nbytes, root.if_held or root.frees or nbytes)
+        if in_bytes and step.inputs:  # whatever is planned
+            narrow = copy_that(step).tensor
+            return _Group(value, root.frees + (0 if narrow is None else narrow.nbytes))
+        if root.if_held:
+            copy = _Group(value._replace(nbytes=root.if_held, again=0, spares=0), 0)
+            self.made.append(copy)
+            value = value._replace(seconds=0.0, made_of=(len(self.made) - 1,))
+            return _Group(value, root.frees or nbytes, copy)
+        return _Group(value, root.frees or nbytes)
 
 
 def _size(value: Value) -> int:
