@@ -47,6 +47,7 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
+from leannorm.saving.rates import measured, table
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
@@ -271,13 +272,17 @@ class Packing(CountingHook):
 
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
-        prices = Prices(self.device)
+        assert self.following is not None
+        rates, why = measured(self.device) if self.following.goal.overhead is not None else (table(self.device), None)
+        if why is not None:
+            self.reasons[why] = 1
+        prices = Prices(rates)
         seconds = prices.of_step(self.nodes) if self.nodes else 0.0
         reads = [(read, value) for read in self.reads if (value := read.value()) is not None]
         groups = Groups(Timeline(reads, sequence_number()), self.ledger.alive(), prices)
         lines, places = groups.lines(seconds)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
-        return Pass(tuple(self.calls), lines, places, narrow)
+        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads))
 
     # ------------------------------------------------ held
 

@@ -28,6 +28,7 @@ class Pass(NamedTuple):
     lines: Lines
     places: tuple[tuple[int, ...], ...]
     narrow: frozenset[int] = frozenset()
+    hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
 
     def resized(self, calls: Sequence[Call]) -> Pass:
         """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
@@ -77,8 +78,13 @@ class RebuildPlan(NamedTuple):
 
     @property
     def overhead(self) -> float:
-        """The price of what is rebuilt over that of stock's step."""
-        return self.chosen.overhead
+        """The price of what is rebuilt, and of the hooks, over that of stock's step."""
+        return self.chosen.overhead + self.hooks
+
+    @property
+    def hooks(self) -> float:
+        """The price of the hooks themselves over that of stock's step."""
+        return self.made_for.hooks / max(self.chosen.step, 1e-12)
 
 
 def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
@@ -86,6 +92,9 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
 
     Holding a tensor never makes another one harder to rebuild, so every choice of the planner can be followed.
     """
+    if goal.overhead is not None:
+        of_hooks = made_for.hooks / max(made_for.lines.step.seconds, 1e-12)
+        goal = goal._replace(overhead=max(goal.overhead - of_hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
     rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
     return RebuildPlan(made_for, tuple(i in rebuilt for i in range(len(made_for.calls))), chosen)

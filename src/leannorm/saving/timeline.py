@@ -64,7 +64,7 @@ def _nbytes(output: _Output) -> int:
 
 def _of_convolution(node: Any) -> int:
     """On a CPU the gradients' kernels bring all that they read into a layout of their own."""
-    if node._input_metadata[0].device.type != "cpu":
+    if node._input_metadata[0].device.type != "cpu" or getattr(node, "_saved_groups", 1) > 1:
         return 0
     x, weight, *_ = (0 if edge[0] is None else _nbytes(edge) for edge in node.next_functions)
     return max(weight, x + _nbytes((node, 0)))
@@ -218,11 +218,14 @@ class _Group:
         self.places: set[int] = set()
         self.first = 0  # the moment from which keeping it counts: the forward pass reads it no more
 
-    def planned(self) -> Planned:
-        nbytes = self.value.nbytes
+    def planned(self, hooks: float) -> Planned:
+        """`hooks`: seconds of the hooks of a tensor that is rebuilt."""
+        nbytes, seconds = self.value.nbytes, self.value.seconds
         if nbytes is None and self.places:
             nbytes = self.in_stock
-        return self.value._replace(nbytes=nbytes, made=self.first, until=self.first - 1)
+        if seconds is not None:
+            seconds += hooks * len(self.places)
+        return self.value._replace(nbytes=nbytes, seconds=seconds, made=self.first, until=self.first - 1)
 
 
 class Groups:
@@ -252,7 +255,7 @@ class Groups:
             own = read.made_by is not None and timeline.nodes.get(read.made_by[0]) == read.by
             if own or not value.in_rows:  # the loss reads no value of what is rebuilt in rows
                 reads[read.by][i] = None
-        values = [group.planned() for group in self.made]
+        values = [group.planned(self.prices.rates.rebuild) for group in self.made]
         backward = [Moment(tuple(reads.get(number, ()))) for number in sorted(timeline.at, reverse=True)]
         stock = frozenset(range(len(values)))
         step = Step(values, timeline.forward, backward, timeline.memory(), stock, seconds, self.beside)
