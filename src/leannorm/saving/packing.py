@@ -81,6 +81,7 @@ class Packing(CountingHook):
         self.calls: list[tuple[Any, ...]] = []
         self.nodes: list[Node] = []
         self.reads: list[Read] = []
+        self._largest_read = SMALLEST
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
@@ -97,7 +98,9 @@ class Packing(CountingHook):
         try:
             value = self._of_this_pass(self._pack(tensor, references, frame))
             if self._makes_a_plan:
-                self.reads.append(read_of(tensor, value, references))
+                size = tensor.numel() if tensor.grad_fn is not None else 0
+                self.reads.append(read_of(tensor, value, references, frame if size > self._largest_read else None))
+                self._largest_read = max(self._largest_read, size)
             return value
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))

@@ -203,7 +203,7 @@ def measure(device: torch.device) -> Rates:
 
 
 @torch.enable_grad()
-def of_hooks(layers: int = 24) -> tuple[float, float]:
+def of_hooks(layers: int = 12) -> tuple[float, float]:
     """Seconds of the host for a tensor that is held, and what is added for one that is rebuilt.
 
     On tensors so small that their kernels take no time, beside the same steps without hooks.
@@ -211,9 +211,9 @@ def of_hooks(layers: int = 24) -> tuple[float, float]:
     from leannorm.saving.context import lean
     from leannorm.saving.small import NEVER_SMALL
 
-    units = [m for _ in range(layers) for m in (nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.SiLU())]
+    units = [m for _ in range(layers) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())]
     model = nn.Sequential(*units)
-    x = torch.arange(4 * 4 * 8 * 8.0).sin().view(4, 4, 8, 8)  # several values: what is tried on it speaks for all
+    x = torch.arange(64 * 16.0).sin().view(64, 16)  # several values: what is tried on it speaks for all
 
     def step(around: Any) -> tuple[float, Any]:
         start = thread_time()

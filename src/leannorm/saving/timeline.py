@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -40,21 +41,37 @@ _WORKING = {"PowBackward0": 2, "NativeBatchNormBackward0": 1}
 
 class Read(NamedTuple):
     """A node saved a tensor: its number, the tensor's value, what made the tensor, if a node did, and whether
-    the tensor is `given`: held by who called, as an input is."""
+    the tensor is `given`: held by who called, as an input is. `alive`: what running functions hold by name."""
 
     by: int
     value: weakref.ref[Value]
     made_by: _Output | None
     given: bool
+    alive: tuple[_Output, ...] = ()
 
 
-def read_of(tensor: Tensor, value: Value, references: int) -> Read:
-    """The node that is being made now saves this tensor."""
+def read_of(tensor: Tensor, value: Value, references: int, frame: FrameType | None) -> Read:
+    """The node that is being made now saves this tensor. `frame`: of the function whose variables are looked
+    at, and those of its callers; None where they are not."""
     node = tensor.grad_fn
     made = None if node is None else made_by(node, tensor.output_nr)
     return Read(
-        sequence_number() - 1, weakref.ref(value), made, node is None and references > references_when_alone()
+        sequence_number() - 1,
+        weakref.ref(value),
+        made,
+        node is None and references > references_when_alone(),
+        tuple(_named(frame)),
     )
+
+
+def _named(frame: FrameType | None) -> Iterator[_Output]:
+    """What nodes have made, in the variables of a function and its callers."""
+    while frame is not None:
+        for held in list(frame.f_locals.values()):
+            for one in held if isinstance(held, (tuple, list)) else (held,):
+                if isinstance(one, Tensor) and one.grad_fn is not None:
+                    yield made_by(one.grad_fn, one.output_nr)
+        frame = frame.f_back
 
 
 def _nbytes(output: _Output) -> int:
@@ -149,6 +166,9 @@ class Timeline:
         for number, outputs in self.unseen.items():
             for output in outputs:
                 yield output, number
+        for read, _ in self.reads:
+            for output in read.alive:
+                yield output, read.by
 
 
 class _Gradients:
@@ -243,12 +263,16 @@ class Groups:
         """The lines of the step, and the tensors behind each value. `seconds`: the price of stock's step."""
         timeline = self.timeline
         reads: dict[int, dict[int, None]] = defaultdict(dict)
+        narrow: dict[int, int] = defaultdict(int)
         for read, value in timeline.reads:
             known, at = len(self.made), timeline.at[read.by]
             i = self._of(value)
             group = self.made[i]
             for new in self.made[known:]:
                 new.first = at
+            if group.copy is not None:  # also there where it is not kept: until what it is made of is found
+                narrow[at] += group.copy.value.nbytes or 0
+                group.copy.first = at + 1
             (group.copy or group).places.update([value.place] if value.place >= 0 else ())
             last = timeline.lives.get(read.made_by, (0, at))[1]  # type: ignore[arg-type]
             group.first = max(group.first, last + 1)
@@ -258,10 +282,13 @@ class Groups:
         values = [group.planned(self.prices.rates.rebuild) for group in self.made]
         backward = [Moment(tuple(reads.get(number, ()))) for number in sorted(timeline.at, reverse=True)]
         stock = frozenset(range(len(values)))
-        step = Step(values, timeline.forward, backward, timeline.memory(), stock, seconds, self.beside)
+        beside = timeline.memory()
+        step = Step(values, timeline.forward, backward, beside, stock, seconds, self.beside)
         wide = [v._replace(nbytes=g.in_stock) for v, g in zip(values, self.made, strict=True)]
         places = tuple(tuple(sorted(group.places)) for group in self.made)
-        return Lines(step, of_stock(step._replace(values=wide))), places
+        in_stock = of_stock(step._replace(values=wide))
+        ours = [nbytes + narrow[moment] for moment, nbytes in enumerate(beside)]
+        return Lines(step._replace(beside=ours), in_stock), places
 
     def _of(self, value: Value) -> int:
         root = value
