@@ -58,24 +58,23 @@ class Lines:
     @cached_property
     def by_held(self) -> list[Outcome]:
         """Fewer and fewer bytes kept, for more and more seconds; no peak is above stock's."""
-        return self._line(self._cheapest, lambda point: point.held)
+        return self._line(lambda point: point.held)
 
     @cached_property
     def by_peak(self) -> list[Outcome]:
         """Lower and lower peaks, for more and more seconds; nowhere is more kept than in stock."""
-        return self._line(self._points, lambda point: point.peak)
+        return self._line(lambda point: point.peak)
 
-    def _line(self, points: list[Outcome], size: Callable[[Outcome], int]) -> list[Outcome]:
+    def _line(self, size: Callable[[Outcome], int]) -> list[Outcome]:
         line = [self.stock]
-        allowed = (p for p in points if p.held <= self.stock.held and p.peak <= self.stock.peak)
+        allowed = (p for p in self._points if p.held <= self.stock.held and p.peak <= self.stock.peak)
         for point in sorted(allowed, key=lambda p: (max(p.seconds, self.stock.seconds), size(p))):
             if size(point) < size(line[-1]):
                 line.append(point)
         return line
 
     @cached_property
-    def _cheapest(self) -> list[Outcome]:
-        """The cheapest choices at a rate of seconds for bytes, and those between."""
+    def _points(self) -> list[Outcome]:
         if self._sets is not None:
             return [outcome(self.step, again) for again in self._sets]
         step, cuts = self.step, Cuts(self.step)
@@ -84,14 +83,7 @@ class Lines:
         short = [choice.again for choice in Cuts(step, spans).chain()]
         least = self.stock.held // _PARTS
         sets = dict.fromkeys([*_in_parts(step, chain, least), *_in_parts(step, short, least)])
-        return [outcome(step, again) for again in sets]
-
-    @cached_property
-    def _points(self) -> list[Outcome]:
-        if self._sets is not None:
-            return self._cheapest
-        step = self.step
-        found = [*self._cheapest, *_under_peaks(step, Cuts(step), self.stock)]
+        found = [*(outcome(step, again) for again in sets), *_under_peaks(step, cuts, self.stock)]
         found.sort(key=lambda p: (p.peak, p.seconds))
         starts = found[:: len(found) // _STARTS + 1]
         return [*found, *(point for start in starts for point in _descent(step, start))]

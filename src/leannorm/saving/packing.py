@@ -98,7 +98,7 @@ class Packing(CountingHook):
         try:
             value = self._of_this_pass(self._pack(tensor, references, frame))
             if self._makes_a_plan:
-                size = tensor.numel() if tensor.grad_fn is not None else 0
+                size = 0 if tensor.grad_fn is None or is_parameter(tensor) else tensor.numel()
                 self.reads.append(read_of(tensor, value, references, frame if size > self._largest_read else None))
                 self._largest_read = max(self._largest_read, size)
             return value

@@ -50,11 +50,13 @@ def structure(call: Call) -> Hashable:
 
 
 class RebuildPlan(NamedTuple):
-    """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`."""
+    """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`, where
+    `asked` is the overhead that was allowed."""
 
     made_for: Pass
     rebuild: tuple[bool, ...]
     chosen: Plan
+    asked: float | None = None
 
     @property
     def kept_bytes(self) -> int:
@@ -79,7 +81,12 @@ class RebuildPlan(NamedTuple):
     @property
     def overhead(self) -> float:
         """The price of what is rebuilt, and of the hooks, over that of stock's step."""
-        return self.chosen.overhead + self.hooks
+        return self.chosen.overhead + (0.0 if self.is_dear else self.hooks)
+
+    @property
+    def is_dear(self) -> bool:
+        """Do the hooks alone take more time than was allowed?"""
+        return self.asked is not None and self.hooks > self.asked
 
     @property
     def hooks(self) -> float:
@@ -92,9 +99,10 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
 
     Holding a tensor never makes another one harder to rebuild, so every choice of the planner can be followed.
     """
-    if goal.overhead is not None:
+    asked = goal.overhead
+    if asked is not None:
         of_hooks = made_for.hooks / max(made_for.lines.step.seconds, 1e-12)
-        goal = goal._replace(overhead=max(goal.overhead - of_hooks, 0.0))
+        goal = goal._replace(overhead=max(asked - of_hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
     rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
-    return RebuildPlan(made_for, tuple(i in rebuilt for i in range(len(made_for.calls))), chosen)
+    return RebuildPlan(made_for, tuple(i in rebuilt for i in range(len(made_for.calls))), chosen, asked)

@@ -55,6 +55,10 @@ SMALL = (
     "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
 )
+DEAR = (
+    "what this pass saves is held as it is: looking at it would take more time than the overhead that was"
+    " asked for, as in the pass before it; ask for more, or for a budget or a peak"
+)
 SUBCLASSES = (
     "tensors of a subclass were saved (such as jagged tensors): they are held, as lean() rebuilds plain"
     " tensors and DTensors alone; checkpoint the blocks that hold most of them"
@@ -110,6 +114,14 @@ def sharded(unit: str, around: str) -> str:
         else "compute it, such as the loss, within"
     )
     return f"{SHARDED} (of a {unit}); {wrap}"
+
+
+def dear(hooks: float, overhead: float) -> str:
+    """Looking at what is saved takes more than the overhead that is allowed."""
+    return (
+        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of a step of"
+        " stock's; all is held from the next pass on, and nothing looked at"
+    )
 
 
 def failed(tensor: Tensor, error: Exception) -> str:

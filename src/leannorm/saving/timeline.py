@@ -22,7 +22,7 @@ from leannorm.planning.lines import Lines
 from leannorm.planning.timeline import Moment, Step, of_stock
 from leannorm.planning.timeline import Value as Planned
 from leannorm.saving.graph import ACCUMULATES, kind_of, made_by
-from leannorm.saving.narrowed import copy_that, references_when_alone
+from leannorm.saving.narrowed import CHUNK, copy_that, references_when_alone
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes.products import CONVOLUTIONS
@@ -271,7 +271,7 @@ class Groups:
             for new in self.made[known:]:
                 new.first = at
             if group.copy is not None:  # also there where it is not kept: until what it is made of is found
-                narrow[at] += group.copy.value.nbytes or 0
+                narrow[at] += (group.copy.value.nbytes or 0) + min(group.in_stock, 4 * CHUNK)
                 group.copy.first = at + 1
             (group.copy or group).places.update([value.place] if value.place >= 0 else ())
             last = timeline.lives.get(read.made_by, (0, at))[1]  # type: ignore[arg-type]
