@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from leannorm.saving import lean
-from leannorm.saving.plan import Goal, Part, Pass, plan
+from leannorm.planning.goal import Goal
 from leannorm.saving.price import of_step
 
 SHARES = [i / 400 for i in range(400)]

@@ -137,7 +137,7 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
 def copy_that(step: Step) -> Value:
     """The narrower copy that this step reads, perhaps through a cast."""
     narrow = step.inputs[0]
-    while narrow.step is not None:
+    while narrow.step is not None and narrow.step.inputs:
         narrow = narrow.step.inputs[0]
     return narrow
 

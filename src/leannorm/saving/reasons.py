@@ -177,6 +177,7 @@ _WARNED: set[str] = set()
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _WARNED and reason != SMALL:  # a small pass needs no action
+    if cause not in _WARNED and reason not in (SMALL, DEAR) and not reason.startswith("overhead="):
+        # a small pass, or one that stays as fast as stock, needs no action
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

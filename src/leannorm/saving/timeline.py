@@ -257,6 +257,7 @@ class Groups:
         self.index: dict[Hashable, int] = {}
         self.made: list[_Group] = []
         self.given = {value for read, value in timeline.reads if read.given}
+        self.read = {value for _, value in timeline.reads}
         self.beside = 0  # bytes that are counted as held, and that the step does not allocate
 
     def lines(self, seconds: float) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
@@ -325,7 +326,7 @@ class Groups:
         seconds = self.prices.of_rebuild(step, root.shape, root.dtype)
         spares = nbytes if root.in_rows else 0  # its gradient takes the place of the one that comes in
         value = Planned(None, seconds, made_of, again=nbytes - spares, spares=spares)
-        in_bytes = root.from_narrow or (root.place < 0 and root.layout is None and root.frees)
+        in_bytes = root.from_narrow or (root.place < 0 and root.layout is None and root in self.read)
         if in_bytes and step.inputs:  # whatever is planned
             narrow = copy_that(step).tensor
             return _Group(value, root.frees + (0 if narrow is None else narrow.nbytes))
@@ -334,7 +335,7 @@ class Groups:
             self.made.append(copy)
             value = value._replace(seconds=0.0, made_of=(len(self.made) - 1,))
             return _Group(value, root.frees or nbytes, copy)
-        return _Group(value, root.frees or nbytes)
+        return _Group(value, max(root.frees, nbytes))
 
 
 def _size(value: Value) -> int:
