@@ -19,7 +19,9 @@ SHARES = [i / 40 for i in range(8, 41)]
 
 
 def convolutions():
-    layers = [m for a, b in pairwise((3, 32, 32, 64)) for m in (nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.SiLU())]
+    layers = [
+        m for a, b in pairwise((3, 32, 32, 64)) for m in (nn.Conv2d(a, b, 3), nn.BatchNorm2d(b), nn.SiLU())
+    ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -73,7 +75,9 @@ def run(request):
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. peak=")
-@pytest.mark.parametrize("setting", [{"peak": 0.8}, {"peak": 0.6}, {"budget": 0.4}, {"overhead": 1e3}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{"peak": 0.8}, {"peak": 0.6}, {"budget": 0.4}, {"overhead": 1e3}], ids=str
+)
 def test_the_peak_is_as_planned_and_gradients_are_those_of_stock(run, setting):
     torch.use_deterministic_algorithms(False)  # which fills memory by operations of its own
     stock, of_stock = run.gradients(nullcontext()), run.measured(nullcontext())

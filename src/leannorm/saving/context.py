@@ -99,7 +99,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         asked = goal(recompute, budget, overhead, peak)
         planned = asked.worth is None
         policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
-        self._settings = Settings(policy, asked if planned else None, None if held is None else hooks_of(held), verify)
+        self._settings = Settings(
+            policy, asked if planned else None, None if held is None else hooks_of(held), verify
+        )
         self._open: list[ForwardPass] = []
         self._ledger = Ledger()
         self.place: Hashable = None

@@ -99,7 +99,9 @@ class Packing(CountingHook):
             value = self._of_this_pass(self._pack(tensor, references, frame))
             if self._makes_a_plan:
                 size = 0 if tensor.grad_fn is None or is_parameter(tensor) else tensor.numel()
-                self.reads.append(read_of(tensor, value, references, frame if size > self._largest_read else None))
+                self.reads.append(
+                    read_of(tensor, value, references, frame if size > self._largest_read else None)
+                )
                 self._largest_read = max(self._largest_read, size)
             return value
         except EditedError:  # a tensor that the step would read was edited after its node read it
@@ -276,7 +278,9 @@ class Packing(CountingHook):
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self.following is not None
-        rates, why = measured(self.device) if self.following.goal.overhead is not None else (table(self.device), None)
+        rates, why = (
+            measured(self.device) if self.following.goal.overhead is not None else (table(self.device), None)
+        )
         if why is not None:
             self.reasons[why] = 1
         prices = Prices(rates)

@@ -66,7 +66,9 @@ class Prices:
             transposed = getattr(node, "_saved_transposed", False) and read[0]
             flops = _flops(kind, read, read[0] if transposed else tuple(output.shape))
             frozen = None in (inputs[:2] if kind in CONVOLUTIONS else inputs[-2:])  # one gradient, not two
-            groups = node._saved_groups if kind == "ConvolutionBackward0" else 1 if kind in CONVOLUTIONS else 0
+            groups = (
+                node._saved_groups if kind == "ConvolutionBackward0" else 1 if kind in CONVOLUTIONS else 0
+            )
             total += (2 if frozen else 3) * flops / self._operations(output.dtype, groups)
             moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
             total += 2 * rate.call + _PASSES * moved / rate.memory

@@ -211,8 +211,9 @@ def of_hooks(layers: int = 12) -> tuple[float, float]:
     from leannorm.saving.context import lean
     from leannorm.saving.small import NEVER_SMALL
 
-    units = [m for _ in range(layers) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())]
-    model = nn.Sequential(*units)
+    with torch.random.fork_rng(devices=[]):
+        units = [m for _ in range(layers) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())]
+        model = nn.Sequential(*units)
     x = torch.arange(64 * 16.0).sin().view(64, 16)  # several values: what is tried on it speaks for all
 
     def step(around: Any) -> tuple[float, Any]:

@@ -31,7 +31,13 @@ from leannorm.saving.values import Value
 
 _Output = tuple[Any, int]  # of a node, by number
 _SAME_MEMORY = ALIASES | {"ReshapeAliasBackward0", "UnsafeViewBackward0"}
-_IN_PARTS = {"SelectBackward0", "SliceBackward0", "UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"}
+_IN_PARTS = {
+    "SelectBackward0",
+    "SliceBackward0",
+    "UnbindBackward0",
+    "SplitBackward0",
+    "SplitWithSizesBackward0",
+}
 _SAME_GRADIENT = (_SAME_MEMORY - _IN_PARTS) | {"CloneBackward0", "AddBackward0", "CatBackward0"}
 """The gradient that comes in goes out, to inputs of its size; from a concatenation in parts."""
 _NO_GRADIENT = {"SumBackward0", "SumBackward1"}  # that takes memory: one number, expanded
@@ -208,10 +214,10 @@ class _Gradients:
                 self._give(edge, self._new(0 if kind in _NO_GRADIENT else out, moment), moment)
 
     def _run_unseen(self, number: int, moment: int) -> None:
-        """A node of which only what it saved is known: what came in is as large, unless it is the loss."""
+        """A node of which only what it saved is known: the loss, or before its mean a power, as the square."""
         outputs = self.timeline.unseen.get(number, {})
         if number + 1 != self.timeline.end:
-            self._new(max(map(_nbytes, outputs), default=0), moment)
+            self._new((1 + _WORKING["PowBackward0"]) * max(map(_nbytes, outputs), default=0), moment)
         for output in outputs:
             self._give(output, self._new(_nbytes(output), moment), moment)
 
