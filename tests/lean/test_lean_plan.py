@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from leannorm.saving import lean
 from leannorm.planning.goal import Goal
+from leannorm.saving import lean
 from leannorm.saving.plan import plan
 from leannorm.saving.price import Prices
 from leannorm.saving.rates import table

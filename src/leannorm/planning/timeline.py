@@ -19,7 +19,8 @@ class Value(NamedTuple):
     moments of the forward pass that make it and that read it last; `until` before `made`: it never lies in
     memory there. `again`: its bytes while it lies in memory otherwise, as a rule `nbytes`. `fused`: each
     reader can compute it, and it lies in memory only if one of them asks for that. `whole`: making this value
-    asks for it, of what it is made of. `spares`: bytes that its first reader needs less where it is made again.
+    asks for it, of what it is made of. `spares`: bytes that its first reader needs less where it is made
+    again.
     """
 
     nbytes: int | None

@@ -46,13 +46,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
             equal plans.
-        overhead: in place of `budget`, the share of stock's step time that rebuilding may cost by those
-            prices, 0 or more. As few bytes are kept as that time allows.
-        peak: in place of these, the most bytes that may be alive at one moment of a step: a share of stock's, in
-            (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what it saves,
-            gradients of weights too, what operations need; not what is there before it, such as weights, the
-            optimizer's state or gradients that are added to. The first pass is a timeline of when everything
-            is made, read last and freed; later ones take the least time that fits.
+        overhead: in place of `budget`, the share of stock's step time that `lean` may cost, 0 or more: rebuilds
+            and its own looking at tensors, by rates measured once on this device. As few bytes are kept as
+            that time allows.
+        peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
+            stock's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what
+            it saves, gradients, of weights too, what operations need; not what is there before it, such as
+            weights, the optimizer's state or gradients that are added to. The first pass is a timeline of
+            when everything is made, read last and freed; later ones take the least time that fits.
         held: other saved-tensor hooks for the tensors that must be held, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
@@ -60,10 +61,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
     `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
-    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or `peak`
-    chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all is well.
-    What concerns the whole pass (compiled code, others' hooks, a budget or peak out of reach) is also warned of, once
-    per cause.
+    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or
+    `peak` chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all
+    is well. What concerns the whole pass (compiled code, others' hooks, a budget or peak out of reach) is
+    also warned of, once per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
     `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
@@ -73,8 +74,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
     passes.
 
-    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, a `peak`
-    that is neither share nor bytes, two of them, or a `held` that is no hooks; with `verify`, `RebuildError` in the backward pass.
+    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, a
+    `peak` that is neither share nor bytes, two of them, or a `held` that is no hooks; with `verify`,
+    `RebuildError` in the backward pass.
 
     >>> import torch, leannorm
     >>> from torch import nn

@@ -23,7 +23,6 @@ from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
 
-
 _NEARLY = 1.01
 
 
@@ -96,7 +95,6 @@ class ForwardPass:
     def forget(self) -> None:
         """Let go of the nodes that prices were read from."""
         if self._packing is not None:
-            self._packing.nodes.clear()
             self._packing.reads.clear()
 
     def learn(self) -> RebuildPlan | None:
@@ -152,7 +150,7 @@ class ForwardPass:
         if seen_by_small and self._packing is None:
             whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
         elif plan is not None and plan.is_dear:
-            whole.append(reasons.dear(plan.hooks, plan.asked))
+            whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
         missed = self._missed(plan)
         if missed is not None:
             whole.append(missed)

@@ -45,16 +45,15 @@ from leannorm.saving.narrowed import (
 from leannorm.saving.plan import Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
-from leannorm.saving.rates import measured, table
+from leannorm.saving.rates import rates_for
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
-from leannorm.saving.timeline import Groups, Read, Timeline, read_of
+from leannorm.saving.timeline import Read, lines_of, read_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
@@ -79,7 +78,6 @@ class Packing(CountingHook):
         self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
         self.hooks = hooks
         self.calls: list[tuple[Any, ...]] = []
-        self.nodes: list[Node] = []
         self.reads: list[Read] = []
         self._largest_read = SMALLEST
         self.device = torch.device("cpu")
@@ -151,7 +149,6 @@ class Packing(CountingHook):
             place = len(self.calls)
             self.calls.append((kind, *seen_as[:3]))
             if self._makes_a_plan:
-                self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
@@ -278,16 +275,10 @@ class Packing(CountingHook):
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self.following is not None
-        rates, why = (
-            measured(self.device) if self.following.goal.overhead is not None else (table(self.device), None)
-        )
+        rates, why = rates_for(self.following.goal, self.device)
         if why is not None:
             self.reasons[why] = 1
-        prices = Prices(rates)
-        seconds = prices.of_step(self.nodes) if self.nodes else 0.0
-        reads = [(read, value) for read in self.reads if (value := read.value()) is not None]
-        groups = Groups(Timeline(reads, sequence_number()), self.ledger.alive(), prices)
-        lines, places = groups.lines(seconds)
+        lines, places = lines_of(self.reads, self.ledger.alive(), rates)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
         return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads))
 

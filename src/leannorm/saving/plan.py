@@ -50,8 +50,10 @@ def structure(call: Call) -> Hashable:
 
 
 class RebuildPlan(NamedTuple):
-    """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`, where
-    `asked` is the overhead that was allowed."""
+    """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
+
+    `asked`: the overhead that was allowed, if one was.
+    """
 
     made_for: Pass
     rebuild: tuple[bool, ...]
@@ -97,7 +99,7 @@ class RebuildPlan(NamedTuple):
 def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     """The tensors to rebuild, by the point of the pass's lines that the goal asks for.
 
-    Holding a tensor never makes another one harder to rebuild, so every choice of the planner can be followed.
+    Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
     """
     asked = goal.overhead
     if asked is not None:

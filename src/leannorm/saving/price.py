@@ -19,7 +19,6 @@ from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
-
 _PASSES = 2.5  # over an operation's inputs and outputs in a step: one forward, the others backward
 _NO_WORK = ALIASES | {"AccumulateGrad", "ReshapeAliasBackward0", "UnsafeViewBackward0", "TBackward0"}
 
@@ -47,7 +46,7 @@ class Prices:
         return share * rate.products.get(dtype.itemsize, rate.products[2])
 
     def of_step(self, nodes: Iterable[Any]) -> float:
-        """The price of stock autograd's training step: all nodes that these depend on, forward and backward."""
+        """The price of stock autograd's step: all nodes that these depend on, forward and backward."""
         total, rate = 0.0, self.rates
         seen, left = set(), list(nodes)
         while left:

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._files import write_json
+from leannorm.planning.goal import Goal
 
 
 class Rates(NamedTuple):
@@ -61,6 +63,11 @@ def table(device: torch.device) -> Rates:
     if torch.cpu._is_amx_tile_supported():
         return _CPU_TILES
     return _CPU_BFLOAT16 if torch.cpu._is_avx512_bf16_supported() else _CPU
+
+
+def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
+    """Measured rates for what is promised in time; for bytes the table's, whose plans are everywhere alike."""
+    return measured(device) if goal.overhead is not None else (table(device), None)
 
 
 RANKS = (
@@ -236,8 +243,13 @@ def of_hooks(layers: int = 12) -> tuple[float, float]:
             best[i] = min(best[i], seconds) if turn > 1 else best[i]
             if i == 2:
                 rebuilt = max(sum(record.rebuilt for record in saved.records), 1)
-    saved_tensors: list[int] = []
-    step(torch.autograd.graph.saved_tensors_hooks(lambda t: (saved_tensors.append(1), t)[1], lambda t: t))
-    saves = len(saved_tensors)
+    packed: list[Tensor] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        packed.append(tensor.detach())
+        return tensor
+
+    step(saved_tensors_hooks(count, lambda t: t))
+    saves = len(packed)
     hold = max(best[1] - best[0], 0.0) / saves
     return max(hold, 1e-7), max(best[2] - best[1], 1e-7) / rebuilt

@@ -119,8 +119,8 @@ def sharded(unit: str, around: str) -> str:
 def dear(hooks: float, overhead: float) -> str:
     """Looking at what is saved takes more than the overhead that is allowed."""
     return (
-        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of a step of"
-        " stock's; all is held from the next pass on, and nothing looked at"
+        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of stock's"
+        " step; all is held from the next pass on, and nothing looked at"
     )
 
 

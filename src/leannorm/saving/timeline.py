@@ -25,6 +25,7 @@ from leannorm.saving.graph import ACCUMULATES, kind_of, made_by
 from leannorm.saving.narrowed import CHUNK, copy_that, references_when_alone
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
+from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Value
@@ -47,7 +48,8 @@ _WORKING = {"PowBackward0": 2, "NativeBatchNormBackward0": 1}
 
 class Read(NamedTuple):
     """A node saved a tensor: its number, the tensor's value, what made the tensor, if a node did, and whether
-    the tensor is `given`: held by who called, as an input is. `alive`: what running functions hold by name."""
+    the tensor is `given`: held by who called, as an input is. `alive`: what running functions' variables hold.
+    """
 
     by: int
     value: weakref.ref[Value]
@@ -78,6 +80,18 @@ def _named(frame: FrameType | None) -> Iterator[_Output]:
                 if isinstance(one, Tensor) and one.grad_fn is not None:
                     yield made_by(one.grad_fn, one.output_nr)
         frame = frame.f_back
+
+
+def lines_of(
+    reads: Sequence[Read], storages: dict[int, int], rates: Rates
+) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
+    """The lines of a forward pass that ends now, and the tensors behind each of its values.
+
+    `storages`: the bytes of what is held, parameters aside.
+    """
+    timeline = Timeline([(r, value) for r in reads if (value := r.value()) is not None], sequence_number())
+    prices = Prices(rates)
+    return Groups(timeline, storages, prices).lines(prices.of_step(timeline.nodes))
 
 
 def _nbytes(output: _Output) -> int:
@@ -157,7 +171,8 @@ class Timeline:
         """The nodes that worked in place, by the versions of what was saved."""
         found = set()
         for read, value in self.reads:
-            node, version = (None, 0) if read.made_by is None else (read.made_by[0], value.version)
+            node: Any = None if read.made_by is None else read.made_by[0]
+            version = value.version
             while version > 0 and node in self.nodes:
                 if kind_of(node) not in _SAME_MEMORY:
                     found.add(node)
@@ -214,7 +229,7 @@ class _Gradients:
                 self._give(edge, self._new(0 if kind in _NO_GRADIENT else out, moment), moment)
 
     def _run_unseen(self, number: int, moment: int) -> None:
-        """A node of which only what it saved is known: the loss, or before its mean a power, as the square."""
+        """A node of which only what it saved is known: the loss, or before its mean a power, as a square."""
         outputs = self.timeline.unseen.get(number, {})
         if number + 1 != self.timeline.end:
             self._new((1 + _WORKING["PowBackward0"]) * max(map(_nbytes, outputs), default=0), moment)
