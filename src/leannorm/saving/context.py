@@ -46,9 +46,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
             equal plans.
-        overhead: in place of `budget`, the share of stock's step time that `lean` may cost, 0 or more: rebuilds
-            and its own looking at tensors, by rates measured once on this device. As few bytes are kept as
-            that time allows.
+        overhead: in place of `budget`, the share of stock's step time that `lean` may cost, 0 or more:
+            rebuilds and its own looking at tensors, by rates measured once on this device. As few bytes are
+            kept as that time allows.
         peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
             stock's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what
             it saves, gradients, of weights too, what operations need; not what is there before it, such as

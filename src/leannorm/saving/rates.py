@@ -66,7 +66,7 @@ def table(device: torch.device) -> Rates:
 
 
 def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
-    """Measured rates for what is promised in time; for bytes the table's, whose plans are everywhere alike."""
+    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike."""
     return measured(device) if goal.overhead is not None else (table(device), None)
 
 

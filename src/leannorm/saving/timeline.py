@@ -48,7 +48,8 @@ _WORKING = {"PowBackward0": 2, "NativeBatchNormBackward0": 1}
 
 class Read(NamedTuple):
     """A node saved a tensor: its number, the tensor's value, what made the tensor, if a node did, and whether
-    the tensor is `given`: held by who called, as an input is. `alive`: what running functions' variables hold.
+    the tensor is `given`: held by who called, as an input is. `alive`: what running functions' variables
+    hold.
     """
 
     by: int
