@@ -12,8 +12,8 @@ from leannorm import _checks
 from leannorm._types import Modulation, Rows
 from leannorm.autograd.modulated import ada_norm
 from leannorm.functional import stock
-from leannorm.functional.overridden import hand_over
-from leannorm.ops.modes import leaving, sharded
+from leannorm.functional.door import hand_over, public
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.precision import compute_dtype
 
 
@@ -26,7 +26,7 @@ def _ada_norm(
     input, branch, gate, scale, shift, weight, bias = tensors
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
-    if leaving() or sharded(*tensors):
+    if exporting() or sharded(*tensors):
         return stock.ada_norm(tensors, normalized_shape, eps, rms)
     _checks.floating("input", input)
     start, _ = _checks.normalized_axes(input, normalized_shape, None)
@@ -41,6 +41,7 @@ def _ada_norm(
     return ada_norm(input, Modulation(*tensors[1:]), Rows(start, input.dim(), eps, rms))
 
 
+@public()
 def ada_layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -76,6 +77,7 @@ def ada_layer_norm(
     return _ada_norm((input, None, None, scale, shift, weight, bias), normalized_shape, eps, rms=False)[0]
 
 
+@public()
 def ada_rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -106,6 +108,7 @@ def ada_rms_norm(
     return _ada_norm((input, None, None, scale, shift, weight, None), normalized_shape, eps, rms=True)[0]
 
 
+@public()
 def add_ada_layer_norm(
     input: Tensor,
     branch: Tensor,
@@ -143,6 +146,7 @@ def add_ada_layer_norm(
     return _ada_norm((input, branch, gate, scale, shift, weight, bias), normalized_shape, eps, rms=False)
 
 
+@public()
 def add_ada_rms_norm(
     input: Tensor,
     branch: Tensor,
