@@ -48,7 +48,9 @@ def of_fit() -> list[dict[str, Any]]:
     from leannorm.cli.models import model_named
 
     report = fit(lambda: model_named(MODEL), (3, 224, 224), MEMORY)
-    return [{"script": f"fit {MODEL} {MEMORY}", "setting": one.name, "batch": one.batch} for one in report.fits]
+    return [
+        {"script": f"fit {MODEL} {MEMORY}", "setting": one.name, "batch": one.batch} for one in report.fits
+    ]
 
 
 def main() -> None:

@@ -92,6 +92,12 @@ def example(script: str, setting: str = "norm") -> str:
     return f"{row['held']:.2f} of {row['stock']:.1f} MB"
 
 
+def of_examples() -> str:
+    """The machine, the day and the commit of `python -m benchmarks.examples`."""
+    rows = record.read(record.FOLDER / "examples.json")
+    return where(*(Measured(0, 0, 0, tuple(row["about"].items())) for row in rows))
+
+
 def batch(setting: str) -> str:
     """The largest batch of a ResNet-18 in 8 GiB, of the same command."""
     return str(_example("fit timm:resnet18 8GiB", setting)["batch"])
