@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError
 from leannorm.distributed.communicator import beside
 
 _local = False
 _nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_meshes: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class SharesStatistics:
@@ -125,6 +129,29 @@ def _node_group() -> dist.ProcessGroup:
         _nodes[world] = beside(world, mine, f"node/{mine[0]}")
     return _nodes[world]
 
+
+def ranks_of(group: str) -> list[int]:
+    """The ranks of the group of this name."""
+    found = torch._C._distributed_c10d._resolve_process_group(GroupName(group))
+    ranks: list[int] = dist.get_process_group_ranks(found)
+    return ranks
+
+
+def mesh_group(mesh: Any, dims: Sequence[int]) -> str:
+    """The name of the group of the ranks that differ from this one in these dimensions of a DeviceMesh alone."""
+    if len(dims) == 1:
+        group: dist.ProcessGroup = mesh.get_group(dims[0])
+        return group.group_name
+    world, place = _world(), mesh.get_coordinate()
+    across = tuple(slice(None) if i in dims else at for i, at in enumerate(place))
+    ranks = mesh.mesh[across].flatten().tolist()
+    key = world, tuple(ranks)
+    if key not in _meshes:
+        _meshes[key] = beside(world, ranks, f"mesh/{'-'.join(map(str, ranks))}")
+    return _meshes[key].group_name
+
+
+mesh_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # what torch.compiler.assume_constant_result does, without its import of the whole compiler
 _node_group._dynamo_marked_constant = True  # type: ignore[attr-defined]

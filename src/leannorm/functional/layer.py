@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Rows
+from leannorm._types import Maybe, Rows
 from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
 from leannorm.functional.jagged import NestedTensor, rows
 from leannorm.functional.overridden import hand_over, stands_in_for, takes_jagged
+from leannorm.functional.shards import by_row
 from leannorm.functional.valid import Lengths, valid_positions
 from leannorm.ops.modes import leaving, sharded
 from leannorm.ops.plan import row_statistics_shape
@@ -33,7 +34,7 @@ def _row_norm(
     weight_offset: float = 0.0,
     cast: str = "after",
 ) -> tuple[Tensor, Tensor]:
-    if leaving() or sharded(*tensors):
+    if leaving():
         rounded = cast == "before"
         axes = normalized_shape, eps, dim
         return stock.row_norm(tensors, *axes, rms, weight_offset, rounded, mask, lengths)
@@ -48,9 +49,27 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
-    valid = _valid_rows(input, mask, lengths, start, stop)
     how = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
+    if sharded(*tensors):
+        return _of_shards(tensors, how, mask, lengths)
+    valid = _valid_rows(input, mask, lengths, start, stop)
     return row_norm(input, residual, weight, bias, how, valid)
+
+
+def _of_shards(
+    tensors: tuple[Tensor | None, ...], how: Rows, mask: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    assert tensors[0] is not None
+    elements, normalized = range(tensors[0].dim()), (how.start, how.stop)
+    if lengths is not None:
+        _checks.lengths_of_rows(tensors[0], *normalized)
+
+    def run(x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, mask: Maybe) -> tuple[Tensor, Tensor]:
+        return row_norm(x, residual, weight, bias, how, _valid_rows(x, mask, None, *normalized))
+
+    axes = elements, elements, range(*normalized), range(*normalized)
+    made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, normalized, (mask, lengths, "zero"))
+    return made
 
 
 def _valid_rows(
