@@ -138,7 +138,7 @@ def ranks_of(group: str) -> list[int]:
 
 
 def mesh_group(mesh: Any, dims: Sequence[int]) -> str:
-    """The name of the group of the ranks that differ from this one in these dimensions of a DeviceMesh alone."""
+    """The name of the group of this rank along these dimensions of a DeviceMesh."""
     if len(dims) == 1:
         group: dist.ProcessGroup = mesh.get_group(dims[0])
         return group.group_name

@@ -257,17 +257,18 @@ def _of_shards(
         valid = valid_positions(x, *masking)
         if not by_batch:
             return _by_running(x, running, epilogue, eps, valid)
-        merged = cut.merged((0, *range(2, x.dim())), "batch_norm", eps)
+        reduced = (0, *range(2, x.dim()))
+        merged = cut.merged(reduced, "batch_norm", eps)
         if sharing is not None and (merged is not None or cut.holds_rank_of(sharing.group)):
             raise InputError(
-                "the ranks of process_group may hold no parts of the same DTensor, whose statistics are merged "
-                f"already, got placements {cut.placements}; take a BatchNorm, or the group of another "
+                "the ranks of process_group may hold no parts of the same DTensor, whose statistics are "
+                f"merged already, got placements {cut.placements}; take a BatchNorm, or the group of another "
                 "dimension of the mesh than the input's"
             )
-        if group_size is not None and not (cut.cuts_between(0, group_size) and cut.is_whole(range(2, x.dim()))):
+        if group_size is not None and not (cut.cuts_between(0, group_size) and cut.is_whole(reduced[1:])):
             raise cut.refuse(
                 f"batch norm with group_size={group_size} needs whole groups of samples on each rank",
-                (0, *range(2, x.dim())),
+                reduced,
             )
         if pool is not None and not cut.is_whole((1,)):
             raise cut.refuse("accumulate_stats() needs all channels on each rank", (1,))

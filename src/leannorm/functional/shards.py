@@ -1,14 +1,14 @@
 """Norms of DTensors: each rank runs the norm on its local tensors, with our kernels.
 
 A DTensor means the whole tensor. So statistics over an axis that is cut are merged over the ranks that hold
-its parts, and so is whatever else is summed along it; all other norms are local. What is not as the norm needs
-it is redistributed, as torch's own operators do: the input, where a row or the sum of its parts is cut, and
-each other tensor, to the ranks that hold what it belongs to.
+its parts; all other norms are local. What is placed in another way than the norm needs is redistributed, as
+torch's own operators do: the input, where rows are cut or ranks hold the terms of a sum, and each other
+tensor, to the ranks that hold what it belongs to.
 
-One table says how: for every tensor of a call, the axis of the input that each of its own axes follows. Along
-a dimension of the mesh that cuts axis d of the input, a tensor with an axis that follows d is cut there, and so
-is its gradient; one without is whole on every rank, and its gradient is the sum of the ranks' parts (`Partial`,
-as torch's own norms leave it).
+One table says how: the axis of the input that each axis of a tensor follows. Where a dimension of the mesh
+cuts axis d of the input, a tensor with an axis that follows d is cut there, and so is its gradient. One
+without is whole on every rank, and its gradient is the sum of the ranks' parts: `Partial`, as torch's own
+norms leave it.
 """
 
 from __future__ import annotations
@@ -29,42 +29,46 @@ Axes = Sequence[int]
 VECTOR = (1,)  # one value a channel
 
 
-def _placed(v: Tensor, mesh: Any, placements: Any) -> Tensor:
-    return v if v.placements == placements else v.redistribute(mesh, placements)  # type: ignore
+def _placed(v: Any, mesh: Any, placements: Any) -> Any:
+    return v if v.placements == placements else v.redistribute(mesh, placements)
+
+
+def of_one_mesh(*tensors: Tensor | None) -> None:
+    """Are all DTensors of one mesh? A plain one would be whole to one reader and a part to another."""
+    given = [v for v in tensors if v is not None]
+    if len({getattr(v, "device_mesh", None) for v in given}) > 1:
+        raise InputError(
+            "a norm takes DTensors of one mesh, or none, got "
+            f"{' and '.join(sorted({_in_words(v) for v in given}))}; "
+            "torch.distributed.tensor.distribute_module(layer, mesh) and distribute_tensor(x, mesh) make "
+            "DTensors, and x.to_local() is this rank's part"
+        )
 
 
 class Cut:
-    """A call on DTensors: `axes` has the input's axis that each dimension of the mesh cuts, or None.
+    """How a tensor of this shape is cut: its axis that each dimension of the mesh cuts, or None."""
 
-    Axes in `whole` may not be cut: along these, and where a rank holds a term of a sum, `x` is the input
-    redistributed.
-    """
-
-    def __init__(self, x: Tensor, others: Sequence[Tensor | None], whole: Collection[int] = ()) -> None:
+    def __init__(self, mesh: Any, axes: Sequence[int | None], shape: torch.Size) -> None:
         from torch.distributed.tensor import Partial, Replicate, Shard
 
+        self.mesh, self.axes, self.shape = mesh, axes, shape
         self._partial, self._replicate, self._shard = Partial, Replicate, Shard
-        for v in (x, *others):
-            if v is not None and getattr(v, "device_mesh", None) != getattr(x, "device_mesh", 0):
-                raise InputError(
-                    "a norm takes DTensors of one mesh, or none, got "
-                    f"{' and '.join(sorted({_in_words(t) for t in (x, *others) if t is not None}))}; "
-                    "torch.distributed.tensor.distribute_module(layer, mesh) and distribute_tensor(x, mesh, "
-                    "placements) make DTensors, and x.to_local() is this rank's part"
-                )
-        self.mesh: Any = x.device_mesh
-        self.axes = [
-            p.dim if type(p) is Shard and p.dim not in whole else None
-            for p in x.placements  # type: ignore
-        ]
-        self.placements = tuple(Replicate() if axis is None else Shard(axis) for axis in self.axes)
-        self.x = _placed(x, self.mesh, self.placements)
-        self.shape = x.shape
+        self.placements = self.along(range(len(shape)))[0]
+
+    @classmethod
+    def of(cls, x: Any, whole: Collection[int] = ()) -> Cut:
+        """As a DTensor is cut, but for the axes in `whole`, and where its ranks hold the terms of a sum."""
+        from torch.distributed.tensor import Shard
+
+        axes = [p.dim if type(p) is Shard and p.dim not in whole else None for p in x.placements]
+        return cls(x.device_mesh, axes, x.shape)
 
     def along(self, axes: Axes) -> tuple[Any, Any]:
         """The placements of a tensor whose axes follow these ones of the input, and those of its gradient."""
         places = [self._replicate() if i not in axes else self._shard(axes.index(i)) for i in self.axes]
-        parts = [p if i is None or i in axes else self._partial() for i, p in zip(self.axes, places)]
+        parts = [
+            p if i is None or i in axes else self._partial() for i, p in zip(self.axes, places, strict=True)
+        ]
         return tuple(places), tuple(parts)
 
     def local(self, v: MaybeTensor, axes: Axes) -> MaybeTensor:
@@ -74,6 +78,11 @@ class Cut:
         placements, of_gradient = self.along(axes)
         part: Tensor = _placed(v, self.mesh, placements).to_local(grad_placements=of_gradient)
         return part
+
+    def running(self, running: Running) -> Running:
+        """This rank's part of running statistics."""
+        mean, var, count, momentum = running
+        return Running(self.local(mean, VECTOR), self.local(var, VECTOR), self.local(count, ()), momentum)
 
     def whole(self, part: Tensor, axes: Axes, shape: Sequence[int] | None = None) -> Tensor:
         """The DTensor of all ranks' parts."""
@@ -128,9 +137,9 @@ class Cut:
             f"pass input.redistribute(placements=[{uncut}])"
         )
 
-    def mask(self, masking: Masking, kept: tuple[int, int] = (1, 2)) -> Masking:
+    def mask(self, x: Tensor, masking: Masking, kept: tuple[int, int] = (1, 2)) -> Masking:
         """This rank's part of a mask; lengths become one."""
-        found = positions_of_data(self.x, *masking, kept)
+        found = positions_of_data(x, *masking, kept)
         if found is None:
             return masking
         positions = [i for i in range(len(self.shape)) if not kept[0] <= i < kept[1]]
@@ -158,15 +167,15 @@ def by_channel(
     """A per-channel norm of DTensors: `run` of the local ones. Does it move the running statistics?"""
     weight, bias, residual, act = epilogue
     elements = range(x.dim())
-    cut = Cut(x, (*running[:3], weight, bias, residual, masking[0]))
-    mean, var = (cut.local(v, VECTOR) for v in running[:2])
-    parts = Running(mean, var, cut.local(running.num_batches, ()), running.momentum)
+    of_one_mesh(x, *running[:3], weight, bias, residual, masking[0])
+    cut = Cut.of(x)
+    parts = cut.running(running)
     affine = cut.local(weight, VECTOR), cut.local(bias, VECTOR)
     behind = Epilogue(*affine, cut.local(residual, elements), act)
-    y = run(cut, cut.local(cut.x, elements), parts, behind, cut.mask(masking))
+    y = run(cut, cut.local(x, elements), parts, behind, cut.mask(x, masking))
     if moves:
-        cut.write_back(running.mean, mean, VECTOR)
-        cut.write_back(running.var, var, VECTOR)
+        cut.write_back(running.mean, parts.mean, VECTOR)
+        cut.write_back(running.var, parts.var, VECTOR)
     return cut.whole(y, elements)
 
 
@@ -186,11 +195,12 @@ def by_row(
     masking: Masking = UNMASKED,
 ) -> Any:
     """A row norm of DTensors: `run(*local tensors, mask)`; its results have the axes of the first tensor."""
-    x, *others = tensors
+    x = tensors[0]
     assert x is not None
-    cut = Cut(x, (*others, masking[0]), range(*normalized))
-    parts = [cut.local(v, of) for v, of in zip((cut.x, *others), axes, strict=True)]
-    made = run(*parts, cut.mask(masking, normalized)[0])
+    of_one_mesh(*tensors, masking[0])
+    cut = Cut.of(x, range(*normalized))
+    parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
+    made = run(*parts, cut.mask(x, masking, normalized)[0])
     if isinstance(made, Tensor):
         return cut.whole(made, axes[0])
     return tuple(cut.whole(part, axes[0]) for part in made)
