@@ -51,7 +51,8 @@ def no_sync() -> Iterator[None]:
 def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     """The name of the group whose ranks share statistics; None where this rank is on its own.
 
-    `process_group` is a group of torch.distributed, "node" (the ranks on this rank's host) or None (all).
+    `process_group` is a group of torch.distributed, a `DeviceMesh` (`mesh["dp"]`: the ranks along that
+    dimension), "node" (the ranks on this rank's host) or None (all).
     Raises: `InputError` for a group that this rank is not in, or that torch.distributed does not have.
     """
     if isinstance(process_group, str) and process_group != "node":
@@ -79,7 +80,7 @@ def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
     sharing_group(process_group)
     if process_group is None or isinstance(process_group, str):
         return "all"
-    ranks: list[int] = dist.get_process_group_ranks(process_group)
+    ranks: list[int] = dist.get_process_group_ranks(_resolved(process_group))
     return ",".join(map(str, ranks))
 
 
@@ -105,6 +106,11 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
     if isinstance(process_group, str):
         node: dist.ProcessGroup = _node_group()
         return node
+    mesh: Any = process_group
+    if hasattr(mesh, "get_coordinate") and mesh.get_coordinate() is not None:
+        name = GroupName(mesh_group(mesh, range(mesh.ndim)))
+        along: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)
+        return along
     # a non-member gets a sentinel in place of its group, or an object that does not know its rank
     if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise InputError(

@@ -79,6 +79,17 @@ class Cut:
         part: Tensor = _placed(v, self.mesh, placements).to_local(grad_placements=of_gradient)
         return part
 
+    def passed_on(self, v: MaybeTensor, axes: Axes) -> MaybeTensor:
+        """`local`, of a tensor whose gradient may be memory of another one: then it is copied.
+
+        Autograd adds to a gradient in place where it sees one owner, and it does not see who else has the
+        memory of a DTensor's local tensor.
+        """
+        part = self.local(v, axes)
+        if part is not None and part.requires_grad and not torch.compiler.is_compiling():
+            part.register_hook(torch.clone)
+        return part
+
     def running(self, running: Running) -> Running:
         """This rank's part of running statistics."""
         mean, var, count, momentum = running
@@ -96,12 +107,12 @@ class Cut:
             part, self.mesh, self.along(axes)[0], run_check=False, shape=shape, stride=tuple(strides)
         )
 
-    @torch.no_grad()
     def write_back(self, v: Tensor | None, part: Tensor | None, axes: Axes) -> None:
         """Store a part that was written to, where it is not the memory of the DTensor itself."""
         if v is not None and part is not None and v.placements != self.along(axes)[0]:  # type: ignore
-            made = _placed(self.whole(part, axes, v.shape), self.mesh, v.placements)  # type: ignore
-            v.to_local().copy_(made.to_local())  # type: ignore
+            with torch.no_grad():
+                made = _placed(self.whole(part, axes, v.shape), self.mesh, v.placements)  # type: ignore
+                v.to_local().copy_(made.to_local())  # type: ignore
 
     def merged(self, axes: Collection[int], name: str, eps: float, groups: int = 0) -> Sharing | None:
         """How statistics over these axes are merged; None where no other rank has a part."""
@@ -171,7 +182,7 @@ def by_channel(
     cut = Cut.of(x)
     parts = cut.running(running)
     affine = cut.local(weight, VECTOR), cut.local(bias, VECTOR)
-    behind = Epilogue(*affine, cut.local(residual, elements), act)
+    behind = Epilogue(*affine, cut.passed_on(residual, elements), act)
     y = run(cut, cut.local(x, elements), parts, behind, cut.mask(x, masking))
     if moves:
         cut.write_back(running.mean, parts.mean, VECTOR)
@@ -199,7 +210,9 @@ def by_row(
     assert x is not None
     of_one_mesh(*tensors, masking[0])
     cut = Cut.of(x, range(*normalized))
-    parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
+    given = list(zip(tensors, axes, strict=True))
+    several = tensors[1] is not None and axes[1] == axes[0]  # with a residual: it has the gradient of the sum
+    parts = [cut.passed_on(v, of) if several and of == axes[0] else cut.local(v, of) for v, of in given]
     made = run(*parts, cut.mask(x, masking, normalized)[0])
     if isinstance(made, Tensor):
         return cut.whole(made, axes[0])
