@@ -144,7 +144,7 @@ def statistics_of_all(rank, layer):
     """Running statistics are those of the whole batch; `convert(to="torch")` goes back."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-    x = torch.randn(4, 8, 3, 3)
+    x, layer = torch.randn(4, 8, 3, 3), copy.deepcopy(layer)  # what is passed to ranks shares its memory
     whole = copy.deepcopy(layer)
     whole(x)
     model = distribute_module(layer, mesh())
@@ -181,7 +181,7 @@ def under_lean(rank):
         found.append([x.grad.to_local(), *(p.grad.to_local().clone() for p in model.parameters())])
         if saved is not None:
             assert reasons.SUBCLASSES not in saved.reasons
-            assert any(r.rebuilt and "LayerNorm" in r.node for r in saved.records), saved.records
+            assert any(r.rebuilt and "_FromTorchTensor" in r.node for r in saved.records), saved.records
             assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
 
 

@@ -239,7 +239,8 @@ def instance_norm(
         if not use_input_stats:
             mask = None if valid is None or not valid.zero else valid.mask
             return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
-        return _instances(cut, x, running, epilogue, eps, valid)
+        masked = masking[0] is not None  # also where this rank has no padding
+        return _instances(cut, x, running, epilogue, eps, valid, masked)
 
     if sharded(input, running_mean, running_var, weight, bias):
         return by_channel(run, input, running, epilogue, masking, use_input_stats)
@@ -247,7 +248,13 @@ def instance_norm(
 
 
 def _instances(
-    cut: Cut | None, input: Tensor, running: Running, epilogue: Epilogue, eps: float, valid: Valid | None
+    cut: Cut | None,
+    input: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    eps: float,
+    valid: Valid | None,
+    masked: bool,
 ) -> Tensor:
     """By each sample's own statistics; of a DTensor a sample or the samples may be cut."""
     channels, sharing, others = input.shape[1], None, None
@@ -259,7 +266,7 @@ def _instances(
         sharing = cut.merged(positions, "instance_norm", eps, channels)
         others = cut.merged((0,), "instance_norm", eps)
         axes = positions if running.mean is None else (0, *positions)
-        if valid is not None and not cut.is_whole(axes):
+        if masked and not cut.is_whole(axes):
             raise cut.refuse("instance norm with mask= or lengths= needs whole samples on each rank", axes)
     if valid is not None:
         return _instances_of_valid(input, valid, running, epilogue, eps)
