@@ -27,23 +27,28 @@ inline bool fills_its_memory(const at::Tensor& v) {
   return extent == v.numel();
 }
 
-// sample(tensor, runs, run): so many bytes of so many places, or None as in evidence.py.
+// sample(tensor, runs, run, places): so many bytes of so many places, or None as in evidence.py.
 inline PyObject* sample(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (count != 3 || !THPVariable_CheckExact(arguments[0])) Py_RETURN_NONE;
+  if (count != 4 || !THPVariable_CheckExact(arguments[0])) Py_RETURN_NONE;
   const at::Tensor& v = THPVariable_Unpack(arguments[0]);
   const int64_t runs = PyLong_AsLongLong(arguments[1]), run = PyLong_AsLongLong(arguments[2]);
+  const int64_t places = PyLong_AsLongLong(arguments[3]);
   const bool read = v.is_cpu() && v.layout() == at::kStrided && v.has_storage();
   if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) Py_RETURN_NONE;
   if (v.storage().nbytes() == 0) Py_RETURN_NONE;
   const char* const start = static_cast<const char*>(v.const_data_ptr());
   const int64_t nbytes = v.numel() * v.itemsize();
+  if (start == nullptr && nbytes) Py_RETURN_NONE;
   if (nbytes <= runs * run) return PyBytes_FromStringAndSize(start, nbytes);
-  PyObject* const found = PyBytes_FromStringAndSize(nullptr, runs * run);
-  if (found == nullptr) return nullptr;
-  const int64_t step = (nbytes - run) / (runs - 1);
-  for (int64_t i = 0; i < runs; ++i) std::memcpy(PyBytes_AS_STRING(found) + i * run, start + i * step, run);
-  return found;
+  std::string found;
+  const auto take = [&](int64_t count, int64_t length) {
+    const int64_t step = (nbytes - length) / (count - 1);
+    for (int64_t i = 0; i < count; ++i) found.append(start + i * step, length);
+  };
+  take(runs, run);
+  if (found.find_first_not_of('\0') == std::string::npos) take(places, sizeof(double));
+  return PyBytes_FromStringAndSize(found.data(), found.size());
   END_HANDLE_TH_ERRORS
 }
 

@@ -304,11 +304,11 @@ def modulations(input: Tensor, start: int, **tensors: Tensor | None) -> None:
             continue
         floating(name, tensor)
         same_device(name, tensor, input)
-        given = tensor.dim() - (input.dim() - start)
-        leading = zip(tensor.shape[: max(given, 0)], input.shape, strict=False)
+        leading_axes = tensor.dim() - (input.dim() - start)
+        leading = zip(tensor.shape[: max(leading_axes, 0)], input.shape, strict=False)
         if (
-            not 0 <= given <= start
-            or tensor.shape[given:] != input.shape[start:]
+            not 0 <= leading_axes <= start
+            or tensor.shape[leading_axes:] != input.shape[start:]
             or any(size not in (1, of_input) for size, of_input in leading)
         ):
             raise InputError(

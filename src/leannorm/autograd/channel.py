@@ -346,9 +346,7 @@ def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogu
     return pick(*tensors).channel_evaluate(x, running, eps, epilogue)
 
 
-def channel_affine(
-    x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Tensor | None = None
-) -> Tensor:
+def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None) -> Tensor:
     """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue
     tensors = (x, weight, bias, residual)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from leannorm.compiled import operators
 from leannorm.planning.timeline import Moment, Outcome, Step, Value, outcome
-from leannorm.saving.price import Rates
+from leannorm.saving.rates import Rates
 
 MOST_READS = 4
 """A result that several kernels read is written to memory if computing it reads more large tensors."""
@@ -180,8 +180,8 @@ class Reader:
         nodes = [n for n in self.nodes if n in wanted]
         index = {n: i for i, n in enumerate(nodes)}
 
-        def indices(given: Iterable[fx.Node]) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(index[v] for n in given for v in shows[n]))
+        def indices(sources: Iterable[fx.Node]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(index[v] for n in sources for v in shows[n]))
 
         made, until = self._in_forward()
         values = [

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, counted
 from leannorm.planning.goal import Goal
 from leannorm.planning.plan import Plan
+from leannorm.saving.reasons import out_of_reach
 
 _COLUMNS = ("graph", "holds", "torch's", "ratio", "planned peak", "torch's", "ratio", "time")
 
@@ -23,12 +24,12 @@ class Planned(NamedTuple):
 
     def numbers(self) -> dict[str, float | str | None]:
         """What a report tells of it."""
-        found: dict[str, float | str | None] = {"graph": self.place, "reason": self.reason}
+        numbers: dict[str, float | str | None] = {"graph": self.place, "reason": self.reason}
         if self.plan is not None:
             stock, point = self.plan.stock, self.plan.point
-            found |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
-            found |= {"peak": point.peak, "stock_peak": stock.peak}
-        return found
+            numbers |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
+            numbers |= {"peak": point.peak, "stock_peak": stock.peak}
+        return numbers
 
 
 @dataclass(frozen=True, repr=False)
@@ -53,16 +54,16 @@ class CompileReport(Report):
                 " compiled by a backend other than inductor, which ignores these options, or was taken from"
                 " torch's cache, which keeps the plan but not this report"
             ]
-        found = [graph.reason for graph in self.graphs if graph.reason is not None]
+        reasons = [graph.reason for graph in self.graphs if graph.reason is not None]
         unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
-        found += [_out_of_reach(self.goal, plan) for plan in unreached]
+        reasons += [out_of_reach(self.goal, plan) for plan in unreached]
         frames = {graph.place.partition("/")[0] for graph in self.graphs}
         if len(frames) > 1:
-            found.append(
+            reasons.append(
                 f"the model was compiled in {len(frames)} pieces, each planned by itself, and what one hands"
                 " to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(reasons))
 
     @property
     def held(self) -> int:
@@ -98,18 +99,3 @@ def _row(graph: Planned) -> list[str]:
     held = [bytes_in_words(plan.point.held), bytes_in_words(plan.stock.held), f"{plan.ratio:.2f}"]
     peak = [bytes_in_words(plan.point.peak), bytes_in_words(plan.stock.peak), f"{plan.peak_ratio:.2f}"]
     return [graph.place, *held, *peak, f"{1 + plan.overhead:.2f}"]
-
-
-def _out_of_reach(goal: Goal, plan: Plan) -> str:
-    if goal.peak is not None:
-        share = plan.least / max(plan.stock.peak, 1)
-        asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
-        return (
-            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of stock's) is the"
-            " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
-            " again"
-        )
-    return (
-        f"budget={goal.budget:g} is out of reach: all that can be computed again leaves"
-        f" {plan.least / max(plan.stock.held, 1):.2f} of stock's bytes, without a peak above stock's"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import prod
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from leannorm._types import Epilogue, Moments, Pool, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
-from leannorm.functional.overridden import as_operator, hand_over
+from leannorm.functional.declare import Arguments, declare, in_training
+from leannorm.functional.door import call_operator, elsewhere, hand_over, public
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
 from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
-from leannorm.ops.modes import autocasts, leaving, sharded
-from leannorm.ops.running import frozen
+from leannorm.ops.modes import autocasts, exporting, sharded
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 Affine = tuple[Tensor | None, Tensor | None]
@@ -29,6 +29,26 @@ EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
+def _operator(given: Arguments) -> Any:
+    padding = given["padding"]
+    by_name = isinstance(padding, str)
+    return call_operator(
+        "conv_batch_norm",
+        given,
+        weight=given["bn_weight"],
+        bias=given["bn_bias"],
+        stride=_each(given["stride"]),
+        padding=[] if by_name else _each(padding),
+        padding_name=padding if by_name else "",
+        dilation=_each(given["dilation"]),
+    )
+
+
+def _each(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+@public(by_batch=in_training, operator=_operator)
 def conv_batch_norm(
     input: Tensor,
     conv_weight: Tensor,
@@ -74,16 +94,13 @@ def conv_batch_norm(
     >>> F.conv_batch_norm(x, w, None, None, None, padding=1, training=True).shape
     torch.Size([2, 5, 8, 8])
     """
-    if training and frozen():
-        running_mean = running_var = num_batches_tracked = None
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
-    if has_torch_function_variadic(*tensors):
-        return hand_over(conv_batch_norm, locals())
-    if leaving() and training:
-        return as_operator(conv_batch_norm, locals())
+    others = has_torch_function_variadic(*tensors) or elsewhere(input)
+    if others and (y := hand_over(conv_batch_norm, locals())) is not None:
+        return y
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
-    if leaving():
+    if exporting():
         _checks.running_statistics(running_mean, running_var, training)
         x = input
         if padding_mode != "zeros":
@@ -241,3 +258,32 @@ def _convolution(
         none * 2 if symmetric else tuple(pad),
         PADDING_MODES[padding_mode],
     )
+
+
+_GEOMETRY = "stride padding padding_name dilation groups padding_mode"
+_OPTIONS = f"{_GEOMETRY} training momentum eps eps_mode".split()
+
+
+def _run(*given: Any) -> Tensor:
+    tracked, weight, bias, *values = given[5:]
+    tensors: Any = (*given[:5], weight, bias)
+    options = dict(zip(_OPTIONS, values, strict=True))
+    options["padding"] = options.pop("padding_name") or options["padding"]
+    return conv_batch_norm(*tensors, num_batches_tracked=tracked, **options)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    stride, padding, name, dilation, groups, mode = rest[5:11]
+    return _convolution(x, weight, stride, name or padding, dilation, groups, mode).apply(x, weight, bias)
+
+
+declare(
+    "conv_batch_norm(Tensor x, Tensor conv_weight, Tensor? conv_bias, Tensor(a!)? running_mean,"
+    " Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, Tensor? weight, Tensor? bias, int[] stride,"
+    " int[] padding, str padding_name, int[] dilation, int groups, str padding_mode, bool training,"
+    " float? momentum, float eps, str eps_mode) -> Tensor",
+    _run,
+    _fake,
+    in_training,
+    "it is one operator with its convolution; take to_pair() of the layer",
+)

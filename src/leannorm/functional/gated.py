@@ -12,13 +12,15 @@ from leannorm import _checks
 from leannorm._types import Gating
 from leannorm.autograd.modulated import gated_norm
 from leannorm.functional import stock
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.door import hand_over, public
+from leannorm.functional.layer import dtype_of_cast
 from leannorm.functional.shards import by_row
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving, sharded
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.precision import compute_dtype
 
 
+@public(dtype=dtype_of_cast)
 @lists_activations
 def gated_rms_norm(
     input: Tensor,
@@ -59,7 +61,7 @@ def gated_rms_norm(
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.activation(act)
     _checks.cast(cast)
-    if leaving():
+    if exporting():
         how = eps, act, norm_before_gate, cast == "before"
         return stock.gated_rms_norm(input, gate, normalized_shape, weight, *how)
     _checks.floating("input", input)

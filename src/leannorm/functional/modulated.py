@@ -12,9 +12,9 @@ from leannorm import _checks
 from leannorm._types import Modulation, Rows
 from leannorm.autograd.modulated import ada_norm
 from leannorm.functional import stock
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.door import hand_over, public
 from leannorm.functional.shards import by_row, modulation
-from leannorm.ops.modes import leaving, sharded
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.precision import compute_dtype
 
 
@@ -27,7 +27,7 @@ def _ada_norm(
     input, branch, gate, scale, shift, weight, bias = tensors
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
-    if leaving():
+    if exporting():
         return stock.ada_norm(tensors, normalized_shape, eps, rms)
     _checks.floating("input", input)
     start, _ = _checks.normalized_axes(input, normalized_shape, None)
@@ -53,6 +53,7 @@ def _ada_norm(
     return made
 
 
+@public()
 def ada_layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -88,6 +89,7 @@ def ada_layer_norm(
     return _ada_norm((input, None, None, scale, shift, weight, bias), normalized_shape, eps, rms=False)[0]
 
 
+@public()
 def ada_rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -118,6 +120,7 @@ def ada_rms_norm(
     return _ada_norm((input, None, None, scale, shift, weight, None), normalized_shape, eps, rms=True)[0]
 
 
+@public()
 def add_ada_layer_norm(
     input: Tensor,
     branch: Tensor,
@@ -155,6 +158,7 @@ def add_ada_layer_norm(
     return _ada_norm((input, branch, gate, scale, shift, weight, bias), normalized_shape, eps, rms=False)
 
 
+@public()
 def add_ada_rms_norm(
     input: Tensor,
     branch: Tensor,

@@ -15,14 +15,14 @@ from leannorm._types import Epilogue, Moments, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
-from leannorm.functional.declare import AffineNames, declare
+from leannorm.functional.declare import AffineNames, Arguments, declare
+from leannorm.functional.door import hand_over, public
 from leannorm.functional.ghost import of_all_ranks
-from leannorm.functional.overridden import hand_over
 from leannorm.functional.running import running_mean_and_rstd
 from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
 from leannorm.ops.backends import REFERENCE
 from leannorm.ops.backends.reference import at_least_one
-from leannorm.ops.modes import leaving, rebuilding, sharded, transformed
+from leannorm.ops.modes import exporting, rebuilding, sharded, transformed
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.running import frozen
 
@@ -39,6 +39,13 @@ class BatchNormOutput(NamedTuple):
     saved_var: Tensor
 
 
+def _operator(given: Arguments) -> Any:
+    tensors: Any = tuple(given[name] for name in ("x", "estimated_mean", "estimated_var", "scale", "bias"))
+    settings = _Settings(*(given[name] for name in _Settings._fields))
+    return _checked(torch.ops.leannorm.batch_norm_op.default, tensors, settings)
+
+
+@public(operator=_operator)
 def batch_norm_op(
     x: Tensor,
     estimated_mean: Tensor,
@@ -81,38 +88,31 @@ def batch_norm_op(
     (True, True)
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias)
-    if has_torch_function_variadic(*tensors):
-        return hand_over(batch_norm_op, locals())
-    inside = transformed(x, scale, bias) or (is_infer and leaving())
+    if has_torch_function_variadic(*tensors) and (y := hand_over(batch_norm_op, locals())) is not None:
+        return y
+    inside = transformed(x, scale, bias) or (is_infer and exporting())
     run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
-    return checked_batch_norm_op(
-        run,
-        *tensors,
-        is_infer=is_infer,
-        use_global_est=use_global_est,
-        epsilon=epsilon,
-        momentum=momentum,
-        batch_id=batch_id,
-        data_layout=data_layout,
-    )
+    settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)
+    return _checked(run, tensors, settings)
 
 
-def checked_batch_norm_op(
+class _Settings(NamedTuple):
+    is_infer: bool
+    use_global_est: bool
+    epsilon: float
+    momentum: float
+    batch_id: int | Tensor | None
+    data_layout: str
+
+
+def _checked(
     run: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    x: Tensor,
-    estimated_mean: Tensor,
-    estimated_var: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    is_infer: bool,
-    use_global_est: bool,
-    epsilon: float,
-    momentum: float,
-    batch_id: int | Tensor | None,
-    data_layout: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    settings: _Settings,
 ) -> BatchNormOutput:
     """`batch_norm_op` by `run`: the operator, or the function behind it."""
+    x, estimated_mean, estimated_var, scale, bias = tensors
+    is_infer, use_global_est, epsilon, momentum, batch_id, data_layout = settings
     _checks.floating("x", x)
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
@@ -167,7 +167,7 @@ def _batch_norm_op(
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        if leaving():
+        if exporting():
             y = stock.batch_norm(x, estimates, epilogue, epsilon)
         else:
             y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)

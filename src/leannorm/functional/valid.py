@@ -10,7 +10,8 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Valid
+from leannorm._types import Maybe, Valid
+from leannorm.functional.declare import Arguments
 from leannorm.ops.modes import transformed
 
 Lengths = Tensor | Sequence[int]
@@ -27,11 +28,7 @@ def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
 
 
 def valid_positions(
-    input: Tensor,
-    mask: Tensor | None,
-    lengths: Lengths | None,
-    fill: str = "zero",
-    kept: tuple[int, int] = (1, 2),
+    input: Tensor, mask: Maybe, lengths: Lengths | None, fill: str = "zero", kept: tuple[int, int] = (1, 2)
 ) -> Valid | None:
     """Which positions of `input` are data; None where all are, as far as the host knows.
 
@@ -159,23 +156,33 @@ def of_one_sample(lengths: Lengths | int) -> Lengths:
     return [lengths] if isinstance(lengths, int) else lengths
 
 
-def refuse_to_leave_masked(mask: object, lengths: object) -> None:
-    """No graph that leaves has statistics of the valid positions of a batch."""
-    if mask is not None or lengths is not None:
+def refuse_to_export(arguments: Arguments) -> None:
+    """No exported graph has a pool, statistics of groups of samples, or of the valid positions of a batch."""
+    if arguments.get("mask") is not None or arguments.get("lengths") is not None:
         raise InputError(
             "a norm by the statistics of a batch with mask= or lengths= cannot be exported or traced; export "
             "the model in evaluation mode, with running statistics"
         )
+    if (size := arguments.get("group_size")) is not None:
+        raise InputError(
+            f"a batch norm with group_size={size} cannot be exported or traced in training mode; "
+            "export it in evaluation mode"
+        )
+    if arguments.get("pool") is not None:
+        raise InputError(
+            "within accumulate_stats() a model cannot be exported or traced: its graph would move statistics "
+            "at every call; leave the context first"
+        )
 
 
-def leaving_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
+def exported_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
     """What evaluation leaves at padding, for a graph that leaves: torch's functions, no size is looked at."""
     if fill == "normalize" or (mask is None and lengths is None):
         return y
-    return y.masked_fill(~leaving_positions(y, mask, lengths), 0)
+    return y.masked_fill(~exported_positions(y, mask, lengths), 0)
 
 
-def leaving_positions(
+def exported_positions(
     x: Tensor, mask: Tensor | None, lengths: Lengths | None, kept: tuple[int, int] = (1, 2)
 ) -> Tensor:
     """`valid_positions` for a graph that leaves: a mask that broadcasts against x; no size is looked at."""

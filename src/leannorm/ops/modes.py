@@ -46,7 +46,7 @@ def _within_transforms() -> bool:
 _within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def leaving() -> bool:
+def exporting() -> bool:
     """Is this call written into a graph that leaves: by `torch.export`, or by TorchScript's tracer?
 
     ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.

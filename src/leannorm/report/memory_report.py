@@ -214,11 +214,11 @@ def timeline_section(report: MemoryReport, heading: str) -> Section:
 
 def _reasons(report: MemoryReport) -> list[tuple[str, str]]:
     """Setting and reason, each reason once."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for one in report.settings:
         for reason in one.reasons:
-            found.setdefault(reason, []).append(one.name)
-    return [(", ".join(names), reason) for reason, names in found.items()]
+            settings.setdefault(reason, []).append(one.name)
+    return [(", ".join(names), reason) for reason, names in settings.items()]
 
 
 def _parts_of(names: Iterable[str]) -> dict[str, list[str]]:

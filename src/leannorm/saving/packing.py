@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
-from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
+from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
@@ -42,17 +42,18 @@ from leannorm.saving.narrowed import (
     narrowed_positions,
     references_when_alone,
 )
-from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
+from leannorm.saving.plan import Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.provenance import sequence_number
+from leannorm.saving.rates import rates_for
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
+from leannorm.saving.timeline import Read, lines_of, read_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
@@ -77,13 +78,13 @@ class Packing(CountingHook):
         self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
         self.hooks = hooks
         self.calls: list[tuple[Any, ...]] = []
-        self.nodes: list[Node] = []
+        self.reads: list[Read] = []
+        self._largest_read = SMALLEST
         self.device = torch.device("cpu")
         self.reasons: Counter[str] = Counter()
         self.seen = 0
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self._anything_waits = False
-        self._largest = 0
+        self._anything_waits, self._largest = False, 0
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
@@ -92,7 +93,14 @@ class Packing(CountingHook):
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen = self.search.provenance.order = self.seen + 1
         try:
-            return self._of_this_pass(self._pack(tensor, references, frame))
+            value = self._of_this_pass(self._pack(tensor, references, frame))
+            if self._makes_a_plan:
+                size = 0 if tensor.grad_fn is None or is_parameter(tensor) else tensor.numel()
+                self.reads.append(
+                    read_of(tensor, value, references, frame if size > self._largest_read else None)
+                )
+                self._largest_read = max(self._largest_read, size)
+            return value
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))
         except FreedError:
@@ -117,9 +125,7 @@ class Packing(CountingHook):
         if kind == PASSES_ON:
             node, output = made_by(node, output)
             kind = kind_of(node)
-        local: Tensor | None = tensor  # the tensor, or that of this rank
-        if type(tensor) not in _PLAIN:
-            local = local_of(tensor)
+        local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
             if tensor.numel() >= SMALLEST:
                 self.reasons[reasons.SUBCLASSES] = 1
@@ -140,7 +146,6 @@ class Packing(CountingHook):
             place = len(self.calls)
             self.calls.append((kind, *seen_as[:3]))
             if self._makes_a_plan:
-                self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
@@ -175,7 +180,6 @@ class Packing(CountingHook):
             value.watch, value.sample, value.spec = version_of(tensor), Sample.of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
             if self._makes_a_plan:
-                value.price = of_rebuild(step, local.shape, tensor.dtype, tensor.device)
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
                 self.ledger.rebuilds(value, local)
@@ -187,8 +191,11 @@ class Packing(CountingHook):
             value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
-        unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
-        value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
+            elif size >= SMALLEST:
+                value.why = reasons.SMALLER
+        value.layout, value.place, value.seen_at = seen_as, place, number
+        value.as_made = unedited is True  # else only compared: what read it before may have read other bits
+        unedited = value.as_made or (unedited is None and isinstance(found, Step) and spent is not None)
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
         self._mark(value, local)
@@ -267,21 +274,13 @@ class Packing(CountingHook):
 
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
-        known: dict[Value, int] = {}
-        # if the base of several views was not packed, every view rebuilds the whole base
-        parts = tuple(
-            Part(
-                tuple(places),
-                root.if_held if root.if_held and len(places) == 1 else nbytes,  # a view would hold all of it
-                price,
-                longest_chain_of_sums(root, known),
-            )
-            for root, places, nbytes, price in self.ledger.parts()
-        )
-        seconds = of_step(self.nodes, self.device) if self.nodes else 0.0
-        always = self.ledger.rebuilt() - sum(part.nbytes for part in parts)
+        assert self.following is not None
+        rates, why = rates_for(self.following.goal, self.device)
+        if why is not None:
+            self.reasons[why] = 1
+        lines, places = lines_of(self.reads, self.ledger.alive(), rates)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
-        return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds, always, narrow)
+        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads))
 
     # ------------------------------------------------ held
 
@@ -307,6 +306,8 @@ class Packing(CountingHook):
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             # rrelu fills its noise only after it was saved
             value = self._hold(tensor, movable=tensor._version > 0)
+            if alone and large:
+                value.name, value.why = name_of(frame), reasons.KEPT
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or large:
                 value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
@@ -392,7 +393,5 @@ class Packing(CountingHook):
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
-                    if self._makes_a_plan:
-                        value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)

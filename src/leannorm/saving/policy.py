@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from leannorm._errors import InputError
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.steps import Step
-from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
+from leannorm.saving.values import MUCH_LARGER, Value, is_parameter, products_of, size_of
 
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""
@@ -21,7 +20,7 @@ class Policy:
     those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
     does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
     one size (a residual connection) at most one product in a row: all that follows up to the next sum is
-    larger, and would be held in its place.
+    larger, and would be held in its place; a bias is part of the product that it is added to.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
     """
@@ -59,7 +58,8 @@ class Policy:
             products = products_of(step.inputs)
             if len(set(map(size_of, step.inputs))) > 1:
                 return not products or all(map(needs_no_norm, step.inputs))
-            return products <= 1 and (self.everything or all(map(needs_no_norm, step.inputs)))
+            few = products <= 1 or any(map(_is_bias, step.inputs))
+            return few and (self.everything or all(map(needs_no_norm, step.inputs)))
         return self.everything or not step.costly
 
 
@@ -74,20 +74,10 @@ def needs_no_norm(value: Value) -> bool:
     return (step.view or step.kind in ("scale", "sum")) and all(needs_no_norm(v) for v in step.inputs)
 
 
-def check(recompute: str, budget: float | None, overhead: float | None = None) -> None:
-    """Raises InputError for settings that do not exist."""
-    if recompute not in ("norm", "conv"):
-        meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
-        raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
-    if budget is not None and overhead is not None:
-        raise InputError(f"budget or overhead, not both; got budget={budget!r} and overhead={overhead!r}")
-    if overhead is not None and not (_is_number(overhead) and overhead >= 0):
-        raise InputError(f"overhead is a share of stock's step time, 0 or more; got {overhead!r}")
-    if budget is not None and not 0 < budget <= 1:
-        raise InputError(
-            f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_bias(value: Value) -> bool:
+    """A parameter, or rows of it, such as an expert's bias: added to a product, it is part of that."""
+    while value.step is not None:
+        if value.products or not (value.step.view or value.step.kind == "scale"):
+            return False
+        value = value.step.inputs[0]
+    return value.tensor is not None and is_parameter(value.tensor)
