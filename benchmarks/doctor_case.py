@@ -5,6 +5,7 @@ python -m benchmarks.doctor_case [CHART.svg]     trains on scikit-learn's digits
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -64,23 +65,23 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def chart(gaps: dict[str, list[float]], words: str) -> str:
-    """A bar for each layer, the second run before the first."""
-    highest = max(max(values) for values in gaps.values())
+    """A bar for each layer, the second run before the first; on a logarithmic axis, so that both are seen."""
+    highest = math.ceil(math.log10(max(max(values) for values in gaps.values())))
+    lowest = highest - 4
     parts = [f'<text x="{LEFT}" y="18">{escape(words)}</text>']
     for i, (name, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{LEFT + 130 * i}" y="30" width="12" height="12" rx="2" fill="{colour}"/>')
         parts.append(f'<text x="{LEFT + 130 * i + 18}" y="41">{name}</text>')
     bottom = 60 + HEIGHT
-    apart = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if highest / step <= 5)
-    for i in range(int(highest / apart) + 1):
-        tick = i * apart
-        y = bottom - tick / highest * HEIGHT
+    for power in range(lowest, highest + 1):
+        y = bottom - (power - lowest) / (highest - lowest) * HEIGHT
         parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 10}" stroke="#9ca3af" stroke-opacity="0.4"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{10.0**power:g}</text>')
     for name, values in gaps.items():
         step = (WIDTH - 10 - LEFT) / len(values)
         for i, value in enumerate(values):
-            height = value / highest * HEIGHT
+            power = math.log10(max(value, 10.0**lowest))
+            height = (power - lowest) / (highest - lowest) * HEIGHT
             at = f'x="{LEFT + i * step + 1:.1f}" y="{bottom - height:.1f}" width="{step - 2:.1f}"'
             parts.append(f'<rect {at} height="{height:.1f}" fill="{COLOURS[name]}"/>')
     parts.append(f'<text x="{LEFT}" y="{bottom + 20}">first layer</text>')
@@ -113,7 +114,7 @@ def main() -> int:
             name: [layer.gap or 0.0 for layer in report.layers]
             for name, report in zip(COLOURS, (before, after), strict=True)
         }
-        words = "Gap between the batches' statistics and the running ones, in standard deviations"
+        words = "Gap of batches' and running statistics, in standard deviations, on a logarithmic axis"
         Path(sys.argv[1]).write_text(chart(gaps, words))
     return 0
 

@@ -51,8 +51,9 @@ class CompileReport(Report):
         if not self.graphs:
             return [
                 "no graph was planned in this process: the model has not run yet, needs no gradient, was"
-                " compiled by a backend other than inductor, which ignores these options, or was taken from"
-                " torch's cache, which keeps the plan but not this report"
+                " compiled by a backend other than inductor, which ignores these options, was taken from"
+                " torch's cache, which keeps the plan but not this report, or is one of torch's own modules,"
+                " as nn.Sequential, of which .compile() compiles nothing: torch.compile(model, options=...)"
             ]
         reasons = [graph.reason for graph in self.graphs if graph.reason is not None]
         unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
