@@ -16,7 +16,7 @@ class Late(ModuleType):
     """A package whose code runs when the first of its names is asked for."""
 
     def __getattr__(self, name: str) -> Any:
-        self.__class__ = ModuleType
+        self.__class__ = ModuleType  # type: ignore[assignment]
         self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
         return getattr(self, name)
 
