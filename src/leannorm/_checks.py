@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf, prod
 
 import torch
@@ -139,16 +139,6 @@ def _can_be_updated(tensor: Tensor) -> bool:
     frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
     overlaps = tensor.shape[0] > 1 and tensor.stride(0) == 0
     return not (frozen or overlaps or (tensor.requires_grad and tensor.is_leaf))
-
-
-def not_sharded(input: Tensor, state: Iterable[object]) -> None:
-    """For batch statistics that go beyond torch's function: none of `state` may be given with a DTensor."""
-    if any(each is not None for each in state):
-        raise InputError(
-            "statistics of a batch that move running ones, or are shared or grouped, are not computed of a "
-            f"DTensor, got placements {getattr(input, 'placements', 'of a parameter alone')}; pass "
-            'input.to_local() to a SyncBatchNorm, or take leannorm.convert(layer, to="torch")'
-        )
 
 
 def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) -> None:

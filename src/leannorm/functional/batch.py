@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Pool, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
@@ -25,6 +26,7 @@ from leannorm.functional.running import (
     running_mean_and_rstd,
     update_running_statistics,
 )
+from leannorm.functional.shards import Cut, by_channel
 from leannorm.functional.valid import (
     Lengths,
     Masking,
@@ -150,13 +152,13 @@ def _by_number(
         y = fast.batch_norm(input, *epilogue[:2], eps, epilogue.act, running, training)
         if y is not None:
             return y
-    if exporting() or sharded(input, *running[:2], *epilogue[:3]):
-        if training:
-            _checks.not_sharded(input, running[:1])
+    if exporting():
         _checks.running_statistics(*running[:2], training)
         _checks.activation(epilogue.act)
         return exported_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
     _check(input, running, epilogue, training, eps)
+    if sharded(input, *running[:2], *epilogue[:3]):
+        return _of_shards(input, running, epilogue, training, eps, masking)
     valid = valid_positions(input, *masking)
     if training:
         return _by_batch(input, running, epilogue, eps, valid=valid)
@@ -214,9 +216,7 @@ def tracked_batch_norm(
     others = has_torch_function_variadic(*tensors) or elsewhere(input)
     if others and (y := hand_over(tracked_batch_norm, locals())) is not None:
         return y
-    if exporting() or sharded(*tensors):
-        if training:
-            _checks.not_sharded(input, (running_mean, sharing, pool, group_size))
+    if exporting():
         _checks.dim(input, dims)
         if running_mean is None:
             refuse_to_export({"mask": mask, "lengths": lengths})
@@ -235,10 +235,54 @@ def tracked_batch_norm(
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
+    if sharded(*tensors):
+        masking, how = (mask, lengths, fill), (sharing, pool, group_size)
+        return _of_shards(input, running, epilogue, use_batch, eps, masking, *how)
     valid = valid_positions(input, mask, lengths, fill)
     if use_batch:
         return _by_batch(input, running, epilogue, eps, sharing, pool, group_size, valid)
     return _by_running(input, running, epilogue, eps, valid)
+
+
+def _of_shards(
+    input: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    by_batch: bool,
+    eps: float,
+    masking: Masking,
+    sharing: Sharing | None = None,
+    pool: Pool | None = None,
+    group_size: int | None = None,
+) -> Tensor:
+    """By the statistics of the whole batch, of which each rank has a part."""
+    if by_batch and group_size is None:
+        _checks.more_than_one_value(input, values_per_channel(input.shape))
+
+    def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        valid = valid_positions(x, *masking)
+        if not by_batch:
+            return _by_running(x, running, epilogue, eps, valid)
+        reduced = (0, *range(2, x.dim()))
+        merged = cut.merged(reduced, "batch_norm", eps)
+        if sharing is not None and (merged is not None or cut.holds_rank_of(sharing.group)):
+            raise InputError(
+                "the ranks of process_group may hold no parts of the same DTensor, whose statistics are "
+                f"merged already, got placements {cut.placements}; take a BatchNorm, or the group of another "
+                "dimension of the mesh than the input's"
+            )
+        if group_size is not None and not (cut.cuts_between(0, group_size) and cut.is_whole(reduced[1:])):
+            raise cut.refuse(
+                f"batch norm with group_size={group_size} needs whole groups of samples on each rank",
+                reduced,
+            )
+        if pool is not None and not cut.is_whole((1,)):
+            raise cut.refuse("accumulate_stats() needs all channels on each rank", (1,))
+        if merged is not None:
+            merged = merged._replace(momentum=running.momentum, tracks=running.mean is not None)
+        return _by_batch(x, running, epilogue, eps, merged or sharing, pool, group_size, valid)
+
+    return by_channel(run, input, running, epilogue, masking, by_batch)
 
 
 def _by_running(

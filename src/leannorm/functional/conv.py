@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import prod
 from typing import Any, overload
@@ -15,12 +15,16 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Pool, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
+from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments, declare, in_training
 from leannorm.functional.door import call_operator, elsewhere, hand_over, public
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
-from leannorm.ops.modes import autocasts, exporting
+from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
+from leannorm.ops.modes import autocasts, exporting, sharded
 
+Operands = tuple[Tensor, Tensor, Tensor | None]
+Affine = tuple[Tensor | None, Tensor | None]
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
@@ -125,24 +129,64 @@ def conv_batch_norm(
     count = input.shape[0] * prod(sizes)
     outside = eps_mode == "outside"
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
-    mean = rstd = None
     if training:
         _checks.more_than_one_value(input, count)
-    elif running_var is not None:
-        mean, rstd = running_mean_and_rstd(running, eps)
-        if outside:
-            rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
+
+    def run(operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None) -> Tensor:
+        mean = rstd = None
+        if not training and running.var is not None:
+            mean, rstd = running_mean_and_rstd(running, eps)
+            if outside:
+                rstd = rstd_outside(running.var.detach().to(rstd.dtype), eps)
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            normalization = Normalization(*affine, mean, rstd)
+            y, mean, m2 = conv_norm(convolution, operands, normalization, eps, outside, sharing)
+        if m2 is not None:
+            update_running_statistics(running, Moments(mean, m2, count), pool)
+        return y
+
     device, autocast = input.device.type, autocasts(input)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)
     _checks.same_dtype("conv_weight", conv_weight, input)
-    with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        operands, affine = (input, conv_weight, conv_bias), Normalization(bn_weight, bn_bias, mean, rstd)
-        y, mean, m2 = conv_norm(convolution, operands, affine, eps, outside)
-    if m2 is not None:
-        update_running_statistics(running, Moments(mean, m2, count), pool)
-    return y
+    operands, affine = (input, conv_weight, conv_bias), (bn_weight, bn_bias)
+    if sharded(*tensors):
+        return _of_shards(run, operands, affine, running, groups, (input.shape[0], len(conv_weight), *sizes))
+    return run(operands, affine, running)
+
+
+def _of_shards(
+    run: Callable[..., Tensor],
+    operands: Operands,
+    affine: Affine,
+    running: Running,
+    groups: int,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Of parts of the batch, or with parts of the weight by output channels."""
+    input, conv_weight, conv_bias = operands
+    of_one_mesh(*operands, *affine, *running[:3])
+    given, positions = Cut.of(input), range(1, input.dim())
+    if not given.is_whole(positions):
+        raise given.refuse(
+            "a convolution with its batch norm takes parts of a batch (to_pair() makes two layers)",
+            positions,
+        )
+    of_weight = Cut.of(conv_weight, range(0 if groups > 1 else 1, conv_weight.dim()))
+    axes = [0 if i == 0 else 1 if j == 0 else None for i, j in zip(given.axes, of_weight.axes, strict=True)]
+    cut, elements = Cut(given.mesh, axes, torch.Size(shape)), range(input.dim())
+    parts = (
+        cut.local(input, [0, *(-1 for _ in positions)]),
+        cut.local(conv_weight, [1, *(-1 for _ in positions)]),
+        cut.local(conv_bias, VECTOR),
+    )
+    local = cut.running(running)
+    sharing = cut.merged((0,), "conv_batch_norm", 0.0)
+    y = run(parts, tuple(cut.local(v, VECTOR) for v in affine), local, sharing)
+    for whole, part in zip(running[:2], local[:2], strict=True):
+        cut.write_back(whole, part, VECTOR)
+    return cut.whole(y, elements)
 
 
 @overload

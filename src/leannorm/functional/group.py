@@ -13,10 +13,12 @@ from leannorm import _checks
 from leannorm._types import Epilogue, Moments, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.distributed.collective import add_up
 from leannorm.functional import stock
 from leannorm.functional.declare import Arguments
 from leannorm.functional.door import call_operator, elsewhere, hand_over, has_subclass, public
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.shards import Cut, by_channel, without_channels
 from leannorm.functional.valid import (
     UNMASKED,
     Lengths,
@@ -28,8 +30,7 @@ from leannorm.functional.valid import (
     valid_positions,
 )
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import exporting, sharded
-from leannorm.ops.plan import channel_plan
+from leannorm.ops.modes import exporting, rebuilding, sharded
 
 
 @public(F.group_norm)
@@ -122,7 +123,7 @@ def group_norm_act(
 def _group_norm(
     input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking = UNMASKED
 ) -> Tensor:
-    if exporting() or sharded(input, epilogue.weight, epilogue.bias):
+    if exporting():
         if masking[0] is not None or masking[1] is not None:
             return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
         return stock.group_norm(input, num_groups, epilogue, eps)
@@ -133,8 +134,31 @@ def _group_norm(
     _checks.non_negative_eps(eps)
     # torch's rule: groups of one value are refused only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
+    if sharded(input, epilogue.weight, epilogue.bias):
+        return _groups_of_shards(input, num_groups, epilogue, eps, masking)
     valid = valid_positions(input, *masking)
     return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
+
+
+def _groups_of_shards(
+    input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking
+) -> Tensor:
+    """Of parts of samples, or of channels in whole groups."""
+    channels, positions = input.shape[1] // num_groups, range(2, input.dim())
+
+    def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        if not cut.cuts_between(1, channels):
+            raise cut.refuse(f"a rank needs whole groups of {channels} channels", (1,))
+        if not (unmasked(*masking) or cut.is_whole(positions)):
+            raise cut.refuse("group norm with mask= or lengths= needs whole samples on each rank", positions)
+        groups = x.shape[1] // channels
+        if groups == 0:
+            return without_channels(x, epilogue)
+        sharing = cut.merged(positions, "group_norm", eps, groups)
+        valid = valid_positions(x, *masking)
+        return channel_norm(x, epilogue, eps, groups, valid=valid, sharing=sharing)[0]
+
+    return by_channel(run, input, Running(None, None, None, None), epilogue, masking)
 
 
 def moves_its_statistics(given: Arguments) -> bool:
@@ -194,9 +218,7 @@ def instance_norm(
         quick = fast.instance_norm(input, weight, bias, eps)
         if quick is not None:
             return quick
-    if exporting() or sharded(input, running_mean, running_var, weight, bias):
-        if use_input_stats:
-            _checks.not_sharded(input, (running_mean,))
+    if exporting():
         _checks.running_statistics(running_mean, running_var, use_input_stats)
         if use_input_stats:
             refuse_to_export({"mask": mask, "lengths": lengths})
@@ -210,20 +232,54 @@ def instance_norm(
     _checks.non_negative_eps(eps)
     _checks.momentum(momentum)
     running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(weight, bias)
-    valid = valid_positions(input, mask, lengths, fill)
-    if not use_input_stats:
-        mask = None if valid is None or not valid.zero else valid.mask
-        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue, mask)
-    _checks.more_than_one_spatial_element(input)
-    channels = input.shape[1]
+    masking: Masking = (mask, lengths, fill)
+    if use_input_stats:
+        _checks.more_than_one_spatial_element(input)
+
+    def run(cut: Cut | None, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        valid = valid_positions(x, *masking)
+        if not use_input_stats:
+            mask = None if valid is None or not valid.zero else valid.mask
+            return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
+        masked = masking[0] is not None  # also where this rank has no padding
+        return _instances(cut, x, running, epilogue, eps, valid, masked)
+
+    if sharded(input, running_mean, running_var, weight, bias):
+        return by_channel(run, input, running, epilogue, masking, use_input_stats)
+    return run(None, input, running, epilogue, masking)
+
+
+def _instances(
+    cut: Cut | None,
+    input: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    eps: float,
+    valid: Valid | None,
+    masked: bool,
+) -> Tensor:
+    """By each sample's own statistics; of a DTensor a sample or the samples may be cut."""
+    channels, sharing, others = input.shape[1], None, None
+    whole = input.shape if cut is None else cut.shape
     if channels == 0:  # no channels, so no groups: the input is empty
-        return input.clone()
+        return without_channels(input, epilogue)
+    if cut is not None:
+        positions = range(2, input.dim())
+        sharing = cut.merged(positions, "instance_norm", eps, channels)
+        others = cut.merged((0,), "instance_norm", eps)
+        axes = positions if running.mean is None else (0, *positions)
+        if masked and not cut.is_whole(axes):
+            raise cut.refuse("instance norm with mask= or lengths= needs whole samples on each rank", axes)
     if valid is not None:
         return _instances_of_valid(input, valid, running, epilogue, eps)
-    y, moments = channel_norm(input, epilogue, eps, channels)
-    if running_mean is not None and moments is not None and input.numel():
-        inner = channel_plan(input.shape, channels).inner
-        update_running_statistics(running, Moments(moments.mean.mean(0), moments.m2.mean(0), inner))
+    y, moments = channel_norm(input, epilogue, eps, channels, sharing=sharing)
+    if running.mean is not None and moments is not None and whole.numel():
+        samples: int | Tensor = input.shape[0]
+        mean, m2 = moments.mean.sum(0), moments.m2.sum(0)
+        if others is not None and not rebuilding():
+            total = add_up((torch.cat((mean, m2)),), samples, others.group, others.call("average", input))
+            samples, (mean, m2) = total[0], total[1:].chunk(2)
+        update_running_statistics(running, Moments(mean / samples, m2 / samples, moments.count))
     return y
 
 

@@ -17,6 +17,7 @@ from leannorm.functional import stock
 from leannorm.functional.declare import Arguments
 from leannorm.functional.door import hand_over, public
 from leannorm.functional.jagged import NestedTensor, rows
+from leannorm.functional.shards import by_row
 from leannorm.functional.valid import Lengths, valid_positions
 from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.plan import row_statistics_shape
@@ -38,7 +39,7 @@ def _row_norm(
     mask: Tensor | None,
     lengths: Lengths | None,
 ) -> tuple[Tensor, Tensor]:
-    if exporting() or sharded(*tensors):
+    if exporting():
         return stock.row_norm(tensors, normalized_shape, form, mask, lengths)
     input, residual, weight, bias = tensors
     eps, dim, rms, weight_offset, cast_before = form
@@ -52,9 +53,27 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
+    how = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
+    if sharded(*tensors):
+        return _of_shards(tensors, how, mask, lengths)
     valid = _valid_rows(input, mask, lengths, start, stop)
-    rows = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
-    return row_norm(input, residual, weight, bias, rows, valid)
+    return row_norm(input, residual, weight, bias, how, valid)
+
+
+def _of_shards(
+    tensors: tuple[Tensor | None, ...], how: Rows, mask: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    assert tensors[0] is not None
+    elements, normalized = range(tensors[0].dim()), (how.start, how.stop)
+    if lengths is not None:
+        _checks.lengths_of_rows(tensors[0], *normalized)
+
+    def run(x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, mask: Maybe) -> tuple[Tensor, Tensor]:
+        return row_norm(x, residual, weight, bias, how, _valid_rows(x, mask, None, *normalized))
+
+    axes = elements, elements, range(*normalized), range(*normalized)
+    made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, normalized, (mask, lengths, "zero"))
+    return made
 
 
 def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int, stop: int) -> Maybe:

@@ -13,12 +13,16 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
 from leannorm.functional.declare import AffineNames, Arguments, declare
 from leannorm.functional.door import hand_over, public
+from leannorm.functional.ghost import of_all_ranks
 from leannorm.functional.running import running_mean_and_rstd
+from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import exporting, rebuilding, transformed
+from leannorm.ops.backends.reference import at_least_one
+from leannorm.ops.modes import exporting, rebuilding, sharded, transformed
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.running import frozen
 
@@ -132,15 +136,33 @@ def _checked(
     estimates = estimated_mean, estimated_var
     if frozen() and not is_infer:
         estimates = estimated_mean.clone(), estimated_var.clone()
-    how = batch_id, is_infer, use_global_est, epsilon, momentum
-    y, batch_mean, batch_var = run(moved, *estimates, scale, bias, *how)
+    tensors, how = (moved, *estimates, scale, bias), (is_infer, use_global_est, epsilon, momentum)
+    if sharded(*tensors):
+        y, batch_mean, batch_var = _of_shards(tensors, batch_id, how)
+    else:
+        y, batch_mean, batch_var = run(*tensors, batch_id, *how)
     return BatchNormOutput(
         y.movedim(1, -1) if last else y, batch_mean, batch_var, estimated_mean, estimated_var
     )
 
 
+def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, how: tuple[Any, ...]) -> list[Tensor]:
+    """The function of this rank's parts, with the statistics of the whole batch."""
+    of_one_mesh(*tensors, batch_id)
+    x, mean, var, *_ = tensors
+    cut, elements = Cut.of(x), range(x.dim())
+    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", how[2]) if x.numel() else None
+    sharing = None if sharing is None else sharing._replace(tracks=True)
+    axes = elements, VECTOR, VECTOR, VECTOR, VECTOR
+    parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
+    made = _batch_norm_op(*parts, cut.local(batch_id, ()), *how, sharing=sharing)
+    for whole, part in zip((mean, var), parts[1:3], strict=True):
+        cut.write_back(whole, part, VECTOR)
+    return [cut.whole(v, of) for v, of in zip(made, axes, strict=False)]
+
+
 def _batch_norm_op(
-    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any
+    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any, sharing: Sharing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
@@ -151,13 +173,13 @@ def _batch_norm_op(
             y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
-        moments: Moments | None = REFERENCE.channel_moments(x.detach())
+        moments: Moments | None = of_all_ranks(REFERENCE.channel_moments(x.detach()), sharing, x)
     else:
-        y, moments = channel_norm(x, epilogue, epsilon)
+        y, moments = channel_norm(x, epilogue, epsilon, sharing=sharing)
     assert moments is not None
-    count = values_per_channel(x.shape)
-    mean, var = moments.mean.detach(), moments.m2.detach() / max(count, 1)
-    if count and not rebuilding():
+    count = moments.count
+    mean, var = moments.mean.detach(), moments.m2.detach() / at_least_one(count)
+    if not rebuilding() and not (isinstance(count, int) and count == 0):
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:

@@ -36,10 +36,33 @@ def valid_positions(
     normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
     last of them, one a sample. Values are checked where the host has them; else a length is clamped.
     """
+    found, count, positions = _found(input, mask, lengths, fill, kept)
+    if found is None:
+        return None
+    if count is not None and count == prod(positions):
+        return None
+    if found.shape != positions or found.dim() != 2:
+        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
+    return Valid(found.contiguous(), count, fill == "zero")
+
+
+def positions_of_data(
+    input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
+) -> Tensor | None:
+    """The mask of a DTensor, without the kept axes; of lengths (those of the whole batch) a plain tensor."""
+    if isinstance(lengths, Tensor) and hasattr(lengths, "full_tensor"):
+        lengths = lengths.full_tensor()
+    return _found(input, mask, lengths, fill, kept)[0]
+
+
+def _found(
+    input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
+) -> tuple[Tensor | None, int | None, tuple[int, ...]]:
+    """What broadcasts to the positions and is True at data, how many these are, and the positions' sizes."""
     if fill != "zero":
         _checks.one_of("fill", fill, FILLS)
     if mask is None and lengths is None:
-        return None
+        return None, None, ()
     if mask is not None and lengths is not None:
         raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
     shape = tuple(input.shape)
@@ -47,15 +70,9 @@ def valid_positions(
     if not positions:
         raise InputError(f"mask and lengths need an axis of positions, got an input of shape {shape}")
     if mask is not None:
-        found, count = _of_mask(input, mask, positions, kept)
-    else:
-        assert lengths is not None
-        found, count = _of_lengths(input, lengths, positions)
-    if count is not None and count == prod(positions):
-        return None
-    if found.shape != positions or found.dim() != 2:
-        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
-    return Valid(found.contiguous(), count, fill == "zero")
+        return *_of_mask(input, mask, positions, kept), positions
+    assert lengths is not None
+    return *_of_lengths(input, lengths, positions), positions
 
 
 def _on_host(tensor: Tensor) -> bool:

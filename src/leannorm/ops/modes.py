@@ -58,7 +58,7 @@ def exporting() -> bool:
 
 
 def sharded(*tensors: Tensor | None) -> bool:
-    """Is one a DTensor? It knows how to compute torch's norms in shards, and not how to compute ours."""
+    """Is one a DTensor? Then `functional/shards.py` runs the norm on local tensors."""
     for t in tensors:  # noqa: SIM110 (compilers of all releases trace a loop; the class may not be imported)
         if t is not None and hasattr(t, "placements"):
             return True
