@@ -116,9 +116,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return self
         if not self._open:
             self._ledger, self.reasons = Ledger(), []
-        frame = sys._getframe(1)
-        place = place_of(frame) if self.place is None else self.place
-        self._open.append(ForwardPass(self._settings, self._ledger, place, id(frame)))
+        place = place_of(sys._getframe(1)) if self.place is None else self.place
+        self._open.append(ForwardPass(self._settings, self._ledger, place))
         self._open[-1].open()
         return self
 

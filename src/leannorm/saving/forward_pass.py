@@ -46,11 +46,10 @@ class Settings(NamedTuple):
 
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it, and
-    `opened_by`, the `id` of its frame, the running function."""
+    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable, opened_by: int) -> None:
-        self._settings, self._ledger, self._opened_by = settings, ledger, opened_by
+    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable) -> None:
+        self._settings, self._ledger = settings, ledger
         self._place: Hashable = None  # of passes that may be small
         if settings.may_be_small and place is not NEVER_SMALL:
             self._place = place, settings.policy
@@ -84,7 +83,6 @@ class ForwardPass:
         self._packing = Packing(
             self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
         )
-        self._packing.opened_by = self._opened_by
         return self._packing.pack
 
     def close(self) -> None:
