@@ -66,23 +66,17 @@ def leaner(name: str, **more: Any) -> lean:
 
 def _arguments(name: str) -> dict[str, Any]:
     option, _, value = name.partition(" ")
-    if not value:
-        return {"recompute": option}
-    try:
-        return {option: float(value)}
-    except ValueError:
-        return {option: value}  # 8GiB
+    return {option: float(value)} if value else {"recompute": option}
 
 
 def code_of(name: str) -> str:
     """The call that `leaner` makes, as it is typed.
 
-    >>> code_of("norm"), code_of("budget 0.5"), code_of("peak 8GiB")
-    ('leannorm.lean()', 'leannorm.lean(budget=0.5)', 'leannorm.lean(peak="8GiB")')
+    >>> code_of("norm"), code_of("conv"), code_of("budget 0.5")
+    ('leannorm.lean()', 'leannorm.lean("conv")', 'leannorm.lean(budget=0.5)')
     """
     option, _, value = name.partition(" ")
-    quoted = value if value.replace(".", "", 1).isdigit() else f'"{value}"'
-    argument = f"{option}={quoted}" if value else "" if name == "norm" else f'"{name}"'
+    argument = f"{option}={value}" if value else "" if name == "norm" else f'"{name}"'
     return f"leannorm.lean({argument})"
 
 
