@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from math import prod
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -127,25 +127,12 @@ def conv_batch_norm(
     sizes = convolution.output_sizes(input, conv_weight)
     _checks.positive_output(sizes, input, conv_weight)
     count = input.shape[0] * prod(sizes)
-    outside = eps_mode == "outside"
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     if training:
         _checks.more_than_one_value(input, count)
 
-    def run(operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None) -> Tensor:
-        mean = rstd = None
-        if not training and running.var is not None:
-            mean, rstd = running_mean_and_rstd(running, eps)
-            if outside:
-                rstd = rstd_outside(running.var.detach().to(rstd.dtype), eps)
-        with torch.autocast(device, enabled=False) if autocast else nullcontext():
-            normalization = Normalization(*affine, mean, rstd)
-            y, mean, m2 = conv_norm(convolution, operands, normalization, eps, outside, sharing)
-        if m2 is not None:
-            update_running_statistics(running, Moments(mean, m2, count), pool)
-        return y
-
     device, autocast = input.device.type, autocasts(input)
+    run = _Run(convolution, training, eps, eps_mode == "outside", count, pool, device if autocast else None)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)
@@ -156,8 +143,37 @@ def conv_batch_norm(
     return run(operands, affine, running)
 
 
+class _Run(NamedTuple):
+    """One rank's call. `values`: values of a channel; `autocast`: the device whose autocast is on."""
+
+    convolution: Convolution
+    training: bool
+    eps: float
+    outside: bool
+    values: int
+    pool: Pool | None
+    autocast: str | None
+
+    def __call__(
+        self, operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None
+    ) -> Tensor:
+        mean = rstd = None
+        if not self.training and running.var is not None:
+            mean, rstd = running_mean_and_rstd(running, self.eps)
+            if self.outside:
+                rstd = rstd_outside(running.var.detach().to(rstd.dtype), self.eps)
+        with torch.autocast(self.autocast, enabled=False) if self.autocast else nullcontext():
+            normalization = Normalization(*affine, mean, rstd)
+            y, mean, m2 = conv_norm(
+                self.convolution, operands, normalization, self.eps, self.outside, sharing
+            )
+        if m2 is not None:
+            update_running_statistics(running, Moments(mean, m2, self.values), self.pool)
+        return y
+
+
 def _of_shards(
-    run: Callable[..., Tensor],
+    run: _Run,
     operands: Operands,
     affine: Affine,
     running: Running,
@@ -183,7 +199,8 @@ def _of_shards(
     )
     local = cut.running(running)
     sharing = cut.merged((0,), "conv_batch_norm", 0.0)
-    y = run(parts, tuple(cut.local(v, VECTOR) for v in affine), local, sharing)
+    weight, bias = affine
+    y = run(parts, (cut.local(weight, VECTOR), cut.local(bias, VECTOR)), local, sharing)
     for whole, part in zip(running[:2], local[:2], strict=True):
         cut.write_back(whole, part, VECTOR)
     return cut.whole(y, elements)

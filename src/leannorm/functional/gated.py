@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,10 +76,11 @@ def gated_rms_norm(
     if not sharded(input, gate, weight):
         return gated_norm(input, gate, weight, gating)
     elements = range(input.dim())
-
-    def run(x: Tensor, gate: Tensor, weight: Tensor | None, mask: None) -> Tensor:
-        return gated_norm(x, gate, weight, gating)
-
     axes = elements, elements, elements[start:]
+    run = partial(_of_shards, gating)
     y: Tensor = by_row(run, (input, gate, weight), axes, (start, input.dim()))
     return y
+
+
+def _of_shards(gating: Gating, x: Tensor, gate: Tensor, weight: Tensor | None, mask: None) -> Tensor:
+    return gated_norm(x, gate, weight, gating)
