@@ -216,7 +216,7 @@ def by_row(
     made = run(*parts, cut.mask(x, masking, normalized)[0])
     if isinstance(made, Tensor):
         return cut.whole(made, axes[0])
-    return tuple(cut.whole(part, axes[0]) for part in made)
+    return cut.whole(made[0], axes[0]), cut.whole(made[1], axes[0]) if several else x
 
 
 def modulation(v: Tensor | None, x: Tensor, start: int) -> Axes:
