@@ -274,12 +274,13 @@ def _instances(
         return _instances_of_valid(input, valid, running, epilogue, eps)
     y, moments = channel_norm(input, epilogue, eps, channels, sharing=sharing)
     if running.mean is not None and moments is not None and whole.numel():
-        samples: int | Tensor = input.shape[0]
-        mean, m2 = moments.mean.sum(0), moments.m2.sum(0)
-        if others is not None and not rebuilding():
-            total = add_up((torch.cat((mean, m2)),), samples, others.group, others.call("average", input))
-            samples, (mean, m2) = total[0], total[1:].chunk(2)
-        update_running_statistics(running, Moments(mean / samples, m2 / samples, moments.count))
+        if others is None or rebuilding():
+            mean, m2 = moments.mean.mean(0), moments.m2.mean(0)
+        else:
+            sums = torch.cat((moments.mean.sum(0), moments.m2.sum(0)))
+            total = add_up((sums,), input.shape[0], others.group, others.call("average", input))
+            mean, m2 = (total[1:] / total[0]).chunk(2)
+        update_running_statistics(running, Moments(mean, m2, moments.count))
     return y
 
 
