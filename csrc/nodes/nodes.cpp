@@ -9,6 +9,7 @@
 #include "calls.h"
 #include "evidence.h"
 #include "graph.h"
+#include "learning.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -389,7 +390,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
   if (module == nullptr) return nullptr;
   if (add_class<ChannelNorm>(module, "torch.autograd.function.ChannelNormBackward") &&
       add_class<ChannelAffine>(module, "torch.autograd.function.ChannelAffineBackward") &&
-      add_class<RowNorm>(module, "torch.autograd.function.RowNormBackward"))
+      add_class<RowNorm>(module, "torch.autograd.function.RowNormBackward") && add_lean(module))
     return module;
   Py_DECREF(module);
   return nullptr;

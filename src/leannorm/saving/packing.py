@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from leannorm.saving import reasons
+from leannorm.saving import memo, reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.graph import (
@@ -87,6 +87,15 @@ class Packing(CountingHook):
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
+        usual = following is None and layers is None and hooks is None and not self._sharded
+        self._memo = memo.memo_of(policy) if usual else None
+        self._from_here = from_here
+
+    def hook(self) -> Any:
+        """The object whose `pack` is the hook: this one, or one in C++ that asks it where a save is unusual."""
+        if self._memo is None:
+            return self
+        return memo.begin(self, self._memo, self.pack, SMALLEST, self._from_here)
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
@@ -104,6 +113,7 @@ class Packing(CountingHook):
             return self._of_this_pass(self._hold(tensor))
 
     def _of_this_pass(self, value: Value) -> Value:
+        self.search.visits = []  # a node must not be held by what it saves
         if value.provenance is None:
             value.provenance, value.order = self.search.provenance, self.seen
         return value.used()
@@ -204,6 +214,8 @@ class Packing(CountingHook):
             self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
+        if self._memo is not None and (may or worth) and known is None and spec is None:
+            memo.learn(self._memo, self.search, tensor, number, value, found)
         return value
 
     @property
