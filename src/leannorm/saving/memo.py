@@ -147,14 +147,22 @@ def learn(
     place = type(node), tensor.output_nr, value.layout, value.version
     if type(tensor) not in (Tensor, torch.nn.Parameter) or not search.visits or search.visits[0].node is not node:
         return
-    memo.attempts[place] = memo.attempts.get(place, 0) + 1
-    if memo.attempts[place] > _MOST_ATTEMPTS:
+    if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS or not _is_settled(value, found, tensor):
         return
+    memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:
         kind = _Learning(search, tensor, number, value, found).kind
     except _Unlike:
         return
     memo.kinds.learn(tensor, number, kind)
+
+
+def _is_settled(value: Value, found: Step | Missing, tensor: Tensor) -> bool:
+    """Would a later save like this one be rebuilt, or held, without another trial?"""
+    if value.step is None:
+        return True
+    usual = value.step is found and found.proved and not value.from_narrow and not value.in_rows
+    return usual and trial.is_settled(value.step, tensor, value.layout)
 
 
 class _Learning:
@@ -170,9 +178,6 @@ class _Learning:
         if kinds[0] in ALIASES | VIEWS and _LAID_OUT.intersection(kinds):
             raise _Unlike  # a copy that is laid out as the base of a view is
         if value.step is not None:
-            usual = value.step is found and not value.from_narrow and not value.in_rows
-            if not (usual and trial.is_settled(value.step, tensor, value.layout)):
-                raise _Unlike
             self._template(value, 0)
         elif not self._is_held_for_good(value, found):
             raise _Unlike
