@@ -44,6 +44,7 @@ struct Template {
   // step's inputs, behind so many copies
   enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm } captured;
   int copies, products;
+  mutable Ref sort;  // of the value that it makes, once that is known
 };
 
 struct Kind {
@@ -58,10 +59,43 @@ struct Kind {
   bool is_view;
 };
 
+// Layouts of tensors as Python has them, each made once.
+struct Layouts {
+  Ref of(PyObject* object, const Tensor& t) {
+    static PyObject* const stride_name = PyUnicode_InternFromString("stride");
+    c10::DimVector key(t.sizes().begin(), t.sizes().end());
+    key.append(t.strides().begin(), t.strides().end());
+    key.push_back(static_cast<int64_t>(t.scalar_type()));
+    uint64_t h = 0;
+    for (const int64_t v : key) h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29);
+    if (places_.empty()) places_.resize(512);
+    auto* place = &places_[(h >> 32) % places_.size()];
+    if (place->second && place->first == key) return borrowed(place->second.get());
+    const Ref shape = get(object, names().shape), dtype = get(object, names().dtype);
+    const Ref stride = checked(PyObject_CallMethodNoArgs(object, stride_name));
+    Ref layout = checked(PyTuple_Pack(3, shape.get(), stride.get(), dtype.get()));
+    place->first = key, place->second = borrowed(layout.get());
+    return layout;
+  }
+
+ private:
+  std::vector<std::pair<c10::DimVector, Ref>> places_;
+};
+
+// The sorts of held values, by their layouts and names.
+struct Sorts {
+  struct Of {
+    Ref layout, name, sort;
+  };
+  std::unordered_map<uint64_t, Of> of;
+};
+
 // What a pass knows and its kinds ask for.
 struct Now {
   uint64_t thread, since, next;  // this thread's next node
   PyObject *flags, *before, *sorter;
+  Sorts* sorts;
+  Layouts* layouts;
   bool from_here, waits;  // may what a value is rebuilt from change?
 
   bool made(const Node& node) const { return node.thread_id() == thread && node.sequence_nr() >= since; }
@@ -69,11 +103,34 @@ struct Now {
 
 enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags };
 
+inline Ref sort_of_held(const Now& now, PyObject* value) {
+  Ref layout = get(value, names().layout), name = get(value, names().name);
+  Ref tensor = get(value, names().tensor);
+  const Tensor* const t = tensor_of(tensor.get());
+  if (t == nullptr) return checked(PyObject_CallOneArg(now.sorter, value));
+  uint64_t h = reinterpret_cast<uint64_t>(name.get()) + (layout.get() == Py_None);
+  const auto mix = [&](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); };
+  mix(reinterpret_cast<uint64_t>(layout.get()));
+  if (layout.get() == Py_None) layout = now.layouts->of(tensor.get(), *t), mix(reinterpret_cast<uint64_t>(layout.get()));
+  constexpr size_t kMostSorts = 4096;
+  if (now.sorts->of.size() > kMostSorts) now.sorts->of.clear();
+  auto found = now.sorts->of.find(h);
+  if (found != now.sorts->of.end()) {
+    // equal layouts mostly are one object
+    const Sorts::Of& of = found->second;
+    if (of.layout.get() == layout.get() && of.name.get() == name.get()) return borrowed(of.sort.get());
+  }
+  Ref sort = checked(PyObject_CallOneArg(now.sorter, value));
+  now.sorts->of[h] = {std::move(layout), std::move(name), borrowed(sort.get())};
+  return sort;
+}
+
 // What recipes and policies ask of a value, as a number (memo.py).
 inline int64_t sort_of(const Now& now, PyObject* value) {
   Ref sort = get(value, names().sort);
-  const bool lasts = !now.waits || get(value, names().step).get() == Py_None;
-  if (sort.get() == Py_None || !lasts) sort = checked(PyObject_CallOneArg(now.sorter, value));
+  const bool is_held = get(value, names().step).get() == Py_None;
+  if (sort.get() == Py_None && is_held) sort = sort_of_held(now, value);
+  else if (sort.get() == Py_None || now.waits) sort = checked(PyObject_CallOneArg(now.sorter, value));
   return PyLong_AsLongLong(sort.get());
 }
 
@@ -176,6 +233,10 @@ class Match {
     set(value.get(), names().shape, how.shape), set(value.get(), names().dtype, how.dtype);
     if (how.products != 0) set_number(value.get(), names().products, how.products);
     made_.emplace_back(how.check, borrowed(value.get()));
+    if (!now_.waits) {
+      if (!how.sort) how.sort = checked(PyObject_CallOneArg(now_.sorter, value.get()));
+      else set(value.get(), names().sort, how.sort);
+    }
     return with_provenance(std::move(value));
   }
   Ref with_provenance(Ref value) {

@@ -24,10 +24,11 @@ struct Memo {
   using Kinds = std::vector<std::shared_ptr<const Kind>>;
   std::unordered_map<uint64_t, std::shared_ptr<const Kinds>> kinds;
   std::unordered_map<std::type_index, NodeClass> classes;
-  std::vector<std::pair<c10::DimVector, Ref>> layouts;
+  Layouts layouts;
+  Sorts sorts;
   size_t size = 0;
 
-  void clear() { kinds.clear(), size = 0; }
+  void clear() { kinds.clear(), sorts.of.clear(), size = 0; }
 };
 
 inline uint64_t key_of(const std::type_info* type, uint32_t output, long version, bool newest, const Tensor& t) {
@@ -175,27 +176,6 @@ inline bool laid_out_as(const Kind& kind, const Tensor& t) {
   return kind.dtype == t.scalar_type() && t.sizes() == c10::IntArrayRef(kind.sizes) && t.strides() == c10::IntArrayRef(kind.strides);
 }
 
-// The layout as a Python object, made once.
-inline Ref layout_of(State* p, PyObject* object, const Tensor& t) {
-  static PyObject* const strided = PyUnicode_InternFromString("stride");
-  c10::DimVector key(t.sizes().begin(), t.sizes().end());
-  key.append(t.strides().begin(), t.strides().end());
-  key.push_back(static_cast<int64_t>(t.scalar_type()));
-  auto& known = p->memo->layouts;
-  constexpr size_t kPlaces = 512;
-  if (known.empty()) known.resize(kPlaces);
-  uint64_t h = 0;
-  for (const int64_t v : key) h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29);
-  auto& [there, made] = known[h % kPlaces];
-  if (made && there == key) return borrowed(made.get());
-  const Ref shape = get(object, names().shape), dtype = get(object, names().dtype);
-  const Ref stride = checked(PyObject_CallMethodNoArgs(object, strided));
-  Ref layout = checked(PyTuple_Pack(3, shape.get(), stride.get(), dtype.get()));
-  auto& place = p->memo->layouts[h % kPlaces];
-  place.first = key, place.second = borrowed(layout.get());
-  return layout;
-}
-
 // The same tensor again; null where no value is known.
 inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known) {
   if (!known.value) {
@@ -204,7 +184,7 @@ inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known)
   }
   PyObject* const value = known.value.get();
   if (!is_value(value) || number(value, names().version) != static_cast<long>(t._version()) || !is_current(value)) throw Unusual();
-  const Ref layout = layout_of(p, object, t), before = get(value, names().layout);
+  const Ref layout = p->memo->layouts.of(object, t), before = get(value, names().layout);
   if (layout.get() != before.get() && PyObject_RichCompareBool(layout.get(), before.get(), Py_EQ) != 1) throw Unusual();
   const bool rebuilt = get(value, names().step).get() != Py_None && get(value, names().memory).get() == Py_None;
   if (rebuilt && !matches(get(value, names().sample).get(), t)) throw Unusual();
@@ -254,6 +234,8 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const bool newest = node->sequence_nr() + 1 == p->now.next, large = size >= p->smallest;
   Ref value;
   PyObject* why = nullptr;
+  std::shared_ptr<const Kind> learned;
+  const Template* step_template = nullptr;
   const bool worth = large && (p->everything || size * p->much_larger > std::max(p->largest, size));
   if (worth && of.searched) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
@@ -266,7 +248,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
       if (!match.holds()) continue;
       call_of(p);
       if (kind->templates.empty()) why = kind->why.get(), value = held(p, t, of.name.get());
-      else value = rebuilt(p, *kind, match, object, t, of);
+      else value = rebuilt(p, *kind, match, object, t, of), learned = kind, step_template = &kind->templates[0];
       if (why != nullptr) set(value.get(), names().why, why);
       break;
     }
@@ -281,7 +263,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   Ref sample = is_held ? sample_of(t) : get(value.get(), names().sample);
   if (is_held) set(value.get(), names().sample, sample), in_ledger(p, value.get());
   if (large) p->largest = std::max(p->largest, size);
-  set(value.get(), names().layout, layout_of(p, object, t));
+  set(value.get(), names().layout, p->memo->layouts.of(object, t));
   set(value.get(), names().seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
   if (of.clone && newest) set(value.get(), names().copied_to_edit, Py_True);
   if (p->call.get() != Py_None) set(value.get(), names().call, p->call);
@@ -291,6 +273,10 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     const Ref number = checked(PyLong_FromUnsignedLong(output));
     PyObject* const given[] = {p->packing.get(), of_python.get(), number.get()};
     checked(PyObject_VectorcallMethod(names()._retry, given, 3, nullptr));
+  }
+  if (step_template != nullptr && !p->now.waits) {
+    if (!step_template->sort) step_template->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
+    else set(value.get(), names().sort, step_template->sort);
   }
   return finished(p, std::move(value));
 }
