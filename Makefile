@@ -42,6 +42,7 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.models resnet50 --against-compile --json benchmarks/results/models_compile_cpu.json
 	$(BIN)/python -m benchmarks.lean_compiled
 	$(BIN)/python -m benchmarks.lean_host --json benchmarks/results/lean_host.json
+	$(BIN)/python -m benchmarks.examples
 	$(MAKE) pages
 
 # The documentation, in build/site; a warning is an error

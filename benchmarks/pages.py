@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import date
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from benchmarks import record
@@ -43,7 +44,7 @@ class Measured(NamedTuple):
 def find(file: str, **wanted: Any) -> list[Measured]:
     """The rows of a file that have these values, in its order."""
     return [
-        Measured(_first(row, "kept_ratio", "held_ratio", "kept", "held"),
+        Measured(_first(row, "kept_ratio", "held_ratio", "held", "kept"),
                  _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
                  tuple(row["about"].items()))
         for row in record.read(record.FOLDER / f"{file}.json")
@@ -83,6 +84,60 @@ def converted(model: str, setting: str, file: str = "models_cpu") -> Measured:
 def compiled(model: str, setting: str) -> Measured:
     """Of `python -m benchmarks.lean_compiled`, of compiled stock."""
     return one("lean_compiled_cpu", model=model, setting=setting, convert=False)
+
+
+def example(script: str, setting: str = "norm") -> str:
+    """Of `python -m benchmarks.examples`: what a script holds under a setting, of stock's MB."""
+    row = _example(script, setting)
+    return f"{row['held']:.2f} of {row['stock']:.1f} MB"
+
+
+def of_examples() -> str:
+    """The machine, the day and the commit of `python -m benchmarks.examples`."""
+    rows = record.read(record.FOLDER / "examples.json")
+    return where(*(Measured(0, 0, 0, tuple(row["about"].items())) for row in rows))
+
+
+def batch(setting: str) -> str:
+    """The largest batch of a ResNet-18 in 8 GiB, of the same command."""
+    return str(_example("fit timm:resnet18 8GiB", setting)["batch"])
+
+
+def _example(script: str, setting: str) -> dict[str, Any]:
+    rows = record.read(record.FOLDER / "examples.json")
+    (row,) = (row for row in rows if (row["script"], row["setting"]) == (script, setting))
+    return row
+
+
+def first_step(model: str, setting: str, file: str = "models_compile_cpu") -> float:
+    """The seconds of the first step, compiling included, of `python -m benchmarks.models`."""
+    rows = record.read(record.FOLDER / f"{file}.json")
+    (row,) = (row for row in rows if (row["model"], row["setting"]) == (model, setting))
+    return float(row["first"])
+
+
+def beside_checkpoint(model: str, dtype: str, checkpoint: str) -> float | None:
+    """A checkpoint's time less `lean()`'s at the same held bytes, on the line between its points; of stock's.
+
+    None where it holds less than any setting of `lean()`, or more.
+    """
+    named = "lean_transformers_cpu"
+    ours = sorted((row.held, row.time) for row in _lean_rows(named, model, dtype))
+    theirs = one(named, model=model, dtype=dtype, setting=checkpoint)
+    for (low, slow), (high, fast) in pairwise(ours):
+        if low <= theirs.held <= high:
+            share = (theirs.held - low) / (high - low) if high > low else 0.0
+            return theirs.time - (slow + share * (fast - slow))
+    return None
+
+
+def _lean_rows(file: str, model: str, dtype: str) -> list[Measured]:
+    settings = {row["setting"] for row in record.read(record.FOLDER / f"{file}.json")}
+    return [
+        row
+        for name in sorted(settings) if name == "stock" or name.startswith("lean")
+        for row in find(file, model=model, dtype=dtype, setting=name)
+    ]  # fmt: skip
 
 
 def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:

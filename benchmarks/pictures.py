@@ -31,7 +31,9 @@ TITLES = {"llama": "Llama", "qwen3": "Qwen3", "gemma2": "Gemma-2", "olmo2": "OLM
 FIRST = (("lean_cpu", "resnet50", None), ("lean_cpu", "vit_small_patch16_224", None),
          ("lean_transformers_large_cpu", "llama", "bfloat16"))  # fmt: skip
 
+SIZE = 7.5  # of labels, in points
 Point = tuple[str, float, float]
+Box = tuple[float, float, float, float]
 
 
 def points(file: str, model: str, dtype: str | None) -> list[Point]:
@@ -39,7 +41,8 @@ def points(file: str, model: str, dtype: str | None) -> list[Point]:
     found: list[Point] = [("stock", 1.0, 1.0)]
     for row in record.read(record.FOLDER / f"{file}.json"):
         if row["model"] == model and row.get("dtype") == dtype and row["setting"] != "stock":
-            held, time = row.get("kept_ratio", row["kept"]), row.get("ratio", row.get("time"))
+            held = row["kept_ratio"] if "kept_ratio" in row else row["held"]
+            time = row.get("ratio", row.get("time"))
             found.append((_name(row["setting"]), round(held, 3), round(time, 3)))
     return found
 
@@ -56,18 +59,43 @@ def draw(axes: Any, found: Sequence[Point], title: str) -> None:
         if mine:
             _, held, time = zip(*mine, strict=True)
             axes.scatter(time, held, s=22, color=colour, label=kind)
-        for setting, held, time in mine:  # ours below, on the left where no other of ours is
-            right = kind != "lean" or any(0 < time - t < 0.15 and abs(held - h) < 0.06 for _, h, t in mine)
-            words = setting.removeprefix("checkpoint, ").removeprefix("lean(").removesuffix(")") or "lean()"
-            axes.annotate(words, (time, held), xytext=(4 if right else -4, -8 if kind == "lean" else 3),
-                          textcoords="offset points", fontsize=7.5, rotation=0 if kind == "lean" else 30,
-                          ha="left" if right else "right")  # fmt: skip
     axes.scatter([1], [1], s=22, color="#374151", label="stock")
-    axes.annotate("stock", (1, 1), xytext=(5, -3), textcoords="offset points", fontsize=7.5)
     slowest = max(time for _, _, time in found)
     axes.set(title=title, xlabel="time of a step", ylim=(0, 1.08), xlim=(0.93, max(1.35, slowest + 0.12)))
     axes.xaxis.set_major_locator(MultipleLocator(0.1))
     axes.grid(color="#9ca3af", alpha=0.25, linewidth=0.6)
+
+
+def label(axes: Any, found: Sequence[Point]) -> None:
+    """Write each setting beside its point, where it covers no other label and no point."""
+    dots = [axes.transData.transform((time, held)) * 72 / axes.figure.dpi for _, held, time in found]
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in dots]
+    left, _, right, _ = (edge * 72 / axes.figure.dpi for edge in axes.bbox.extents)
+    for (setting, held, time), (x, y) in zip(found, dots, strict=True):
+        words = setting.removeprefix("checkpoint, ").removeprefix("lean(").removesuffix(")") or "lean()"
+        words = words.replace("torch.compile(", "compiled, budget=")
+        width = 0.58 * SIZE * len(words)  # of a letter, on average
+        places = [(side, dy) for dy in (-9, 2, -4, -13, 6, -18, 11) for side in (1, -1)]
+
+        def box(place: tuple[int, int], x: float = x, y: float = y, width: float = width) -> Box:
+            start = x + 5 if place[0] > 0 else x - 5 - width
+            return start, y + place[1], start + width, y + place[1] + SIZE
+
+        def covered(place: tuple[int, int], box: Any = box) -> float:
+            a, b, c, d = box(place)
+            over = (max(0, min(c, q[2]) - max(a, q[0])) * max(0, min(d, q[3]) - max(b, q[1])) for q in taken)
+            near = sum(a - 6 < u < c + 6 and b - 4 < v < d + 4 for u, v in dots)  # its own is one
+            return (
+                sum(over)
+                + 8 * abs(near - 1)
+                + 4 * (place[1] not in (-9, 2))
+                + 100 * (a < left or c > right + 8)
+            )
+
+        side, dy = place = min(places, key=covered)  # the first of the best
+        taken.append(box(place))
+        axes.annotate(words, (time, held), xytext=(5 * side, dy), textcoords="offset points", fontsize=SIZE,
+                      ha="left" if side > 0 else "right")  # fmt: skip
 
 
 def picture(path: Path, panels: dict[str, list[Point]]) -> None:
@@ -85,6 +113,8 @@ def picture(path: Path, panels: dict[str, list[Point]]) -> None:
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
     figure.suptitle("of stock torch's; lower and further left is better", fontsize=8.5, x=0.99, ha="right")
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    for axes, found in zip(all_axes[0], panels.values(), strict=True):
+        label(axes, found)
     figure.savefig(path, transparent=True, metadata={"Date": None, "Description": json.dumps(panels)})
     pyplot.close(figure)
 
@@ -92,6 +122,8 @@ def picture(path: Path, panels: dict[str, list[Point]]) -> None:
 def pictures() -> dict[str, dict[str, list[Point]]]:
     """What each picture shows: a panel for each dtype of one model, or each of the README's models."""
     shown = {"lean.svg": {_title(model, dtype): points(file, model, dtype) for file, model, dtype in FIRST}}
+    compiled = [p for p in points("models_compile_cpu", "resnet50", None) if p[0].startswith("torch.compile")]
+    shown["lean.svg"]["ResNet-50, float32"] += compiled
     rows = record.read(record.FOLDER / "lean_transformers_cpu.json")
     for model, dtype in dict.fromkeys((row["model"], row["dtype"]) for row in rows):
         panels = shown.setdefault(f"lean_{model}.svg", {})

@@ -1,6 +1,7 @@
 """What every test shares: a fixed seed, one thread, warnings as errors (pyproject), poisoned memory."""
 
 import os
+import sys
 
 # torch's own sums, and with them its errors, which are the measure of ours, depend on the number of threads;
 # read when torch is imported, here and in the processes that tests start
@@ -40,6 +41,16 @@ def no_plan_of_another_test():
 def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """torch compiles one forward a few times only; layers share theirs, and tests share a process."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
 
 
 @pytest.fixture(params=["nodes", "python"])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import leannorm
+from leannorm.ops import schema
+from leannorm.ops.activation import ACTIVATIONS
 
 SOURCE = Path(leannorm.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -35,6 +37,7 @@ ORDER = [
 # the same within a room that has rooms of its own
 INNER = {
     "transforms": [
+        {"derived"},
         {"recognizing", "fusing"},
         {"converting"},
         {"folding", "statistics"},
@@ -161,6 +164,40 @@ def test_backends_do_not_import_each_other():
         text, here = path.read_text(), path.relative_to(folder).parts[0].removesuffix(".py")
         imported = re.findall(r"from leannorm\.ops\.backends(?:\.| import )(\w+)", text)
         assert set(imported) <= set(of[here]), path
+
+
+ACTIVATION_FILES = {
+    "src/leannorm/ops/activation.py",
+    "src/leannorm/ops/backends/triton/activations.py",
+    "csrc/activation.h",
+    "csrc/activations.h",
+    "docs/batch_norm_act.md",
+}
+
+
+def test_an_activation_is_named_in_five_files():
+    """ELU, of which nothing else in the library knows, in no other; DESIGN.md says the number."""
+    files = [*SOURCE.rglob("*.py"), *(ROOT / "csrc").rglob("*.*"), *(ROOT / "docs").glob("*.md")]
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in files}
+
+    def naming(name):
+        enumerator = "k" + "".join(word.capitalize() for word in name.split("_"))
+        return {file for file, text in texts.items() if re.search(rf'["`]{name}["`]|\b{enumerator}\b', text)}
+
+    assert naming("elu") == ACTIVATION_FILES
+    for name in [*ACTIVATIONS][1:]:
+        assert naming(name) >= ACTIVATION_FILES, name
+
+
+def test_an_operator_is_named_in_few_files_of_the_kernels():
+    """A new one needs six: the reference, the schema, the call, C++, and Triton's operator and kernel.
+
+    Beside them `shown.py` may write it out for compilers, and the fast path may hand it over.
+    """
+    files = [*(SOURCE / "ops").rglob("*.py"), *(ROOT / "csrc").glob("*.cpp")]
+    texts = {path: path.read_text() for path in files if path.name not in ("shown.py", "as_given.py")}
+    for operator in (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN):
+        assert sum(bool(re.search(rf"\b{operator}\b", text)) for text in texts.values()) <= 6, operator
 
 
 def test_no_file_is_long():

@@ -2,12 +2,14 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
@@ -89,6 +91,29 @@ def test_a_page_loads_nothing_from_another_host(site):
         assert foreign == [], path
     for path in site.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", path.read_text()), path
+
+
+def test_the_search_works_from_the_disk(site):
+    """Its index is a script, as a page read from a file may fetch nothing, and its worker runs in a frame."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    for path in pages_of(site):
+        assert [a for tag, a in page_of(path).loads if tag == "script" and "iframe-worker.js" in a], path
+
+
+@pytest.mark.parametrize(
+    ("origin", "link"),
+    [
+        ("https://host.org/a/b.git", "https://host.org/a/b"),
+        ("https://name:word@host.org/a", None),
+        ("/a", None),
+    ],
+)
+def test_the_footer_links_to_the_repository_where_the_clone_knows_it(tmp_path, origin, link):
+    for command in (["init", "--quiet"], ["remote", "add", "origin", origin]):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    hook = runpy.run_path(str(ROOT / "site" / "repository.py"))["on_config"]
+    config = hook(SimpleNamespace(config_file_path=str(tmp_path / "mkdocs.yml"), extra={}))
+    assert [one["link"] for one in config.extra.get("social", [])] == ([link] if link else [])
 
 
 def test_formulas_are_drawn(site):

@@ -47,23 +47,33 @@ inline bool fills_its_memory(const at::Tensor& v) {
   return extent == v.numel();
 }
 
-// sample(tensor, runs, run): so many bytes of so many places, or None as in evidence.py.
-inline PyObject* sample(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count != 3 || !THPVariable_CheckExact(arguments[0])) Py_RETURN_NONE;
-  const at::Tensor& v = THPVariable_Unpack(arguments[0]);
-  const int64_t runs = PyLong_AsLongLong(arguments[1]), run = PyLong_AsLongLong(arguments[2]);
+// Some of the bytes, as evidence.py says which; false where there are none to read.
+constexpr int64_t kRuns = 4, kRun = 256, kPlaces = 256, kPlace = 8;
+
+inline bool sample_into(const at::Tensor& v, std::string& found) {
+  found.clear();
   const bool read = v.is_cpu() && v.layout() == at::kStrided && v.has_storage();
-  if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) Py_RETURN_NONE;
-  if (v.storage().nbytes() == 0) Py_RETURN_NONE;
+  if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) return false;
+  if (v.storage().nbytes() == 0) return false;
   const char* const start = static_cast<const char*>(v.const_data_ptr());
   const int64_t nbytes = v.numel() * v.itemsize();
-  if (nbytes <= runs * run) return PyBytes_FromStringAndSize(start, nbytes);
-  PyObject* const found = PyBytes_FromStringAndSize(nullptr, runs * run);
-  if (found == nullptr) return nullptr;
-  const int64_t step = (nbytes - run) / (runs - 1);
-  for (int64_t i = 0; i < runs; ++i) std::memcpy(PyBytes_AS_STRING(found) + i * run, start + i * step, run);
-  return found;
+  if (start == nullptr && nbytes) return false;
+  if (nbytes <= kRuns * kRun) return found.assign(start, nbytes), true;
+  const auto take = [&](int64_t count, int64_t length) {
+    const int64_t step = (nbytes - length) / (count - 1);
+    for (int64_t i = 0; i < count; ++i) found.append(start + i * step, length);
+  };
+  take(kRuns, kRun);
+  if (found.find_first_not_of('\0') == std::string::npos) take(kPlaces, kPlace);
+  return true;
+}
+
+// sample(tensor): bytes, or None.
+inline PyObject* sample(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  std::string found;
+  if (!THPVariable_CheckExact(object) || !sample_into(THPVariable_Unpack(object), found)) Py_RETURN_NONE;
+  return PyBytes_FromStringAndSize(found.data(), found.size());
   END_HANDLE_TH_ERRORS
 }
 

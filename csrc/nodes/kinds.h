@@ -86,6 +86,7 @@ struct Layouts {
 struct Sorts {
   struct Of {
     Ref layout, name, sort;
+    int flavor;  // has it a layout of its own, is it a parameter, a leaf that is trained?
   };
   std::unordered_map<uint64_t, Of> of;
 };
@@ -107,8 +108,10 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   Ref layout = get(value, names().layout), name = get(value, names().name);
   Ref tensor = get(value, names().tensor);
   const Tensor* const t = tensor_of(tensor.get());
-  if (t == nullptr) return checked(PyObject_CallOneArg(now.sorter, value));
-  uint64_t h = reinterpret_cast<uint64_t>(name.get()) + (layout.get() == Py_None);
+  if (t == nullptr || t->is_view()) return checked(PyObject_CallOneArg(now.sorter, value));
+  const bool is_parameter = Py_TYPE(tensor.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad();
+  uint64_t h = reinterpret_cast<uint64_t>(name.get()) + flavor;
   const auto mix = [&](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); };
   mix(reinterpret_cast<uint64_t>(layout.get()));
   if (layout.get() == Py_None) layout = now.layouts->of(tensor.get(), *t), mix(reinterpret_cast<uint64_t>(layout.get()));
@@ -118,10 +121,10 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   if (found != now.sorts->of.end()) {
     // equal layouts mostly are one object
     const Sorts::Of& of = found->second;
-    if (of.layout.get() == layout.get() && of.name.get() == name.get()) return borrowed(of.sort.get());
+    if (of.layout.get() == layout.get() && of.name.get() == name.get() && of.flavor == flavor) return borrowed(of.sort.get());
   }
   Ref sort = checked(PyObject_CallOneArg(now.sorter, value));
-  now.sorts->of[h] = {std::move(layout), std::move(name), borrowed(sort.get())};
+  now.sorts->of[h] = {std::move(layout), std::move(name), borrowed(sort.get()), flavor};
   return sort;
 }
 

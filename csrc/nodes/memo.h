@@ -43,7 +43,7 @@ inline uint64_t key_of(const std::type_info* type, uint32_t output, long version
 // One forward pass.
 struct State {
   std::shared_ptr<Memo> memo;
-  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, apply, call;
+  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, apply, call, smaller;
   Now now;
   long seen, smallest, largest, much_larger;
   uint64_t checked, called;  // next nodes for which flags and the call were read last
@@ -113,7 +113,8 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
     return finished(p, std::move(value));
   }
   // a mask, or integers: their values say how they are held
-  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && version == 0);
+  const bool alone = Py_REFCNT(object) == 1;
+  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && version == 0 && !alone);
   if (!as_it_is || t.scalar_type() == at::kLong || t.is_view()) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);
   PyObject* const call = call_of(p);
@@ -256,7 +257,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   } else {
     call_of(p);
     value = held(p, t, of.name.get());
-    if (worth) set(value.get(), names().why, of.why);
+    if (large) set(value.get(), names().why, worth ? of.why.get() : p->smaller.get());
   }
   const bool is_held = get(value.get(), names().step).get() == Py_None;
   if (is_held && large && t.is_view()) throw Unusual();  // it gives access to its base

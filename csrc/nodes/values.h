@@ -67,42 +67,26 @@ inline const Tensor* tensor_of(PyObject* object) {
   return object != nullptr && THPVariable_CheckExact(object) ? &THPVariable_Unpack(object) : nullptr;
 }
 
-// ---------------------------------------------------------------- samples: as evidence.py takes them
+// ---------------------------------------------------------------- samples
 
-constexpr int64_t kRuns = 4, kRun = 256;
-
-inline bool can_be_sampled(const Tensor& v) {
-  const bool read = v.is_cpu() && v.layout() == at::kStrided && v.has_storage();
-  if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return false;
-  return fills_its_memory(v) && v.storage().nbytes() != 0;
-}
-inline void sample_into(const Tensor& v, char* to, int64_t nbytes) {
-  const char* const start = static_cast<const char*>(v.const_data_ptr());
-  if (nbytes <= kRuns * kRun) return void(std::memcpy(to, start, nbytes));
-  const int64_t step = (nbytes - kRun) / (kRuns - 1);
-  for (int64_t i = 0; i < kRuns; ++i) std::memcpy(to + i * kRun, start + i * step, kRun);
-}
 // A Sample, or None.
 inline Ref sample_of(const Tensor& v) {
-  if (!can_be_sampled(v)) return borrowed(Py_None);
-  const int64_t nbytes = v.numel() * v.itemsize();
-  Ref content = checked(PyBytes_FromStringAndSize(nullptr, std::min(nbytes, kRuns * kRun)));
-  sample_into(v, PyBytes_AS_STRING(content.get()), nbytes);
+  std::string content;
+  if (!sample_into(v, content)) return borrowed(Py_None);
   auto* const type = reinterpret_cast<PyTypeObject*>(classes().sample);
   Ref made = checked(type->tp_alloc(type, 2));
   PyTuple_SET_ITEM(made.get(), 0, checked(PyLong_FromLongLong(v.numel())).release());
-  PyTuple_SET_ITEM(made.get(), 1, content.release());
+  PyTuple_SET_ITEM(made.get(), 1, checked(PyBytes_FromStringAndSize(content.data(), content.size())).release());
   return made;
 }
 // Does the tensor still hold the bytes of this Sample (or is it None)?
 inline bool matches(PyObject* sample, const Tensor& v) {
   if (sample == Py_None) return true;
-  if (!can_be_sampled(v) || PyLong_AsLongLong(PyTuple_GET_ITEM(sample, 0)) != v.numel()) return false;
-  char now[kRuns * kRun];
-  const int64_t nbytes = v.numel() * v.itemsize(), size = std::min(nbytes, kRuns * kRun);
+  std::string now;
+  if (!sample_into(v, now) || PyLong_AsLongLong(PyTuple_GET_ITEM(sample, 0)) != v.numel()) return false;
   PyObject* const content = PyTuple_GET_ITEM(sample, 1);
-  sample_into(v, now, nbytes);
-  return PyBytes_GET_SIZE(content) == size && std::memcmp(PyBytes_AS_STRING(content), now, size) == 0;
+  const size_t size = PyBytes_GET_SIZE(content);
+  return now.size() == size && std::memcmp(PyBytes_AS_STRING(content), now.data(), size) == 0;
 }
 
 // ---------------------------------------------------------------- values

@@ -65,19 +65,19 @@ def positional(model: Module, inputs: Any, name: str = "example_inputs") -> tupl
     >>> positional(torch.nn.Bilinear(1, 1, 1), {"input2": 2, "input1": 1})
     (1, 2)
     """
-    given = inputs_of(inputs, name)
-    if not given.kwargs:
-        return given.args
+    arguments = inputs_of(inputs, name)
+    if not arguments.kwargs:
+        return arguments.args
     parameters = inspect.signature(model.forward).parameters
     names = [key for key, parameter in parameters.items() if parameter.kind in _POSITIONAL]
-    missing = sorted(given.kwargs.keys() - set(names))
+    missing = sorted(arguments.kwargs.keys() - set(names))
     if missing:
         raise InputError(
             f"{name} must have names of {type(model).__name__}.forward ({', '.join(names)}), "
             f"got {missing[0]!r}; pass a tuple in its order"
         )
-    last = max(names.index(key) for key in given.kwargs)
-    values = {key: given.kwargs.get(key, parameters[key].default) for key in names[: last + 1]}
+    last = max(names.index(key) for key in arguments.kwargs)
+    values = {key: arguments.kwargs.get(key, parameters[key].default) for key in names[: last + 1]}
     for key, value in values.items():
         if value is inspect.Parameter.empty:
             raise InputError(f"{name} must have {key!r}, which {type(model).__name__}.forward needs; add it")
@@ -96,9 +96,9 @@ def call(model: Module, batch: Any) -> Any:
             f"a batch must be a tensor, a tuple or a mapping, got {_named(batch)}; pass "
             "forward=lambda model, batch: model(...)"
         )
-    given = inputs_of(batch)
-    taken = given.args if len(given.args) < 2 else given.args[: _needed(model)]
-    return Arguments(taken, given.kwargs).call(model)
+    arguments = inputs_of(batch)
+    taken = arguments.args if len(arguments.args) < 2 else arguments.args[: _needed(model)]
+    return Arguments(taken, arguments.kwargs).call(model)
 
 
 def _needed(model: Module) -> int:

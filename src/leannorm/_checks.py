@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf, prod
 
 import torch
@@ -139,16 +139,6 @@ def _can_be_updated(tensor: Tensor) -> bool:
     frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
     overlaps = tensor.shape[0] > 1 and tensor.stride(0) == 0
     return not (frozen or overlaps or (tensor.requires_grad and tensor.is_leaf))
-
-
-def not_sharded(input: Tensor, state: Iterable[object]) -> None:
-    """For batch statistics that go beyond torch's function: none of `state` may be given with a DTensor."""
-    if any(each is not None for each in state):
-        raise InputError(
-            "statistics of a batch that move running ones, or are shared or grouped, are not computed of a "
-            f"DTensor, got placements {getattr(input, 'placements', 'of a parameter alone')}; pass "
-            'input.to_local() to a SyncBatchNorm, or take leannorm.convert(layer, to="torch")'
-        )
 
 
 def running_statistics(mean: Tensor | None, var: Tensor | None, training: bool) -> None:
@@ -314,11 +304,11 @@ def modulations(input: Tensor, start: int, **tensors: Tensor | None) -> None:
             continue
         floating(name, tensor)
         same_device(name, tensor, input)
-        given = tensor.dim() - (input.dim() - start)
-        leading = zip(tensor.shape[: max(given, 0)], input.shape, strict=False)
+        leading_axes = tensor.dim() - (input.dim() - start)
+        leading = zip(tensor.shape[: max(leading_axes, 0)], input.shape, strict=False)
         if (
-            not 0 <= given <= start
-            or tensor.shape[given:] != input.shape[start:]
+            not 0 <= leading_axes <= start
+            or tensor.shape[leading_axes:] != input.shape[start:]
             or any(size not in (1, of_input) for size, of_input in leading)
         ):
             raise InputError(

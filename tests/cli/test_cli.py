@@ -14,7 +14,7 @@ from leannorm._errors import InputError
 from leannorm._files import check_writable, write_text
 from leannorm.cli import main
 
-RUN = [sys.executable, "-c", "import sys; from leannorm.cli import main; sys.exit(main())"]
+RUN = [sys.executable, "-c", "import sys; from leannorm_command import main; sys.exit(main())"]
 
 
 def in_a_process(*arguments, **kwargs):
@@ -27,6 +27,27 @@ def in_a_process(*arguments, **kwargs):
 def test_help_exits_well(arguments, capsys):
     assert main(arguments) == 0
     assert "Usage: leannorm" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no module resource")
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["profile", "--help"], ["profil"], ["fit", "--memry", "8"]]
+)
+def test_help_and_bad_usage_come_before_torch(arguments):
+    """In under 0.4 s of processor time; the whole package is there before a command runs."""
+    told = """
+        import resource, sys
+        from leannorm_command import main
+        status = main()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        print("torch" in sys.modules, used.ru_utime + used.ru_stime, status)
+    """
+    command = [sys.executable, "-c", told.replace("\n        ", "\n"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr.count("\n") == (0 if "--help" in arguments else 1)
+    torch, seconds, status = done.stdout.split()[-3:]
+    assert (torch, status) == ("False", "0" if "--help" in arguments else "2")
+    assert float(seconds) < 0.4
 
 
 def test_the_commands_are_told_in_whole_sentences(capsys):
@@ -192,7 +213,7 @@ def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path if p)},
     )
     assert (done.returncode, done.stderr) == (0, "")
-    for part in ("epoch", "kept", "peak", "step time", "weights equal bit for bit"):
+    for part in ("epoch", "held", "peak", "step time", "weights equal bit for bit"):
         assert part in done.stdout
     assert "\x1b" not in done.stdout  # no colour codes where there is no terminal
     assert json.loads((tmp_path / "out.json").read_text())["same"] is True

@@ -1,14 +1,17 @@
 """`leannorm doctor`: findings on the terminal, in a file, on a page, and in the exit status."""
 
+import copy
 import json
 import sys
 
 import pytest
+import torch
 from torch import nn
 
 import leannorm
 from leannorm.cli import main
 from leannorm.report.doctor.findings import remedies
+from leannorm.report.doctor.mend import mend
 
 HERE = "doctor_network"
 NETWORK = f"{HERE}:healthy"
@@ -80,6 +83,37 @@ def test_findings_are_status_1_and_numbers(network, capsys):
     page = (network / "out.html").read_text()
     assert "Momentum forgets at once" in page
     assert "Findings per layer" in page
+
+
+def test_fix_is_a_diff_and_leaves_outputs_as_they_were(network, capsys, tmp_path):
+    (tmp_path / "faulty.py").write_text(
+        """
+import torch
+from torch import nn
+
+def made():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=0.9), nn.ReLU(), nn.Conv2d(8, 8, 3),
+                        nn.BatchNorm2d(8, eps=1e-12), nn.ReLU(), nn.BatchNorm2d(8), nn.BatchNorm2d(8))
+    net(torch.randn(8, 3, 16, 16))  # running statistics know the biases
+    return net
+"""
+    )
+    assert main(["doctor", "faulty:made", "--fix", "--fail-on", "error"]) == 0
+    told = capsys.readouterr().out
+    for line in ("@@ 1 @@", "-momentum = 0.9", "+momentum = 0.1", "-eps = 1e-12", "+eps = 1e-05",
+                 "-bias = 8 values", "+bias = None"):  # fmt: skip
+        assert f"{line}\n" in told
+    assert "0 findings left" in told
+
+    sys.path.insert(0, str(tmp_path))
+    model = __import__("faulty").made()
+    findings = [one for one in leannorm.doctor(model).findings if one.check == "removed_bias"]
+    x = torch.randn(8, 3, 16, 16)
+    before = [m(x) for m in (copy.deepcopy(model).train(), copy.deepcopy(model).eval())]
+    assert [change.name for change in mend(model, findings)] == ["running_mean", "bias"] * 2
+    for mode, was in ((model.train, before[0]), (model.eval, before[1])):
+        torch.testing.assert_close(mode()(x) if mode == model.eval else copy.deepcopy(mode())(x), was)
 
 
 def test_random_input_says_nothing_of_the_data(network, capsys):

@@ -125,7 +125,7 @@ def test_why_less_is_not_saved_is_told_once_and_many_layers_are_shown_by_part(ca
     assert capsys.readouterr().out.count("budget=0.02 is out of reach") == 1
     page = report.html()
     assert page.count("budget=0.02 is out of reach") == page.count("budget=0.03 is out of reach") == 1
-    assert "What each part keeps" in page
+    assert "What each part holds" in page
     rows = len({layer.name for setting in report.settings for layer in setting.layers})
     assert rows > 24
     assert f"<summary>{rows} rows</summary>" in page

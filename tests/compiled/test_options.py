@@ -198,6 +198,15 @@ def test_another_backend_is_named_among_the_reasons(backend):
     assert "a backend other than inductor" in options.report().reasons[0]
 
 
+def test_torch_s_own_modules_compiled_in_place_are_named_among_the_reasons():
+    """Torch compiles nothing there, without a word."""
+    options = leannorm.compile_options("conv")
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model.compile(options=options)
+    model(torch.randn(4, 8)).sum().backward()
+    assert ".compile() compiles nothing: torch.compile(model, options=...)" in options.report().reasons[0]
+
+
 def test_a_tensor_of_a_subclass():
     from torch.testing._internal.two_tensor import TwoTensor
 

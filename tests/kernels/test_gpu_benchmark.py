@@ -32,6 +32,7 @@ def run(*arguments, folder, **environment):
     return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.conformance  # half a minute of a script that no layer needs
 @pytest.mark.skipif(triton is None, reason="Triton is not installed")
 def test_smoke(tmp_path):
     done = run("--smoke", folder=tmp_path)

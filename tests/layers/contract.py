@@ -3,21 +3,38 @@
 import pytest
 import torch
 from layer_cases import LAYERS, Case
+from torch import nn as stock
 
 ALL = [Case(layer, option) for layer in LAYERS for option in layer.options]
 FIRST = [Case(layer, layer.options[0]) for layer in LAYERS]
+ONE_MODE = (stock.GroupNorm, stock.LayerNorm, stock.RMSNorm)
 
 
-def each(clause, cases):
-    """Of all cases those whose layer promises this clause."""
-    return pytest.mark.parametrize("case", [c for c in cases if clause not in c.layer.without], ids=str)
+def _sampled(cases, of):
+    """The cases, then those that only `make conformance` runs, each with its marks."""
+    rare = [case for case in of if case not in cases]
+    return [*((case, ()) for case in cases), *((case, pytest.mark.conformance) for case in rare)]
 
 
-def each_mode(clause, cases):
-    """Those in training and in evaluation, but for what is not promised in training."""
+def each(clause, cases, of=()):
+    """Of all cases those whose layer promises this clause; `make conformance` runs those of `of`, too."""
+    params = [pytest.param(c, marks=m) for c, m in _sampled(cases, of) if clause not in c.layer.without]
+    return pytest.mark.parametrize("case", params, ids=str)
+
+
+def each_mode(clause, cases, of=()):
+    """Those in training and in evaluation, but for what is not promised in training.
+
+    With `of`, layers for which both are the same are asked in training alone; `make conformance` asks all.
+    """
     params = [
-        pytest.param(case, training, id=f"{case}-{'train' if training else 'eval'}")
-        for case in cases
+        pytest.param(
+            case,
+            training,
+            id=f"{case}-{'train' if training else 'eval'}",
+            marks=marks if training or not of or case.layer.kind not in ONE_MODE else pytest.mark.conformance,
+        )
+        for case, marks in _sampled(cases, of)
         for training in (True, False)
         if not {clause, f"{clause} in training" * training} & set(case.layer.without)
     ]

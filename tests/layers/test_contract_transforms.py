@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from leannorm import no_stats_update, use_backend
 
-# a compiler takes its time: of the layers that differ in their number of axes alone, one with all options
+# a compiler takes its time: of the layers that differ in their number of axes alone, one with all options;
+# of those that differ in their input's shape, one under transforms; `make conformance` has all
 IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
 OPTIONS = [case for case in ALL if case.layer.name in ("BatchNorm2d", "InstanceNorm2d", "ConvBatchNorm2d")]
+KINDS = list({(case.layer.name, case.layer.residual): case for case in reversed(IMAGES)}.values())
 
 
 def assert_compiles(case, training, layout):
@@ -31,7 +33,7 @@ def assert_compiles(case, training, layout):
             assert found[name].stride() == want[name].stride()
 
 
-@each("compile", FIRST + [case for case in OPTIONS if case not in FIRST])
+@each("compile", IMAGES + [case for case in OPTIONS if case not in FIRST], of=FIRST)
 def test_training_compiles_to_one_graph(case):
     """Two steps are the eager ones, strides too; the statistics move inside the graph."""
     assert_compiles(case, True, "contiguous")
@@ -47,8 +49,7 @@ def test_channels_last_compiles_to_one_graph(case):
     assert_compiles(case, True, "channels_last")
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@each("compile", IMAGES)
+@each_mode("compile", KINDS, of=IMAGES)
 def test_compiles_without_kernels(case, training):
     """To the reference's operations, which the compiler sees one by one."""
     with use_backend("reference"):
@@ -131,7 +132,7 @@ def test_an_input_that_a_transform_does_not_see(case, training):
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
 
 
-@each_mode("func", IMAGES)
+@each_mode("func", KINDS, of=IMAGES)
 def test_transforms_compile(case, training):
     """torch's compiler drops the backward pass of an autograd function under `torch.func.grad`."""
     torch._dynamo.reset()
@@ -163,7 +164,7 @@ def test_transforms_compile(case, training):
         torch.testing.assert_close(compiled(layer), results(layer))
 
 
-@each_mode("func", IMAGES)
+@each_mode("func", KINDS, of=IMAGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.10 of the dispatcher
 def test_transforms_of_compiled_layers(case, training):
@@ -177,7 +178,7 @@ def test_transforms_of_compiled_layers(case, training):
         torch.testing.assert_close(compiled(x, *more), layer(x, *more))
 
 
-@each_mode("func", IMAGES)
+@each_mode("func", KINDS, of=IMAGES)
 def test_forward_mode_compiles(case, training):
     """Dual numbers made in compiled code, and made around it; nothing else needs a gradient."""
     torch._dynamo.reset()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leannorm import nn
-from leannorm.functional.exported import AsOperators
+from leannorm.functional.door import AsOperators
 
 C = 4
 

@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from leannorm import functional, nn, use_backend
 from leannorm._errors import DtypeError, InputError
-from leannorm.functional.exported import AsOperators
+from leannorm.functional.door import AsOperators
 
 X = (2, 3, 6)
 CALLS = {

@@ -1,5 +1,5 @@
-"""The memo of `lean()` (saving/memo.py, csrc/nodes/kinds.h): what it has learned of one save it may use for another
-only where the Python search would find the same.
+"""The memo of `lean()` (saving/memo.py, csrc/nodes/kinds.h): what it has learned of one save it may use for
+another only where the Python search would find the same.
 
 Each program is run twice for the memo to learn, then with a change that one of its guards sees.
 """
@@ -29,7 +29,7 @@ def searched(monkeypatch):
 
 
 class Program:
-    """Convolutions `m`, an input that is new in every pass, and what is computed of them by `f(m, x, other)`."""
+    """Convolutions `m`, an input that is new in every pass, and `f(m, x, other)`, computed of them."""
 
     def __init__(self, f, kernel=1, after=None):
         torch.manual_seed(0)
@@ -57,7 +57,12 @@ def _records(saved):
 
 def _asked_python(monkeypatch, asked):
     pack = packing.Packing._pack
-    monkeypatch.setattr(packing.Packing, "_pack", lambda self, *given: (asked.append(given[0].grad_fn), pack(self, *given))[1])
+
+    def noted(self, tensor, *rest):
+        asked.append(tensor.grad_fn)
+        return pack(self, tensor, *rest)
+
+    monkeypatch.setattr(packing.Packing, "_pack", noted)
 
 
 def _choice(m, x, other):
@@ -189,7 +194,8 @@ def test_a_weight_that_was_edited_through_data_raises():
 
 def _net():
     torch.manual_seed(0)
-    parts = [(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), act) for act in (nn.SiLU(), nn.ReLU(), nn.Hardswish(True))]
+    acts = nn.SiLU(), nn.ReLU(), nn.Hardswish(True)
+    parts = [(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), act) for act in acts]
     return nn.Sequential(*[layer for part in parts for layer in part], nn.Flatten(), nn.Linear(8 * 36, 10))
 
 
@@ -202,7 +208,9 @@ def _passes(net, setting, count, like=None):
         with lean(setting) as saved:
             loss = net(torch.randn(4, 8, 6, 6)).square().sum()
         loss.backward()
-        found.append(([p.grad.clone() for p in net.parameters()], _records(saved), saved.kept_bytes, saved.reasons))
+        found.append(
+            ([p.grad.clone() for p in net.parameters()], _records(saved), saved.kept_bytes, saved.reasons)
+        )
     return found
 
 

@@ -11,7 +11,7 @@ from test_lean_sound import BOTH, IMAGE, assert_as_stock, convolutions, image
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from leannorm.saving import lean, make_lean, reasons
+from leannorm.saving import lean, make_lean, reasons, small
 from leannorm.saving.verify import RebuildError
 
 
@@ -279,3 +279,25 @@ def test_verify_names_what_is_wrong():
         RebuildError, match=r"ReluBackward0 of shape \[4, 8, 14, 14\], saved in Noisy.*at \[0, 0"
     ):
         loss.backward()
+
+
+RECURRENT = {
+    "one workspace": (nn.LSTM, torch.randn(16, 64, 64)),
+    "a tensor for each step": (nn.GRU, torch.randn(16, 64, 64).requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("case", RECURRENT)
+def test_whatever_a_recurrent_layer_holds_is_said(case, monkeypatch):
+    """By bytes: also what no node made, and many tensors of which each is small."""
+    monkeypatch.setattr(small, "SMALL", -1)
+    layer, x = RECURRENT[case]
+    recurrent = layer(64, 64, batch_first=True)
+    with lean("conv") as saved:
+        y = F.silu(F.layer_norm(recurrent(x * 1)[0], (64,)))
+        loss = y.square().sum()
+    loss.backward()
+    held = saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes)
+    said = sum(float(reason.split(" of the bytes")[0]) for reason in saved.reasons)
+    assert held > 0.5
+    assert said > held - 0.15, saved.reasons

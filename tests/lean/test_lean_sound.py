@@ -296,12 +296,18 @@ def test_a_sample_sees_what_optimizers_do():
     assert not again.matches(w)
     w.data = torch.randn(8, 8)
     assert not again.matches(w)
+    zeros_where_it_is_read = torch.randn(64, 256)
+    zeros_where_it_is_read[[0, 21, 42, 63]] = 0
+    sample = evidence.Sample.of(zeros_where_it_is_read)
+    zeros_where_it_is_read.mul_(2)
+    assert not sample.matches(zeros_where_it_is_read)
 
 
 @pytest.mark.skipif(evidence.NODES is None, reason="the C++ nodes are not built")
 def test_the_nodes_read_the_same_sample(monkeypatch):
     made = torch.randn(64, 3, 16, 16)
     tensors = [made, made[:, :2], made.mT, made[:1, :, :2], made.to(memory_format=torch.channels_last)]
+    tensors += [torch.zeros(64, 64), torch.zeros(600), torch.eye(64), torch._efficientzerotensor(64, 64)]
     tensors += [made[:0], made.double(), made.bfloat16()[1:], made > 0, made.to_sparse(), made.to("meta")]
     tensors += [nn.Parameter(made), made[0, 0, 0, 0], made.expand(2, *made.shape), made.to(torch.complex64)]
     with FakeTensorMode():

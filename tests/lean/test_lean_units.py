@@ -62,9 +62,11 @@ def model_of(units: str, **keywords: Any) -> nn.Module:
     if not units:
         return model
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     keywords["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    if keywords.pop("offloaded", False):
+        keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if keywords.pop("narrow", False):
         keywords["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LayerNorm, Pair))]
@@ -103,6 +105,7 @@ CUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "blocks": ("blocks", {"reshard_after_forward": True}),
     "blocks, not resharded": ("blocks", {"reshard_after_forward": False, "passes": 2}),
     "blocks, narrow": ("blocks", {"reshard_after_forward": True, "narrow": True}),
+    "blocks, offloaded": ("blocks", {"reshard_after_forward": True, "offloaded": True}),
     "layers": ("layers", {"reshard_after_forward": True}),
     "layers, not resharded, two passes": ("layers", {"reshard_after_forward": False, "passes": 2}),
     "layers, narrow": ("layers", {"reshard_after_forward": True, "narrow": True, "accumulate": True}),

@@ -93,3 +93,48 @@ def test_what_is_held_has_a_reason_by_its_bytes():
     assert any("CumsumBackward0, and held: lean() has no recipe for it" in r for r in saved.reasons)
     loss.backward()
     assert {r.why for r in saved.records if r.rebuilt} <= {""}
+
+
+def hidden(edit):
+    def edited(z):
+        with torch.no_grad():
+            edit(z)
+
+    return edited
+
+
+EDITS = {
+    "none": lambda z: None,
+    "one": hidden(lambda z: z[0].mul_(2)),
+    "one that is undone": hidden(lambda z: z.neg_()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:leannorm. budget")
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_sum_in_place_that_a_norm_reads(in_place, edit):
+    """SegResNet's `x += identity`. The sum does not tell whether it made the version, so it is compared with
+    a rebuild; that says nothing of what read it before."""
+
+    def program(context):
+        first, second, x = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), torch.randn(4, 8, 16, 16)
+        seen = []
+        for _ in range(3):
+            with context() as saved:
+                a, b = F.silu(first(x)), F.silu(second(x))
+                z = (a * 1).add_(b) if in_place else a + b
+                EDITS[edit](z)
+                u = z + a
+                if edit == "one that is undone":
+                    EDITS[edit](z)
+                loss = (F.group_norm(z, 2) * F.group_norm(u, 2)).square().sum()
+            if saved is not None and in_place and edit == "none":
+                assert next(record for record in saved.records if record.node == "AddBackward0").rebuilt
+            for parameter in (first.weight, second.weight):
+                parameter.grad = None
+            loss.backward()
+            seen += [first.weight.grad, second.weight.grad]
+        return seen
+
+    assert_as_stock(program, budget=0.05)

@@ -153,6 +153,11 @@ def at_first(i, x, value):
     return x
 
 
+def tangent_of(f, x):
+    """The derivative of f at x in the direction of x, by forward-mode AD; it keeps its graph."""
+    return torch.func.jvp(f, (x,), (x,))[1]
+
+
 def gradient_of(f, x):
     """By a transform, which admits no hooks."""
     return torch.func.grad(lambda a: f(a).float().sum())(x)

@@ -312,7 +312,7 @@ def made_elsewhere(g):
 def transform(g):
     name = g.tensor(lambda t: t.dtype != torch.bfloat16)
     form = g.pick(*ELEMENTWISE).replace("{}", "a")
-    return name and f"{g.fresh()} = gradient_of(lambda a: {form}, {name})"
+    return name and f"{g.fresh()} = {g.pick('gradient_of', 'tangent_of')}(lambda a: {form}, {name})"
 
 
 def setting(g):

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 import warnings
+import weakref
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -264,7 +265,7 @@ class LeanRun(Run):
         gc.collect()  # errors hold frames
         if "save_on_cpu" in str(self.program):
             return  # on a CPU it keeps the tensor itself: a node that saves its output stays, in stock too
-        if self._left():
+        if self._left() and not KeepingRun(self.program).leaves_something():
             self._note("the end", "raised", (Leaked, f"{self._left()} values are left"))
 
 
@@ -288,7 +289,11 @@ class HookedRun(Run):
                 autograd._push_saved_tensors_default_hooks(*pair)
 
     def lean(self, *settings, **named):
-        return saved_tensors_hooks(self.pack, lambda tensor: tensor)
+        return saved_tensors_hooks(self.pack, self.unpack)
+
+    @staticmethod
+    def unpack(packed):
+        return packed
 
     def make_lean(self, model, *settings, **named):
         forward = type(model).forward
@@ -318,3 +323,31 @@ class CopyingRun(SharingRun):
         if is_leaf(tensor if tensor._base is None else tensor._base):
             return super().pack(tensor)
         return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+class _Packed:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class KeepingRun(HookedRun):
+    """Is what is saved still there at the end? In stock too, where a node comes to save what it has made, as
+    that of `y.mul_(y)` does."""
+
+    def __init__(self, program):
+        self._saved = []
+        super().__init__(program)
+
+    def pack(self, tensor):
+        packed = _Packed(tensor.detach())
+        self._saved.append(weakref.ref(packed))
+        return packed
+
+    @staticmethod
+    def unpack(packed):
+        return packed.tensor
+
+    def leaves_something(self):
+        self()
+        gc.collect()
+        return any(packed() is not None for packed in self._saved)

@@ -14,7 +14,7 @@ LANGUAGE = ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_tex
 LANGUAGE += ["olmo", "olmo2", "gpt_oss", "granite", "cohere", "cohere2", "deberta", "imagegpt", "starcoder2"]
 LANGUAGE += ["stablelm", "glm", "glm4", "nanochat", "smollm3", "helium", "deepseek_v3", "squeezebert"]
 STATES = ["qwen3_next", "mamba", "mamba2", "bamba", "falcon_mamba", "jamba", "zamba2"]
-IMAGES = ["detr", "conditional_detr", "convnext", "convnextv2", "vitdet", "poolformer"]
+IMAGES = ["detr", "convnext", "convnextv2", "vitdet", "poolformer"]
 SAMPLE = [*LANGUAGE, *STATES, *IMAGES]
 # classes that compute what no function of leannorm does
 LEFT = {

@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 import torch
-from formula_cases import KNOWN, UNKNOWN, GateBefore, LlamaNorm, T5Norm, made, unknown
+from formula_cases import KNOWN, GateBefore, LlamaNorm, T5Norm, made
 from torch import nn as stock
+from unknown_norms import UNKNOWN, unknown
 
 from leannorm import convert
 from leannorm.transforms import preview
@@ -124,7 +125,7 @@ def test_what_computes_something_else_is_left_and_named(forward):
     before, state = look(layer), {k: v for k, v in vars(layer).items() if k != "training"}
     model = stock.Sequential(stock.Linear(16, 16), layer)
     random = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="1 \\(formula_cases.HandWrittenNorm is not known, it") as caught:
+    with pytest.warns(UserWarning, match="1 \\(unknown_norms.HandWrittenNorm is not known, it") as caught:
         convert(model)
     assert len(caught) == 1
     assert look(layer) == before

@@ -65,8 +65,15 @@ def test_folded_equals_unfolded(name, way):
         assert torch.equal(value, before.state_dict()[key])
 
 
-@pytest.mark.parametrize("way", ["stock", "fused"])
-@pytest.mark.parametrize("name", [n for n in CASES if "half" not in n and "without a batch" not in n])
+# a fused model's graph is a stock one's, which `test_folded_equals_unfolded` and one of three here have shown
+PROGRAMS = [name for name in CASES if "half" not in name and "without a batch" not in name]
+ALSO_FUSED = [
+    pytest.param(name, "fused", marks=[] if i % 3 == 0 else pytest.mark.conformance)
+    for i, name in enumerate(PROGRAMS)
+]
+
+
+@pytest.mark.parametrize(("name", "way"), [*((name, "stock") for name in PROGRAMS), *ALSO_FUSED])
 def test_folded_program_equals_the_model(name, way):
     build, shape, count, _ = CASES[name]
     net = converted(trained(build()), way)

@@ -94,9 +94,16 @@ def _differentiable(x: Tensor, mask: Tensor | None, call: ChannelCall, what: str
     if sharing is None:
         size = local.count if isinstance(local.count, Tensor) else None
         return local.mean, local.m2, REFERENCE.rstd_of(local, call.eps), size
-    total = AddUp.apply(REFERENCE.sums_of(local), local.count, sharing.group, sharing.call(what, x))
+    sums = REFERENCE.sums_of(_in_a_row(local))
+    total = AddUp.apply(sums, local.count, sharing.group, sharing.call(what, x))
     mean, m2, rstd, count = REFERENCE.moments_of(total, call.eps)
+    mean, m2, rstd = (v.view(local.mean.shape) for v in (mean, m2, rstd))
     return mean, m2, rstd, count.detach()
+
+
+def _in_a_row(moments: Moments) -> Moments:
+    """The statistics of every group of every sample, as ranks add them up."""
+    return Moments(moments.mean.flatten(), moments.m2.flatten(), moments.count)
 
 
 def _forward(
@@ -110,8 +117,10 @@ def _forward(
         mean, m2, rstd = moments.mean, moments.m2, backend.rstd_of(moments, call.eps)
         size = moments.count if isinstance(moments.count, Tensor) else None
     else:
-        total = shared(backend.sums_of(moments), moments.count, sharing, x)
+        total = shared(backend.sums_of(_in_a_row(moments)), moments.count, sharing, x)
         mean, m2, rstd, size = backend.moments_of(total, call.eps)
+        if call.groups:
+            mean, m2, rstd = (v.view(moments.mean.shape) for v in (mean, m2, rstd))
     y = backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
     if running is not None and size is not None:
         backend.move_running(running, Moments(mean, m2, size))
@@ -199,8 +208,17 @@ def _in_steps(
         dbias, dweight = ((s.sum(0) if call.groups else s).to(dtype) for s in sums)
     elif needed[0]:
         assert kept.size is not None
-        total = gradient_sums_of_all(sums, sharing, kept.x, twice)
-        means = backend.means_of(total, kept.weight, kept.size)
+        if call.groups:  # weighted and added up in groups, before they are sent
+            of_groups = backend.channel_means(sums, kept.weight, call.groups, 1)
+            sent = of_groups[0].flatten(), of_groups[1].flatten()
+            total = gradient_sums_of_all(sent, sharing, kept.x, twice)
+            of_dz, of_dz_xhat = backend.means_of(total, None, kept.size)
+            means = of_dz.view(kept.mean.shape), of_dz_xhat.view(kept.mean.shape)
+        else:
+            total = gradient_sums_of_all(sums, sharing, kept.x, twice)
+            means = backend.means_of(total, kept.weight, kept.size)
+    if sharing is not None and call.groups:
+        dbias, dweight = dbias.sum(0), dweight.sum(0)
     if needed[0] or needed[3]:
         dx, dz = backend.channel_input_grad(dy, kept, means, needed[3])
         if not call.zero and by_data is not None and means is not None:
@@ -328,9 +346,7 @@ def channel_evaluated(x: Tensor, running: Running, eps: float, epilogue: Epilogu
     return pick(*tensors).channel_evaluate(x, running, eps, epilogue)
 
 
-def channel_affine(
-    x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Tensor | None = None
-) -> Tensor:
+def channel_affine(x: Tensor, mean: Tensor, rstd: Tensor, epilogue: Epilogue, mask: Maybe = None) -> Tensor:
     """`ChannelAffine`, or under a functorch transform its formula in plain torch."""
     weight, bias, residual, act = epilogue
     tensors = (x, weight, bias, residual)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Moments
 from leannorm.autograd.channel import twice_differentiable
+from leannorm.autograd.sync import AddUp, Sharing, gradient_sums_of_all, shared
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import differentiable, many_at_once
 from leannorm.ops.plan import values_per_channel
@@ -130,12 +131,23 @@ def rstd_outside(variance: Tensor, eps: float) -> Tensor:
 
 
 def _unbiased(moments: Moments) -> Tensor:
-    assert isinstance(moments.count, int)
-    return moments.m2 / max(moments.count - 1, 1)
+    count = moments.count
+    return moments.m2 / ((count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1))
 
 
-def _statistics(backend: Backend, z: Tensor, eps: float, outside: bool) -> tuple[Moments, Tensor]:
+def _statistics(
+    backend: Backend, z: Tensor, eps: float, outside: bool, sharing: Sharing | None, twice: bool = False
+) -> tuple[Moments, Tensor]:
+    """Of all ranks that share them; with `twice` they can be differentiated."""
     moments = backend.channel_moments(z)
+    if sharing is not None:
+        sums, call = backend.sums_of(moments), sharing.forward_call(z)
+        if twice:
+            total = AddUp.apply(sums, moments.count, sharing.group, call._replace(what=f"{call.what} again"))
+        else:
+            total = shared(sums, moments.count, sharing, z)
+        mean, m2, _, count = backend.moments_of(total, eps)
+        moments = Moments(mean, m2, count)
     rstd = rstd_outside(_unbiased(moments), eps) if outside else REFERENCE.rstd_of(moments, eps)
     return moments, rstd
 
@@ -150,7 +162,7 @@ class Normalization(NamedTuple):
 
 
 class KeptByConvNorm(NamedTuple):
-    """What a convolution with its batch norm saves."""
+    """What a convolution with its batch norm saves; `size`: the values a channel of all ranks that share."""
 
     x: Tensor
     conv_weight: Tensor
@@ -158,6 +170,7 @@ class KeptByConvNorm(NamedTuple):
     weight: Tensor | None
     mean: Tensor
     rstd: Tensor
+    size: Tensor | None = None
 
 
 class ConvNorm(torch.autograd.Function):
@@ -169,21 +182,22 @@ class ConvNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, conv_weight: Tensor, *given: Any
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        conv_bias, weight, bias, mean, rstd, convolution, eps, outside = given
+        conv_bias, weight, bias, mean, rstd, convolution, eps, outside, sharing = given
         z = convolution.apply(x, conv_weight, conv_bias)
         backend = ctx.backend = pick(z, weight, bias)
-        m2 = None
+        m2 = size = None
         ctx.constant = mean is not None
         if mean is not None and rstd is not None:
             y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
-        elif outside:
-            moments, rstd = _statistics(backend, z, eps, outside)
-            mean, m2 = moments.mean, moments.m2
+        elif outside or sharing is not None:
+            moments, rstd = _statistics(backend, z, eps, outside, sharing)
+            mean, m2, count = moments.mean, moments.m2, moments.count
+            size = count if isinstance(count, Tensor) else None
             y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
         else:
             y, mean, m2, rstd, _ = backend.channel_forward(z, Epilogue(weight, bias), eps)
-        ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd))
-        ctx.convolution, ctx.eps, ctx.outside = convolution, eps, outside
+        ctx.save_for_backward(*KeptByConvNorm(x, conv_weight, conv_bias, weight, mean, rstd, size))
+        ctx.convolution, ctx.eps, ctx.outside, ctx.sharing = convolution, eps, outside, sharing
         ctx.dtypes = [None if v is None else v.dtype for v in (weight, bias)]
         ctx.set_materialize_grads(False)
         if m2 is None:
@@ -194,8 +208,8 @@ class ConvNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *unused: Any) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 10
-        x, conv_weight, conv_bias, weight, mean, rstd = KeptByConvNorm(*ctx.saved_tensors)
+            return (None,) * 11
+        x, conv_weight, conv_bias, weight, mean, rstd, size = KeptByConvNorm(*ctx.saved_tensors)
         needed = ctx.needs_input_grad
         into: Tensor | None = None
         if ctx.constant and not needed[3]:
@@ -203,20 +217,25 @@ class ConvNorm(torch.autograd.Function):
         else:
             z = ctx.convolution.apply(x, conv_weight, conv_bias)
             into = None if many_at_once(dy) else z
-        backend = ctx.backend
-        if twice_differentiable():
+        backend, sharing, twice = ctx.backend, ctx.sharing, twice_differentiable()
+        if twice:
             backend, into = REFERENCE, None
             if not ctx.constant:
-                moments, rstd = _statistics(REFERENCE, z, ctx.eps, ctx.outside)
+                moments, rstd = _statistics(REFERENCE, z, ctx.eps, ctx.outside, sharing, twice)
                 mean = moments.mean
         kept, means = KeptByChannelNorm(z, mean, rstd, weight), None
-        if ctx.constant or ctx.outside:
+        if ctx.constant or ctx.outside or sharing is not None:
             sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
             if not ctx.constant:
-                count = values_per_channel(z.shape)
-                of_dz, of_dz_xhat = REFERENCE.channel_means(sums, weight, 0, count)
-                # with eps outside of the root d rstd / d x has this factor more
-                means = of_dz, of_dz_xhat * (count / (max(count - 1, 1) * (1 - ctx.eps * rstd)))
+                count = values_per_channel(z.shape) if size is None else size
+                if sharing is None:
+                    means = REFERENCE.channel_means(sums, weight, 0, count)
+                else:
+                    total = gradient_sums_of_all(sums, sharing, z, twice)
+                    means = backend.means_of(total, weight, count)
+                if ctx.outside:  # d rstd / d x has this factor more
+                    degrees = max(count - 1, 1) if size is None else (size - 1).clamp_min(1)
+                    means = means[0], means[1] * (count / (degrees * (1 - ctx.eps * rstd)))
             dz, _ = backend.channel_input_grad(dy, kept, means, into=into)
         else:
             dz, dweight, dbias, _ = backend.channel_backward(dy, kept, into=into)
@@ -225,7 +244,7 @@ class ConvNorm(torch.autograd.Function):
             v.to(dtype) if need else None
             for v, dtype, need in zip((dweight, dbias), ctx.dtypes, needed[3:5], strict=True)
         ]
-        return (*gradients, *affine, None, None, None, None, None)
+        return (*gradients, *affine, None, None, None, None, None, None)
 
 
 def conv_norm(
@@ -234,16 +253,17 @@ def conv_norm(
     norm: Normalization,
     eps: float,
     outside: bool,
+    sharing: Sharing | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`ConvNorm`, or under a functorch transform its formula in plain torch."""
     weight, bias, mean, rstd = norm
     if transformed(*operands, weight, bias):
         z, m2 = convolution.apply(*operands), None
         if mean is None or rstd is None:
-            moments, rstd = _statistics(REFERENCE, z, eps, outside)
+            moments, rstd = _statistics(REFERENCE, z, eps, outside, sharing, twice=True)
             mean, m2 = moments.mean, moments.m2
         return REFERENCE.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias)), mean, m2
-    result = ConvNorm.apply(*operands, *norm, convolution, eps, outside)
+    result = ConvNorm.apply(*operands, *norm, convolution, eps, outside, sharing)
     if mean is not None:
         return result, mean, None
     y, mean, m2 = result

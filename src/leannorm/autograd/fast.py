@@ -199,14 +199,8 @@ def _by_own(
 
 
 def _by_constants(
-    backend: AsGiven,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    act: str,
-    running: Running,
-) -> Tensor | None:
+    backend: AsGiven, x: Tensor, weight: Maybe, bias: Maybe, eps: float, act: str, running: Running
+) -> Maybe:
     """`ChannelAffine` by running statistics."""
     mean, var, *_ = running
     y: Maybe
@@ -228,14 +222,8 @@ def _by_constants(
 
 
 def _by_all(
-    backend: AsGiven,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    act: str,
-    running: Running,
-    sharing: Sharing,
-) -> Tensor | None:
+    backend: AsGiven, x: Tensor, weight: Maybe, bias: Maybe, act: str, running: Running, sharing: Sharing
+) -> Maybe:
     """`ChannelNorm` of all ranks' inputs, on the CPU, and of a call that no checkpoint repeats.
 
     A kernel that refuses an argument might come too late here: other ranks wait for this one's sums. So

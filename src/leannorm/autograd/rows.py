@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm._types import KeptByRowNorm, Rows
+from leannorm._types import KeptByRowNorm, Maybe, Rows
 from leannorm.autograd.channel import applied_directly, twice_differentiable, wide_for
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.backends.reference_rows import of_valid
@@ -87,12 +87,7 @@ apply_row_norm = applied_directly(RowNorm)
 
 
 def row_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    rows: Rows,
-    valid: Tensor | None = None,
+    x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
 ) -> tuple[Tensor, Tensor]:
     """y and x + residual (else x): `RowNorm`, or under a functorch transform its formula in plain torch."""
     tensors = (x, residual, weight, bias)

@@ -32,7 +32,8 @@ class Sharing(NamedTuple):
 
     `seen` are the layer's last forward passes, which checkpointing may recompute. `asked` is the layer's
     `process_group`, and `group` the name of the group that it stands for in this call. `eps`, `momentum`
-    and whether it `tracks` running statistics must be equal on all ranks.
+    and whether it `tracks` running statistics must be equal on all ranks. `groups` are those of a group norm,
+    whose statistics are each sample's.
     """
 
     group: str
@@ -44,10 +45,12 @@ class Sharing(NamedTuple):
     eps: float = 0.0
     momentum: float | None = None
     tracks: bool = False
+    groups: int = 0
 
     def call(self, what: str, x: Tensor) -> Call:
         settings = self.eps, self.momentum, self.tracks
-        return Call(self.layer, what, x.shape[1], self.timeout, self.debug, *settings)
+        statistics = x.shape[0] * self.groups if self.groups else x.shape[1]
+        return Call(self.layer, what, statistics, self.timeout, self.debug, *settings)
 
     def forward_call(self, x: Tensor) -> Call:
         return self.call("training forward", x)

@@ -23,9 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # the base class of click's usage errors; where it can be imported from depends on the version of typer
     usage_error: type[Any] = typer.BadParameter.__mro__[1]
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    typed = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = app(args=given or ["--help"], prog_name="leannorm", standalone_mode=False)
+        status = app(args=typed or ["--help"], prog_name="leannorm", standalone_mode=False)
         if status == INTERRUPTED:  # newer typers return it, older ones raise Abort
             raise KeyboardInterrupt
         return int(status or 0)

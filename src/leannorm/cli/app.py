@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any
 
 import typer
 
@@ -37,7 +39,19 @@ def leannorm(
     """Normalization layers for PyTorch that train in about half the memory."""
 
 
+def _after_the_package(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, once all of leannorm is imported: help and bad usage come before (`leannorm_command`)."""
+
+    @wraps(command)
+    def run(*args: Any, **options: Any) -> None:
+        from leannorm import __version__  # noqa: F401  # the root's code runs with its first name
+
+        command(*args, **options)
+
+    return run
+
+
 COMMANDS = (demo, check, profile, fit, doctor, bench, convert_checkpoint, fold, fork, info)
 for command in COMMANDS:
     # without its own short help a command's first sentence is cut
-    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(command)
+    app.command(short_help=(command.__doc__ or "").partition("\n")[0])(_after_the_package(command))

@@ -120,11 +120,11 @@ def _typed(message: str) -> str:
     return message
 
 
-def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
+def _pairs(option: str, texts: list[str] | None) -> dict[str, str]:
     from leannorm._errors import InputError
 
     pairs = {}
-    for text in given or ():
+    for text in texts or ():
         here, equals, there = text.partition("=")
         if not equals:
             raise InputError(f"{option} must be HERE=THERE, got {text!r}")

@@ -22,6 +22,12 @@ def doctor(
     fail_on: Annotated[
         Literal["error", "warning", "note"], typer.Option(help="The least severity with exit status 1.")
     ] = "note",
+    fix: Annotated[
+        bool,
+        typer.Option(
+            "--fix", help="Print safe remedies (momentum, eps, a removed bias) as a diff, tried on a copy."
+        ),
+    ] = False,
     json: JsonFile = None,
     html: Annotated[
         Path | None, typer.Option("--html", "--report", help="Write an HTML page here.", metavar="FILE")
@@ -32,6 +38,8 @@ def doctor(
     A package.module:callable may load weights. What a batch's values tell (the gap between the modes, dead
     channels, padding) is asked of --data alone: of random values it says nothing.
     """
+    import copy
+
     import torch
     from rich.console import Console
 
@@ -43,6 +51,7 @@ def doctor(
     from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
+    from leannorm.report.doctor.mend import diff, mend
     from leannorm.report.doctor.subject import SEVERITIES
     from leannorm.report.render import require_page
 
@@ -70,5 +79,12 @@ def doctor(
         report = examine(network, batches, forward=forward, checks=checks)
     report.model = model
     tell(report, json, html)
+    if fix:
+        tried = copy.deepcopy(network)
+        changes = mend(tried, report.findings)
+        left = examine(tried, batches, forward=forward, checks=checks)
+        if changes:
+            print("\n".join(diff(changes)))
+        print(f"{len(changes)} settings mended on a copy: {len(left.findings)} findings left")
     if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on) for one in report.findings):
         raise typer.Exit(CHECK_FELL_SHORT)

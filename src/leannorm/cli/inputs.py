@@ -61,14 +61,14 @@ def specs_of(texts: Sequence[str]) -> list[Spec]:
 
 
 def _spec_of(text: str) -> Spec:
-    found = _WRITTEN.fullmatch(text.strip())
-    sizes = tuple(map(int, found[2].lower().split("x"))) if found else ()
-    if not found or not all(sizes):
+    written = _WRITTEN.fullmatch(text.strip())
+    sizes = tuple(map(int, written[2].lower().split("x"))) if written else ()
+    if not written or not all(sizes):
         raise InputError(
             "an input is written as its sizes, batch first, like 8x3x224x224, or with dtype and range, like "
             f"'2x512:int64<32000'; got {text!r}"
         )
-    name, dtype, sign, number = found[1] or "", found[3], found[4], found[5]
+    name, dtype, sign, number = written[1] or "", written[3], written[4], written[5]
     if dtype is None:
         return Spec(name, sizes)
     if dtype.lower() not in _DTYPES:
@@ -113,8 +113,8 @@ def tried(
     inputs = made(specs_of(texts), dtype_named(dtype), device)
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            given = tree_map_only(Tensor, Tensor.clone, inputs)
-            inputs_of(given).call(copy.deepcopy(model))
+            copies = tree_map_only(Tensor, Tensor.clone, inputs)
+            inputs_of(copies).call(copy.deepcopy(model))
     except Exception as error:
         raise InputError(
             f"{spec} does not take --input {' --input '.join(texts)}: {in_one_line(error)}{_hint(error)}"

@@ -35,8 +35,8 @@ def model_named(spec: str) -> nn.Module:
     >>> type(model_named("torch.nn:Identity")).__name__
     'Identity'
     """
-    source, found, name = spec.partition(":")
-    if not (source and found and name):
+    source, colon, name = spec.partition(":")
+    if not (source and colon and name):
         raise InputError(f"{_RULE}; got {spec!r}")
     model = _made(_maker(source, name), spec, "the model")
     if not isinstance(model, nn.Module):
@@ -52,8 +52,8 @@ def made_by(spec: str) -> object:
     >>> made_by("collections:OrderedDict")
     OrderedDict()
     """
-    source, found, name = spec.partition(":")
-    if not (source and found and name):
+    source, colon, name = spec.partition(":")
+    if not (source and colon and name):
         raise InputError(f"name a function as package.module:callable; got {spec!r}")
     return _made(_callable(source, name), spec, "the batches")
 

@@ -12,7 +12,7 @@ from leannorm.cli.options import Dtype, Inputs, JsonFile, Model, ReportFile, tel
 def profile(
     model: Model,
     input: Inputs,
-    budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to keep; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
+    budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to hold; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
     compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
@@ -21,7 +21,7 @@ def profile(
     json: JsonFile = None,
     report: ReportFile = None,
 ) -> None:
-    """Measure kept bytes, peak memory and step time of a model: stock, under lean(), and by other methods."""
+    """Measure held bytes, peak memory and step time of a model: stock, under lean(), and by other methods."""
     import torch
     from rich.console import Console
 

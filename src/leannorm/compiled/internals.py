@@ -110,7 +110,7 @@ def changes_layout(module: fx.GraphModule) -> bool:
 def place() -> str:
     """Which of the compiled pieces this is: torch's number of frame and compilation, as in its logs."""
     try:
-        found = torch._guards.CompileContext.current_compile_id()
+        compile_id = torch._guards.CompileContext.current_compile_id()
     except AttributeError:
-        found = None
-    return "?" if found is None else str(found)
+        compile_id = None
+    return "?" if compile_id is None else str(compile_id)

@@ -180,8 +180,8 @@ class Reader:
         nodes = [n for n in self.nodes if n in wanted]
         index = {n: i for i, n in enumerate(nodes)}
 
-        def indices(given: Iterable[fx.Node]) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(index[v] for n in given for v in shows[n]))
+        def indices(sources: Iterable[fx.Node]) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(index[v] for n in sources for v in shows[n]))
 
         made, until = self._in_forward()
         values = [

@@ -73,7 +73,7 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
     return []
 
 
-def hint(size: Any) -> int:
+def hint(size: int | torch.SymInt) -> int:
     """A size, or what the compiler expects of one that is open (`dynamic=True`)."""
     if isinstance(size, int):
         return size
@@ -136,8 +136,8 @@ def _drops_out(node: fx.Node) -> bool:
         return False
     for i, argument in enumerate(schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(given != 0.0)
+            probability = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(probability != 0.0)
     return False
 
 

@@ -85,13 +85,15 @@ def _saved(backward: fx.GraphModule) -> list[str]:
 
 def _policies(joint: Joint, chosen: Plan) -> dict[fx.Node, CheckpointPolicy]:
     """Marks for torch's partition. A user's own stay."""
-    found: dict[fx.Node, CheckpointPolicy] = {}
+    policies: dict[fx.Node, CheckpointPolicy] = {}
     for node, kind in joint.kinds.items():
         if kind in _NEVER_AGAIN and node.op == "call_function" and node in joint.forward:
-            found[node] = CheckpointPolicy.MUST_SAVE
+            policies[node] = CheckpointPolicy.MUST_SAVE
     for i, node in enumerate(joint.nodes):
         if i in chosen.point.again:
-            found[node] = CheckpointPolicy.MUST_RECOMPUTE
+            policies[node] = CheckpointPolicy.MUST_RECOMPUTE
         elif i in chosen.point.kept and joint.step.values[i].nbytes:
-            found[node] = CheckpointPolicy.MUST_SAVE
-    return {n: policy for n, policy in found.items() if "recompute" not in n.meta and n.op == "call_function"}
+            policies[node] = CheckpointPolicy.MUST_SAVE
+    return {
+        n: policy for n, policy in policies.items() if "recompute" not in n.meta and n.op == "call_function"
+    }

@@ -23,12 +23,12 @@ class Planned(NamedTuple):
 
     def numbers(self) -> dict[str, float | str | None]:
         """What a report tells of it."""
-        found: dict[str, float | str | None] = {"graph": self.place, "reason": self.reason}
+        numbers: dict[str, float | str | None] = {"graph": self.place, "reason": self.reason}
         if self.plan is not None:
             stock, point = self.plan.stock, self.plan.point
-            found |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
-            found |= {"peak": point.peak, "stock_peak": stock.peak}
-        return found
+            numbers |= {"held": point.held, "stock_held": stock.held, "overhead": self.plan.overhead}
+            numbers |= {"peak": point.peak, "stock_peak": stock.peak}
+        return numbers
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,19 +50,20 @@ class CompileReport(Report):
         if not self.graphs:
             return [
                 "no graph was planned in this process: the model has not run yet, needs no gradient, was"
-                " compiled by a backend other than inductor, which ignores these options, or was taken from"
-                " torch's cache, which keeps the plan but not this report"
+                " compiled by a backend other than inductor, which ignores these options, was taken from"
+                " torch's cache, which keeps the plan but not this report, or is one of torch's own modules,"
+                " as nn.Sequential, of which .compile() compiles nothing: torch.compile(model, options=...)"
             ]
-        found = [graph.reason for graph in self.graphs if graph.reason is not None]
+        reasons = [graph.reason for graph in self.graphs if graph.reason is not None]
         unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
-        found += [_out_of_reach(self.goal, plan) for plan in unreached]
+        reasons += [_out_of_reach(self.goal, plan) for plan in unreached]
         frames = {graph.place.partition("/")[0] for graph in self.graphs}
         if len(frames) > 1:
-            found.append(
+            reasons.append(
                 f"the model was compiled in {len(frames)} pieces, each planned by itself, and what one hands"
                 " to the next is held: TORCH_LOGS=graph_breaks says where it breaks"
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(reasons))
 
     @property
     def held(self) -> int:

@@ -50,20 +50,7 @@ def _add_up_over_ranks(
 
 
 @_add_up_over_ranks.register_fake
-def _(
-    sums: Sequence[Tensor],
-    count: int,
-    group: str,
-    layer: str,
-    what: str,
-    channels: int,
-    timeout: float,
-    debug: bool,
-    eps: float,
-    momentum: float | None,
-    tracks: bool,
-    counted: Tensor | None = None,
-) -> Tensor:
+def _(sums: Sequence[Tensor], *others: Any, **named: Any) -> Tensor:
     return sums[0].new_empty(sum(len(s) for s in sums) + 1)
 
 

@@ -115,11 +115,7 @@ def _wait_for_readers(group: StatisticsGroup, key: str, ranks: int, seconds: flo
 
 
 def what_differs(
-    group: StatisticsGroup,
-    call: Call,
-    number: int,
-    timeout: float,
-    answer: Callable[[], None] = lambda: None,
+    group: StatisticsGroup, call: Call, number: int, timeout: float, answer: Callable[[], None] = lambda: None
 ) -> str:
     """The error text for ranks in different calls: which rank is in which.
 

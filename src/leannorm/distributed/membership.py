@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError
 from leannorm.distributed.communicator import beside
 
 _local = False
 _nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_meshes: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 class SharesStatistics:
@@ -47,7 +51,8 @@ def no_sync() -> Iterator[None]:
 def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     """The name of the group whose ranks share statistics; None where this rank is on its own.
 
-    `process_group` is a group of torch.distributed, "node" (the ranks on this rank's host) or None (all).
+    `process_group` is a group of torch.distributed, a `DeviceMesh` (`mesh["dp"]`: the ranks along that
+    dimension), "node" (the ranks on this rank's host) or None (all).
     Raises: `InputError` for a group that this rank is not in, or that torch.distributed does not have.
     """
     if isinstance(process_group, str) and process_group != "node":
@@ -75,7 +80,7 @@ def group_in_words(process_group: dist.ProcessGroup | str | None) -> str:
     sharing_group(process_group)
     if process_group is None or isinstance(process_group, str):
         return "all"
-    ranks: list[int] = dist.get_process_group_ranks(process_group)
+    ranks: list[int] = dist.get_process_group_ranks(_resolved(process_group))
     return ",".join(map(str, ranks))
 
 
@@ -101,6 +106,11 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
     if isinstance(process_group, str):
         node: dist.ProcessGroup = _node_group()
         return node
+    mesh: Any = process_group
+    if hasattr(mesh, "get_coordinate") and mesh.get_coordinate() is not None:
+        name = GroupName(mesh_group(mesh, range(mesh.ndim)))
+        along: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)
+        return along
     # a non-member gets a sentinel in place of its group, or an object that does not know its rank
     if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise InputError(
@@ -125,6 +135,29 @@ def _node_group() -> dist.ProcessGroup:
         _nodes[world] = beside(world, mine, f"node/{mine[0]}")
     return _nodes[world]
 
+
+def ranks_of(group: str) -> list[int]:
+    """The ranks of the group of this name."""
+    found = torch._C._distributed_c10d._resolve_process_group(GroupName(group))
+    ranks: list[int] = dist.get_process_group_ranks(found)
+    return ranks
+
+
+def mesh_group(mesh: Any, dims: Sequence[int]) -> str:
+    """The name of the group of this rank along these dimensions of a DeviceMesh."""
+    if len(dims) == 1:
+        group: dist.ProcessGroup = mesh.get_group(dims[0])
+        return group.group_name
+    world, place = _world(), mesh.get_coordinate()
+    across = tuple(slice(None) if i in dims else at for i, at in enumerate(place))
+    ranks = mesh.mesh[across].flatten().tolist()
+    key = world, tuple(ranks)
+    if key not in _meshes:
+        _meshes[key] = beside(world, ranks, f"mesh/{'-'.join(map(str, ranks))}")
+    return _meshes[key].group_name
+
+
+mesh_group._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 # what torch.compiler.assume_constant_result does, without its import of the whole compiler
 _node_group._dynamo_marked_constant = True  # type: ignore[attr-defined]

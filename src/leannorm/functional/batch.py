@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
+from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Pool, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_evaluated, channel_norm
 from leannorm.autograd.sync import Sharing
-from leannorm.distributed.membership import sharing_group
+from leannorm.distributed.membership import group_in_words, sharing_group
 from leannorm.functional import stock
+from leannorm.functional.declare import AffineNames, Arguments, in_training
+from leannorm.functional.door import call_operator, declares, elsewhere, hand_over, public
 from leannorm.functional.ghost import ghost_norm, of_all_ranks
-from leannorm.functional.jagged import NestedTensor, channels
-from leannorm.functional.overridden import as_operator, hand_over, stands_in_for, takes_jagged
+from leannorm.functional.jagged import channels
 from leannorm.functional.running import (
     fused_update,
     running_mean_and_rstd,
     update_running_statistics,
 )
+from leannorm.functional.shards import Cut, by_channel
 from leannorm.functional.valid import (
     Lengths,
     Masking,
-    leaving_at_data,
-    refuse_to_leave_masked,
+    exported_at_data,
+    refuse_to_export,
     unmasked,
     valid_positions,
 )
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving, recorded, sharded
+from leannorm.ops.modes import exporting, recorded, sharded
 from leannorm.ops.plan import values_per_channel
-from leannorm.ops.running import frozen
 
 
-@takes_jagged(channels)
-@stands_in_for(F.batch_norm)
+def _as_batch_norm_act(given: Arguments) -> Any:
+    return call_operator("batch_norm_act", given, act="identity", residual=None)
+
+
+@public(F.batch_norm, channels, in_training, _as_batch_norm_act)
 def batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -80,20 +86,14 @@ def batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    if training and frozen():
-        running_mean = running_var = None
-    if (
-        has_torch_function_variadic(input, running_mean, running_var, weight, bias)
-        or type(input) is NestedTensor
-    ):
-        return hand_over(batch_norm, locals())
-    if leaving() and training:
-        return as_operator(batch_norm, locals())
+    others = has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input)
+    if others and (y := hand_over(batch_norm, locals())) is not None:
+        return y
     running = Running(running_mean, running_var, None, momentum)
     return _by_number(input, running, Epilogue(weight, bias), training, eps, (mask, lengths, fill))
 
 
-@takes_jagged(channels)
+@public(packed=channels, by_batch=in_training, folds=AffineNames())
 @lists_activations
 def batch_norm_act(
     input: Tensor,
@@ -133,15 +133,11 @@ def batch_norm_act(
     >>> bool((y >= 0).all())
     True
     """
-    if training and frozen():
-        running_mean = running_var = None
-    if (
-        has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
-        or type(input) is NestedTensor
-    ):
-        return hand_over(batch_norm_act, locals())
-    if leaving() and training:
-        return as_operator(batch_norm_act, locals())
+    others = has_torch_function_variadic(
+        input, running_mean, running_var, weight, bias, residual
+    ) or elsewhere(input)
+    if others and (y := hand_over(batch_norm_act, locals())) is not None:
+        return y
     running = Running(running_mean, running_var, None, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     return _by_number(input, running, epilogue, training, eps, (mask, lengths, fill))
@@ -156,20 +152,35 @@ def _by_number(
         y = fast.batch_norm(input, *epilogue[:2], eps, epilogue.act, running, training)
         if y is not None:
             return y
-    if leaving() or sharded(input, *running[:2], *epilogue[:3]):
-        if training:
-            _checks.not_sharded(input, running[:1])
+    if exporting():
         _checks.running_statistics(*running[:2], training)
         _checks.activation(epilogue.act)
-        return leaving_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
+        return exported_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
     _check(input, running, epilogue, training, eps)
+    if sharded(input, *running[:2], *epilogue[:3]):
+        return _of_shards(input, running, epilogue, training, eps, masking)
     valid = valid_positions(input, *masking)
     if training:
         return _by_batch(input, running, epilogue, eps, valid=valid)
     return _by_running(input, running, epilogue, eps, valid)
 
 
-@takes_jagged(channels)
+def _as_tracked_or_synchronized(given: Arguments) -> Any:
+    sharing = given.get("sharing")
+    if sharing is None:
+        return call_operator("tracked_batch_norm", given)
+    return call_operator(
+        "sync_batch_norm",
+        given,
+        group=group_in_words(sharing.asked),
+        layer=sharing.layer,
+        timeout=sharing.timeout,
+        debug=sharing.debug,
+    )
+
+
+@declares(in_training, folds=AffineNames())
+@public(None, channels, in_training, _as_tracked_or_synchronized)
 def tracked_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -201,22 +212,17 @@ def tracked_batch_norm(
     statistics in the place of the running ones. With `group_size` so many samples are normalized together;
     the running statistics are those of all.
     """
-    if training and frozen():
-        running_mean = running_var = num_batches_tracked = None
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
-    if has_torch_function_variadic(*tensors) or type(input) is NestedTensor:
-        return hand_over(tracked_batch_norm, locals())
-    if leaving() and training:
-        return as_operator(tracked_batch_norm, locals())
-    if leaving() or sharded(*tensors):
-        if training:
-            _checks.not_sharded(input, (running_mean, sharing, pool, group_size))
+    others = has_torch_function_variadic(*tensors) or elsewhere(input)
+    if others and (y := hand_over(tracked_batch_norm, locals())) is not None:
+        return y
+    if exporting():
         _checks.dim(input, dims)
         if running_mean is None:
-            refuse_to_leave_masked(mask, lengths)
+            refuse_to_export({"mask": mask, "lengths": lengths})
         running = Running(running_mean, running_var, None, momentum)
         y = stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
-        return leaving_at_data(y, mask, lengths, fill)
+        return exported_at_data(y, mask, lengths, fill)
     use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
@@ -229,10 +235,54 @@ def tracked_batch_norm(
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     _check(input, running, epilogue, use_batch, eps)
+    if sharded(*tensors):
+        masking, how = (mask, lengths, fill), (sharing, pool, group_size)
+        return _of_shards(input, running, epilogue, use_batch, eps, masking, *how)
     valid = valid_positions(input, mask, lengths, fill)
     if use_batch:
         return _by_batch(input, running, epilogue, eps, sharing, pool, group_size, valid)
     return _by_running(input, running, epilogue, eps, valid)
+
+
+def _of_shards(
+    input: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    by_batch: bool,
+    eps: float,
+    masking: Masking,
+    sharing: Sharing | None = None,
+    pool: Pool | None = None,
+    group_size: int | None = None,
+) -> Tensor:
+    """By the statistics of the whole batch, of which each rank has a part."""
+    if by_batch and group_size is None:
+        _checks.more_than_one_value(input, values_per_channel(input.shape))
+
+    def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        valid = valid_positions(x, *masking)
+        if not by_batch:
+            return _by_running(x, running, epilogue, eps, valid)
+        reduced = (0, *range(2, x.dim()))
+        merged = cut.merged(reduced, "batch_norm", eps)
+        if sharing is not None and (merged is not None or cut.holds_rank_of(sharing.group)):
+            raise InputError(
+                "the ranks of process_group may hold no parts of the same DTensor, whose statistics are "
+                f"merged already, got placements {cut.placements}; take a BatchNorm, or the group of another "
+                "dimension of the mesh than the input's"
+            )
+        if group_size is not None and not (cut.cuts_between(0, group_size) and cut.is_whole(reduced[1:])):
+            raise cut.refuse(
+                f"batch norm with group_size={group_size} needs whole groups of samples on each rank",
+                reduced,
+            )
+        if pool is not None and not cut.is_whole((1,)):
+            raise cut.refuse("accumulate_stats() needs all channels on each rank", (1,))
+        if merged is not None:
+            merged = merged._replace(momentum=running.momentum, tracks=running.mean is not None)
+        return _by_batch(x, running, epilogue, eps, merged or sharing, pool, group_size, valid)
+
+    return by_channel(run, input, running, epilogue, masking, by_batch)
 
 
 def _by_running(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import prod
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -15,16 +15,40 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Pool, Running
 from leannorm.autograd.conv import Convolution, Normalization, conv_norm, rstd_outside
+from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
-from leannorm.functional.overridden import as_operator, hand_over
+from leannorm.functional.declare import Arguments, declare, in_training
+from leannorm.functional.door import call_operator, elsewhere, hand_over, public
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
-from leannorm.ops.modes import autocasts, leaving
-from leannorm.ops.running import frozen
+from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
+from leannorm.ops.modes import autocasts, exporting, sharded
 
+Operands = tuple[Tensor, Tensor, Tensor | None]
+Affine = tuple[Tensor | None, Tensor | None]
 EPS_MODES = ("inside", "outside")
 PADDING_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
+def _operator(given: Arguments) -> Any:
+    padding = given["padding"]
+    by_name = isinstance(padding, str)
+    return call_operator(
+        "conv_batch_norm",
+        given,
+        weight=given["bn_weight"],
+        bias=given["bn_bias"],
+        stride=_each(given["stride"]),
+        padding=[] if by_name else _each(padding),
+        padding_name=padding if by_name else "",
+        dilation=_each(given["dilation"]),
+    )
+
+
+def _each(value: int | Sequence[int]) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+@public(by_batch=in_training, operator=_operator)
 def conv_batch_norm(
     input: Tensor,
     conv_weight: Tensor,
@@ -70,16 +94,13 @@ def conv_batch_norm(
     >>> F.conv_batch_norm(x, w, None, None, None, padding=1, training=True).shape
     torch.Size([2, 5, 8, 8])
     """
-    if training and frozen():
-        running_mean = running_var = num_batches_tracked = None
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
-    if has_torch_function_variadic(*tensors):
-        return hand_over(conv_batch_norm, locals())
-    if leaving() and training:
-        return as_operator(conv_batch_norm, locals())
+    others = has_torch_function_variadic(*tensors) or elsewhere(input)
+    if others and (y := hand_over(conv_batch_norm, locals())) is not None:
+        return y
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
-    if leaving():
+    if exporting():
         _checks.running_statistics(running_mean, running_var, training)
         x = input
         if padding_mode != "zeros":
@@ -108,24 +129,64 @@ def conv_batch_norm(
     count = input.shape[0] * prod(sizes)
     outside = eps_mode == "outside"
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
-    mean = rstd = None
     if training:
         _checks.more_than_one_value(input, count)
-    elif running_var is not None:
-        mean, rstd = running_mean_and_rstd(running, eps)
-        if outside:
-            rstd = rstd_outside(running_var.detach().to(rstd.dtype), eps)
+
+    def run(operands: Operands, affine: Affine, running: Running, sharing: Sharing | None = None) -> Tensor:
+        mean = rstd = None
+        if not training and running.var is not None:
+            mean, rstd = running_mean_and_rstd(running, eps)
+            if outside:
+                rstd = rstd_outside(running.var.detach().to(rstd.dtype), eps)
+        with torch.autocast(device, enabled=False) if autocast else nullcontext():
+            normalization = Normalization(*affine, mean, rstd)
+            y, mean, m2 = conv_norm(convolution, operands, normalization, eps, outside, sharing)
+        if m2 is not None:
+            update_running_statistics(running, Moments(mean, m2, count), pool)
+        return y
+
     device, autocast = input.device.type, autocasts(input)
     if autocast:
         input, conv_weight = _autocast(input, device), _autocast(conv_weight, device)
         conv_bias = _autocast(conv_bias, device)
     _checks.same_dtype("conv_weight", conv_weight, input)
-    with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        operands, affine = (input, conv_weight, conv_bias), Normalization(bn_weight, bn_bias, mean, rstd)
-        y, mean, m2 = conv_norm(convolution, operands, affine, eps, outside)
-    if m2 is not None:
-        update_running_statistics(running, Moments(mean, m2, count), pool)
-    return y
+    operands, affine = (input, conv_weight, conv_bias), (bn_weight, bn_bias)
+    if sharded(*tensors):
+        return _of_shards(run, operands, affine, running, groups, (input.shape[0], len(conv_weight), *sizes))
+    return run(operands, affine, running)
+
+
+def _of_shards(
+    run: Callable[..., Tensor],
+    operands: Operands,
+    affine: Affine,
+    running: Running,
+    groups: int,
+    shape: tuple[int, ...],
+) -> Tensor:
+    """Of parts of the batch, or with parts of the weight by output channels."""
+    input, conv_weight, conv_bias = operands
+    of_one_mesh(*operands, *affine, *running[:3])
+    given, positions = Cut.of(input), range(1, input.dim())
+    if not given.is_whole(positions):
+        raise given.refuse(
+            "a convolution with its batch norm takes parts of a batch (to_pair() makes two layers)",
+            positions,
+        )
+    of_weight = Cut.of(conv_weight, range(0 if groups > 1 else 1, conv_weight.dim()))
+    axes = [0 if i == 0 else 1 if j == 0 else None for i, j in zip(given.axes, of_weight.axes, strict=True)]
+    cut, elements = Cut(given.mesh, axes, torch.Size(shape)), range(input.dim())
+    parts = (
+        cut.local(input, [0, *(-1 for _ in positions)]),
+        cut.local(conv_weight, [1, *(-1 for _ in positions)]),
+        cut.local(conv_bias, VECTOR),
+    )
+    local = cut.running(running)
+    sharing = cut.merged((0,), "conv_batch_norm", 0.0)
+    y = run(parts, tuple(cut.local(v, VECTOR) for v in affine), local, sharing)
+    for whole, part in zip(running[:2], local[:2], strict=True):
+        cut.write_back(whole, part, VECTOR)
+    return cut.whole(y, elements)
 
 
 @overload
@@ -197,3 +258,32 @@ def _convolution(
         none * 2 if symmetric else tuple(pad),
         PADDING_MODES[padding_mode],
     )
+
+
+_GEOMETRY = "stride padding padding_name dilation groups padding_mode"
+_OPTIONS = f"{_GEOMETRY} training momentum eps eps_mode".split()
+
+
+def _run(*given: Any) -> Tensor:
+    tracked, weight, bias, *values = given[5:]
+    tensors: Any = (*given[:5], weight, bias)
+    options = dict(zip(_OPTIONS, values, strict=True))
+    options["padding"] = options.pop("padding_name") or options["padding"]
+    return conv_batch_norm(*tensors, num_batches_tracked=tracked, **options)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    stride, padding, name, dilation, groups, mode = rest[5:11]
+    return _convolution(x, weight, stride, name or padding, dilation, groups, mode).apply(x, weight, bias)
+
+
+declare(
+    "conv_batch_norm(Tensor x, Tensor conv_weight, Tensor? conv_bias, Tensor(a!)? running_mean,"
+    " Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, Tensor? weight, Tensor? bias, int[] stride,"
+    " int[] padding, str padding_name, int[] dilation, int groups, str padding_mode, bool training,"
+    " float? momentum, float eps, str eps_mode) -> Tensor",
+    _run,
+    _fake,
+    in_training,
+    "it is one operator with its convolution; take to_pair() of the layer",
+)

@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from leannorm.ops.schema import LIBRARY
 
@@ -46,6 +47,16 @@ NORMS = {
     "aten::batch_norm": Norm(_BUFFERS, itemgetter("training"), AffineNames("input")),
     "aten::instance_norm": Norm(_BUFFERS, itemgetter("use_input_stats")),
 }
+
+
+def in_training(given: Arguments) -> bool:
+    """Does this call of a batch norm use the batch's own statistics? (A compiler traces no itemgetter.)"""
+    return bool(given["training"])
+
+
+def like_first(x: Tensor, *others: Any) -> Tensor:
+    """The fake of an operator whose result is like its first argument."""
+    return torch.empty_like(x)
 
 
 def declare(

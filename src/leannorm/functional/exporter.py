@@ -9,7 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 from leannorm._errors import InputError
-from leannorm.functional.exported import AsOperators
+from leannorm.functional.door import AsOperators
 from leannorm.ops.select import use_backend
 
 

@@ -12,12 +12,15 @@ from leannorm import _checks
 from leannorm._types import Gating
 from leannorm.autograd.modulated import gated_norm
 from leannorm.functional import stock
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.door import hand_over, public
+from leannorm.functional.layer import dtype_of_cast
+from leannorm.functional.shards import by_row
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving, sharded
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.precision import compute_dtype
 
 
+@public(dtype=dtype_of_cast)
 @lists_activations
 def gated_rms_norm(
     input: Tensor,
@@ -58,7 +61,7 @@ def gated_rms_norm(
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.activation(act)
     _checks.cast(cast)
-    if leaving() or sharded(input, gate, weight):
+    if exporting():
         how = eps, act, norm_before_gate, cast == "before"
         return stock.gated_rms_norm(input, gate, normalized_shape, weight, *how)
     _checks.floating("input", input)
@@ -69,4 +72,13 @@ def gated_rms_norm(
     _checks.same_shape("gate", gate, input)
     _checks.non_negative_eps(eps)
     gating = Gating(start, eps, act, bool(norm_before_gate), cast == "before")
-    return gated_norm(input, gate, weight, gating)
+    if not sharded(input, gate, weight):
+        return gated_norm(input, gate, weight, gating)
+    elements = range(input.dim())
+
+    def run(x: Tensor, gate: Tensor, weight: Tensor | None, mask: None) -> Tensor:
+        return gated_norm(x, gate, weight, gating)
+
+    axes = elements, elements, elements[start:]
+    y: Tensor = by_row(run, (input, gate, weight), axes, (start, input.dim()))
+    return y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,26 +13,27 @@ from leannorm import _checks
 from leannorm._types import Epilogue, Moments, Running, Valid
 from leannorm.autograd import fast
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.distributed.collective import add_up
 from leannorm.functional import stock
-from leannorm.functional.overridden import as_operator, hand_over, has_subclass, stands_in_for
+from leannorm.functional.declare import Arguments
+from leannorm.functional.door import call_operator, elsewhere, hand_over, has_subclass, public
 from leannorm.functional.running import running_mean_and_rstd, update_running_statistics
+from leannorm.functional.shards import Cut, by_channel, without_channels
 from leannorm.functional.valid import (
     UNMASKED,
     Lengths,
     Masking,
-    leaving_at_data,
+    exported_at_data,
     of_one_sample,
-    refuse_to_leave_masked,
+    refuse_to_export,
     unmasked,
     valid_positions,
 )
 from leannorm.ops.activation import lists_activations
-from leannorm.ops.modes import leaving, sharded
-from leannorm.ops.plan import channel_plan
-from leannorm.ops.running import frozen
+from leannorm.ops.modes import exporting, rebuilding, sharded
 
 
-@stands_in_for(F.group_norm)
+@public(F.group_norm)
 def group_norm(
     input: Tensor,
     num_groups: int,
@@ -77,6 +77,7 @@ def group_norm(
     return _group_norm(input, num_groups, Epilogue(weight, bias), eps, (mask, lengths, fill))
 
 
+@public()
 @lists_activations
 def group_norm_act(
     input: Tensor,
@@ -122,7 +123,7 @@ def group_norm_act(
 def _group_norm(
     input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking = UNMASKED
 ) -> Tensor:
-    if leaving() or sharded(input, epilogue.weight, epilogue.bias):
+    if exporting():
         if masking[0] is not None or masking[1] is not None:
             return stock.masked_group_norm(input, num_groups, epilogue, eps, masking)
         return stock.group_norm(input, num_groups, epilogue, eps)
@@ -133,16 +134,44 @@ def _group_norm(
     _checks.non_negative_eps(eps)
     # torch's rule: groups of one value are refused only in a batch of one sample
     _checks.more_than_one_value(input, input.numel() // num_groups)
+    if sharded(input, epilogue.weight, epilogue.bias):
+        return _groups_of_shards(input, num_groups, epilogue, eps, masking)
     valid = valid_positions(input, *masking)
     return channel_norm(input, epilogue, eps, num_groups, valid=valid)[0]
 
 
-def moves_its_statistics(given: Mapping[str, Any]) -> bool:
+def _groups_of_shards(
+    input: Tensor, num_groups: int, epilogue: Epilogue, eps: float, masking: Masking
+) -> Tensor:
+    """Of parts of samples, or of channels in whole groups."""
+    channels, positions = input.shape[1] // num_groups, range(2, input.dim())
+
+    def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        if not cut.cuts_between(1, channels):
+            raise cut.refuse(f"a rank needs whole groups of {channels} channels", (1,))
+        if not (unmasked(*masking) or cut.is_whole(positions)):
+            raise cut.refuse("group norm with mask= or lengths= needs whole samples on each rank", positions)
+        groups = x.shape[1] // channels
+        if groups == 0:
+            return without_channels(x, epilogue)
+        sharing = cut.merged(positions, "group_norm", eps, groups)
+        valid = valid_positions(x, *masking)
+        return channel_norm(x, epilogue, eps, groups, valid=valid, sharing=sharing)[0]
+
+    return by_channel(run, input, Running(None, None, None, None), epilogue, masking)
+
+
+def moves_its_statistics(given: Arguments) -> bool:
     """Does an instance norm called like this write to its running statistics?"""
     return bool(given["use_input_stats"]) and given["running_mean"] is not None
 
 
-@stands_in_for(F.instance_norm)
+def _as_layer_instance_norm(given: Arguments) -> Any:
+    x = given["input"]
+    return call_operator("layer_instance_norm", given, rank=x.dim(), num_features=x.shape[1])
+
+
+@public(F.instance_norm, None, moves_its_statistics, _as_layer_instance_norm)
 def instance_norm(
     input: Tensor,
     running_mean: Tensor | None = None,
@@ -181,26 +210,21 @@ def instance_norm(
     >>> F.instance_norm(torch.randn(2, 3, 8, 8)).mean((2, 3)).abs().max().item() < 1e-6
     True
     """
-    if use_input_stats and frozen():
-        running_mean = running_var = None
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
-        return hand_over(instance_norm, locals())
+    others = has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input)
+    if others and (y := hand_over(instance_norm, locals())) is not None:
+        return y
     if use_input_stats and running_mean is None and running_var is None and unmasked(mask, lengths, fill):
         _checks.momentum(momentum)
-        y = fast.instance_norm(input, weight, bias, eps)
-        if y is not None:
-            return y
-    if leaving() and moves_its_statistics(locals()):
-        return as_operator(instance_norm, locals())
-    if leaving() or sharded(input, running_mean, running_var, weight, bias):
-        if use_input_stats:
-            _checks.not_sharded(input, (running_mean,))
+        quick = fast.instance_norm(input, weight, bias, eps)
+        if quick is not None:
+            return quick
+    if exporting():
         _checks.running_statistics(running_mean, running_var, use_input_stats)
         if use_input_stats:
-            refuse_to_leave_masked(mask, lengths)
+            refuse_to_export({"mask": mask, "lengths": lengths})
         running = Running(running_mean, running_var, None, momentum)
         y = stock.instance_norm(input, running, Epilogue(weight, bias), use_input_stats, eps)
-        return leaving_at_data(y, mask, lengths, fill)
+        return exported_at_data(y, mask, lengths, fill)
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
@@ -208,20 +232,54 @@ def instance_norm(
     _checks.non_negative_eps(eps)
     _checks.momentum(momentum)
     running, epilogue = Running(running_mean, running_var, None, momentum), Epilogue(weight, bias)
-    valid = valid_positions(input, mask, lengths, fill)
-    if not use_input_stats:
-        mask = None if valid is None or not valid.zero else valid.mask
-        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue, mask)
-    _checks.more_than_one_spatial_element(input)
-    channels = input.shape[1]
+    masking: Masking = (mask, lengths, fill)
+    if use_input_stats:
+        _checks.more_than_one_spatial_element(input)
+
+    def run(cut: Cut | None, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
+        valid = valid_positions(x, *masking)
+        if not use_input_stats:
+            mask = None if valid is None or not valid.zero else valid.mask
+            return channel_affine(x, *running_mean_and_rstd(running, eps), epilogue, mask)
+        masked = masking[0] is not None  # also where this rank has no padding
+        return _instances(cut, x, running, epilogue, eps, valid, masked)
+
+    if sharded(input, running_mean, running_var, weight, bias):
+        return by_channel(run, input, running, epilogue, masking, use_input_stats)
+    return run(None, input, running, epilogue, masking)
+
+
+def _instances(
+    cut: Cut | None,
+    input: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    eps: float,
+    valid: Valid | None,
+    masked: bool,
+) -> Tensor:
+    """By each sample's own statistics; of a DTensor a sample or the samples may be cut."""
+    channels, sharing, others = input.shape[1], None, None
+    whole = input.shape if cut is None else cut.shape
     if channels == 0:  # no channels, so no groups: the input is empty
-        return input.clone()
+        return without_channels(input, epilogue)
+    if cut is not None:
+        positions = range(2, input.dim())
+        sharing = cut.merged(positions, "instance_norm", eps, channels)
+        others = cut.merged((0,), "instance_norm", eps)
+        axes = positions if running.mean is None else (0, *positions)
+        if masked and not cut.is_whole(axes):
+            raise cut.refuse("instance norm with mask= or lengths= needs whole samples on each rank", axes)
     if valid is not None:
         return _instances_of_valid(input, valid, running, epilogue, eps)
-    y, moments = channel_norm(input, epilogue, eps, channels)
-    if running_mean is not None and moments is not None and input.numel():
-        inner = channel_plan(input.shape, channels).inner
-        update_running_statistics(running, Moments(moments.mean.mean(0), moments.m2.mean(0), inner))
+    y, moments = channel_norm(input, epilogue, eps, channels, sharing=sharing)
+    if running.mean is not None and moments is not None and whole.numel():
+        samples: int | Tensor = input.shape[0]
+        mean, m2 = moments.mean.sum(0), moments.m2.sum(0)
+        if others is not None and not rebuilding():
+            total = add_up((torch.cat((mean, m2)),), samples, others.group, others.call("average", input))
+            samples, (mean, m2) = total[0], total[1:].chunk(2)
+        update_running_statistics(running, Moments(mean / samples, m2 / samples, moments.count))
     return y
 
 
@@ -246,6 +304,7 @@ def _instances_of_valid(
     return y
 
 
+@public(by_batch=moves_its_statistics)
 def layer_instance_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -267,24 +326,21 @@ def layer_instance_norm(
     `rank` is the number of axes of a batch; an input with one axis less is one sample, and its mask and
     length have one axis less, too.
     """
-    if use_input_stats and frozen():
-        running_mean = running_var = None
     tensors = (input, running_mean, running_var, weight, bias)
     # a tensor subclass is handed torch's function by `instance_norm`, below
-    overridden = has_torch_function_variadic(*tensors)
-    if overridden and not has_subclass(*tensors):
-        return hand_over(layer_instance_norm, locals())
-    if use_input_stats and running_mean is None and not overridden and unmasked(mask, lengths, fill):
-        y = fast.instance_norm(input, weight, bias, eps, rank, num_features)
-        if y is not None:
-            return y
-    if leaving() and moves_its_statistics(locals()):
-        return as_operator(layer_instance_norm, locals())
+    others = has_torch_function_variadic(*tensors) or elsewhere(input)
+    subclass = others and has_subclass(*tensors)
+    if others and not subclass and (y := hand_over(layer_instance_norm, locals())) is not None:
+        return y
+    if use_input_stats and running_mean is None and not subclass and unmasked(mask, lengths, fill):
+        quick = fast.instance_norm(input, weight, bias, eps, rank, num_features)
+        if quick is not None:
+            return quick
     _checks.dim(input, (rank - 1, rank))
     one_sample = input.dim() < rank
     if one_sample:
         _checks.floating("input", input)
-    if not leaving():
+    if not exporting():
         _checks.instance_channels(input, input.dim() - rank + 1, num_features, affine=weight is not None)
     y = instance_norm(
         input.unsqueeze(0) if one_sample else input,

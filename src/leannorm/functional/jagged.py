@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 
 from leannorm._errors import InputError
-
-Arguments = Mapping[str, Any]
+from leannorm.functional.declare import Arguments
 
 
 def _packed(name: str, input: Any) -> Tensor:

@@ -10,34 +10,39 @@ from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
-from leannorm._types import Rows
+from leannorm._types import Maybe, Rows
 from leannorm.autograd import fast
 from leannorm.autograd.rows import row_norm
 from leannorm.functional import stock
+from leannorm.functional.declare import Arguments
+from leannorm.functional.door import hand_over, public
 from leannorm.functional.jagged import NestedTensor, rows
-from leannorm.functional.overridden import hand_over, stands_in_for, takes_jagged
+from leannorm.functional.shards import by_row
 from leannorm.functional.valid import Lengths, valid_positions
-from leannorm.ops.modes import leaving, sharded
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.plan import row_statistics_shape
 from leannorm.ops.precision import compute_dtype
 
 
+def dtype_of_cast(given: Arguments) -> torch.dtype:
+    """Of a row norm's output: wider than the input where it is rounded before it meets a wider weight."""
+    x, weight, cast = given["input"], given["weight"], given.get("cast", "after")
+    if weight is None or cast == "after" or given.get("norm_before_gate", False):
+        return x.dtype  # type: ignore[no-any-return]
+    return torch.promote_types(x.dtype, weight.dtype)
+
+
 def _row_norm(
-    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    tensors: stock.RowTensors,
     normalized_shape: Sequence[int],
-    eps: float | None,
-    dim: int | None,
-    rms: bool,
-    mask: Tensor | None = None,
-    lengths: Lengths | None = None,
-    weight_offset: float = 0.0,
-    cast: str = "after",
+    form: stock.RowForm,
+    mask: Tensor | None,
+    lengths: Lengths | None,
 ) -> tuple[Tensor, Tensor]:
-    if leaving() or sharded(*tensors):
-        rounded = cast == "before"
-        axes = normalized_shape, eps, dim
-        return stock.row_norm(tensors, *axes, rms, weight_offset, rounded, mask, lengths)
+    if exporting():
+        return stock.row_norm(tensors, normalized_shape, form, mask, lengths)
     input, residual, weight, bias = tensors
+    eps, dim, rms, weight_offset, cast_before = form
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
     _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
@@ -48,14 +53,30 @@ def _row_norm(
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)
+    how = Rows(start, stop, eps, rms, float(weight_offset), cast_before)
+    if sharded(*tensors):
+        return _of_shards(tensors, how, mask, lengths)
     valid = _valid_rows(input, mask, lengths, start, stop)
-    how = Rows(start, stop, eps, rms, float(weight_offset), cast == "before")
     return row_norm(input, residual, weight, bias, how, valid)
 
 
-def _valid_rows(
-    input: Tensor, mask: Tensor | None, lengths: Lengths | None, start: int, stop: int
-) -> Tensor | None:
+def _of_shards(
+    tensors: tuple[Tensor | None, ...], how: Rows, mask: Tensor | None, lengths: Lengths | None
+) -> tuple[Tensor, Tensor]:
+    assert tensors[0] is not None
+    elements, normalized = range(tensors[0].dim()), (how.start, how.stop)
+    if lengths is not None:
+        _checks.lengths_of_rows(tensors[0], *normalized)
+
+    def run(x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, mask: Maybe) -> tuple[Tensor, Tensor]:
+        return row_norm(x, residual, weight, bias, how, _valid_rows(x, mask, None, *normalized))
+
+    axes = elements, elements, range(*normalized), range(*normalized)
+    made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, normalized, (mask, lengths, "zero"))
+    return made
+
+
+def _valid_rows(input: Tensor, mask: Maybe, lengths: Lengths | None, start: int, stop: int) -> Maybe:
     """Which rows are data, of the statistics' shape; None where all are."""
     if lengths is not None:
         _checks.lengths_of_rows(input, start, stop)
@@ -63,8 +84,7 @@ def _valid_rows(
     return None if valid is None else valid.mask.view(row_statistics_shape(input.shape, start, stop))
 
 
-@takes_jagged(rows)
-@stands_in_for(F.layer_norm)
+@public(F.layer_norm, rows)
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -109,11 +129,11 @@ def layer_norm(
         y = fast.row_norm(input, weight, bias, normalized_shape, eps, rms=False)
         if y is not None:
             return y
-    return _row_norm((input, None, weight, bias), normalized_shape, eps, dim, False, mask, lengths)[0]
+    form = stock.RowForm(eps, dim)
+    return _row_norm((input, None, weight, bias), normalized_shape, form, mask, lengths)[0]
 
 
-@takes_jagged(rows)
-@stands_in_for(F.rms_norm)
+@public(F.rms_norm, rows, dtype=dtype_of_cast)
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -156,11 +176,11 @@ def rms_norm(
             return y
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
-    how = eps, dim, True, mask, lengths, weight_offset, cast
-    return _row_norm((input, None, weight, None), normalized_shape, *how)[0]
+    form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
+    return _row_norm((input, None, weight, None), normalized_shape, form, mask, lengths)[0]
 
 
-@takes_jagged(rows)
+@public(packed=rows)
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -197,10 +217,11 @@ def add_layer_norm(
         or type(input) is NestedTensor
     ):
         return hand_over(add_layer_norm, locals())
-    return _row_norm((input, residual, weight, bias), normalized_shape, eps, dim, False, mask, lengths)
+    form = stock.RowForm(eps, dim)
+    return _row_norm((input, residual, weight, bias), normalized_shape, form, mask, lengths)
 
 
-@takes_jagged(rows)
+@public(packed=rows, dtype=dtype_of_cast)
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -237,5 +258,5 @@ def add_rms_norm(
         return hand_over(add_rms_norm, locals())
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
-    how = eps, dim, True, mask, lengths, weight_offset, cast
-    return _row_norm((input, residual, weight, None), normalized_shape, *how)
+    form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")
+    return _row_norm((input, residual, weight, None), normalized_shape, form, mask, lengths)

@@ -12,8 +12,9 @@ from leannorm import _checks
 from leannorm._types import Modulation, Rows
 from leannorm.autograd.modulated import ada_norm
 from leannorm.functional import stock
-from leannorm.functional.overridden import hand_over
-from leannorm.ops.modes import leaving, sharded
+from leannorm.functional.door import hand_over, public
+from leannorm.functional.shards import by_row, modulation
+from leannorm.ops.modes import exporting, sharded
 from leannorm.ops.precision import compute_dtype
 
 
@@ -26,7 +27,7 @@ def _ada_norm(
     input, branch, gate, scale, shift, weight, bias = tensors
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
-    if leaving() or sharded(*tensors):
+    if exporting():
         return stock.ada_norm(tensors, normalized_shape, eps, rms)
     _checks.floating("input", input)
     start, _ = _checks.normalized_axes(input, normalized_shape, None)
@@ -38,9 +39,21 @@ def _ada_norm(
         _checks.same_device("branch", branch, input)
         _checks.same_shape("branch", branch, input)
     _checks.non_negative_eps(eps)
-    return ada_norm(input, Modulation(*tensors[1:]), Rows(start, input.dim(), eps, rms))
+    how = Rows(start, input.dim(), eps, rms)
+    if not sharded(*tensors):
+        return ada_norm(input, Modulation(*tensors[1:]), how)
+    elements, normalized = range(input.dim()), range(start, input.dim())
+    given = (modulation(v, input, start) for v in (gate, scale, shift))
+    axes = elements, elements, *given, normalized, normalized
+
+    def run(x: Tensor, *others: Tensor | None) -> tuple[Tensor, Tensor]:
+        return ada_norm(x, Modulation._make(others[:-1]), how)
+
+    made: tuple[Tensor, Tensor] = by_row(run, tensors, axes, (start, input.dim()))
+    return made
 
 
+@public()
 def ada_layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -76,6 +89,7 @@ def ada_layer_norm(
     return _ada_norm((input, None, None, scale, shift, weight, bias), normalized_shape, eps, rms=False)[0]
 
 
+@public()
 def ada_rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -106,6 +120,7 @@ def ada_rms_norm(
     return _ada_norm((input, None, None, scale, shift, weight, None), normalized_shape, eps, rms=True)[0]
 
 
+@public()
 def add_ada_layer_norm(
     input: Tensor,
     branch: Tensor,
@@ -143,6 +158,7 @@ def add_ada_layer_norm(
     return _ada_norm((input, branch, gate, scale, shift, weight, bias), normalized_shape, eps, rms=False)
 
 
+@public()
 def add_ada_rms_norm(
     input: Tensor,
     branch: Tensor,

@@ -13,12 +13,16 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm._types import Epilogue, Moments, Running
 from leannorm.autograd.channel import channel_affine, channel_norm
+from leannorm.autograd.sync import Sharing
 from leannorm.functional import stock
-from leannorm.functional.declare import AffineNames, declare
-from leannorm.functional.overridden import hand_over
+from leannorm.functional.declare import AffineNames, Arguments, declare
+from leannorm.functional.door import hand_over, public
+from leannorm.functional.ghost import of_all_ranks
 from leannorm.functional.running import running_mean_and_rstd
+from leannorm.functional.shards import VECTOR, Cut, of_one_mesh
 from leannorm.ops.backends import REFERENCE
-from leannorm.ops.modes import leaving, rebuilding, transformed
+from leannorm.ops.backends.reference import at_least_one
+from leannorm.ops.modes import exporting, rebuilding, sharded, transformed
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.running import frozen
 
@@ -35,6 +39,13 @@ class BatchNormOutput(NamedTuple):
     saved_var: Tensor
 
 
+def _operator(given: Arguments) -> Any:
+    tensors: Any = tuple(given[name] for name in ("x", "estimated_mean", "estimated_var", "scale", "bias"))
+    settings = _Settings(*(given[name] for name in _Settings._fields))
+    return _checked(torch.ops.leannorm.batch_norm_op.default, tensors, settings)
+
+
+@public(operator=_operator)
 def batch_norm_op(
     x: Tensor,
     estimated_mean: Tensor,
@@ -77,38 +88,31 @@ def batch_norm_op(
     (True, True)
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias)
-    if has_torch_function_variadic(*tensors):
-        return hand_over(batch_norm_op, locals())
-    inside = transformed(x, scale, bias) or (is_infer and leaving())
+    if has_torch_function_variadic(*tensors) and (y := hand_over(batch_norm_op, locals())) is not None:
+        return y
+    inside = transformed(x, scale, bias) or (is_infer and exporting())
     run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
-    return checked_batch_norm_op(
-        run,
-        *tensors,
-        is_infer=is_infer,
-        use_global_est=use_global_est,
-        epsilon=epsilon,
-        momentum=momentum,
-        batch_id=batch_id,
-        data_layout=data_layout,
-    )
+    settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)
+    return _checked(run, tensors, settings)
 
 
-def checked_batch_norm_op(
+class _Settings(NamedTuple):
+    is_infer: bool
+    use_global_est: bool
+    epsilon: float
+    momentum: float
+    batch_id: int | Tensor | None
+    data_layout: str
+
+
+def _checked(
     run: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    x: Tensor,
-    estimated_mean: Tensor,
-    estimated_var: Tensor,
-    scale: Tensor | None,
-    bias: Tensor | None,
-    *,
-    is_infer: bool,
-    use_global_est: bool,
-    epsilon: float,
-    momentum: float,
-    batch_id: int | Tensor | None,
-    data_layout: str,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    settings: _Settings,
 ) -> BatchNormOutput:
     """`batch_norm_op` by `run`: the operator, or the function behind it."""
+    x, estimated_mean, estimated_var, scale, bias = tensors
+    is_infer, use_global_est, epsilon, momentum, batch_id, data_layout = settings
     _checks.floating("x", x)
     _checks.at_least_2d(x)
     _checks.one_of("data_layout", data_layout, DATA_LAYOUTS)
@@ -132,41 +136,50 @@ def checked_batch_norm_op(
     estimates = estimated_mean, estimated_var
     if frozen() and not is_infer:
         estimates = estimated_mean.clone(), estimated_var.clone()
-    y, batch_mean, batch_var = run(
-        moved,
-        *estimates,
-        scale,
-        bias,
-        batch_id,
-        is_infer,
-        use_global_est,
-        epsilon,
-        momentum,
-    )
+    tensors, how = (moved, *estimates, scale, bias), (is_infer, use_global_est, epsilon, momentum)
+    if sharded(*tensors):
+        y, batch_mean, batch_var = _of_shards(tensors, batch_id, how)
+    else:
+        y, batch_mean, batch_var = run(*tensors, batch_id, *how)
     return BatchNormOutput(
         y.movedim(1, -1) if last else y, batch_mean, batch_var, estimated_mean, estimated_var
     )
 
 
+def _of_shards(tensors: tuple[Any, ...], batch_id: Tensor | None, how: tuple[Any, ...]) -> list[Tensor]:
+    """The function of this rank's parts, with the statistics of the whole batch."""
+    of_one_mesh(*tensors, batch_id)
+    x, mean, var, *_ = tensors
+    cut, elements = Cut.of(x), range(x.dim())
+    sharing = cut.merged((0, *range(2, x.dim())), "batch_norm_op", how[2]) if x.numel() else None
+    sharing = None if sharing is None else sharing._replace(tracks=True)
+    axes = elements, VECTOR, VECTOR, VECTOR, VECTOR
+    parts = [cut.local(v, of) for v, of in zip(tensors, axes, strict=True)]
+    made = _batch_norm_op(*parts, cut.local(batch_id, ()), *how, sharing=sharing)
+    for whole, part in zip((mean, var), parts[1:3], strict=True):
+        cut.write_back(whole, part, VECTOR)
+    return [cut.whole(v, of) for v, of in zip(made, axes, strict=False)]
+
+
 def _batch_norm_op(
-    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any
+    x: Tensor, estimated_mean: Tensor, estimated_var: Tensor, *given: Any, sharing: Sharing | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     scale, bias, batch_id, is_infer, use_global_est, epsilon, momentum = given
     estimates, epilogue = Running(estimated_mean, estimated_var, None, None), Epilogue(scale, bias)
     if is_infer:
-        if leaving():
+        if exporting():
             y = stock.batch_norm(x, estimates, epilogue, epsilon)
         else:
             y = channel_affine(x, *running_mean_and_rstd(estimates, epsilon), epilogue)
         return y, estimated_mean.detach().clone(), estimated_var.detach().clone()
     if use_global_est:
-        moments: Moments | None = REFERENCE.channel_moments(x.detach())
+        moments: Moments | None = of_all_ranks(REFERENCE.channel_moments(x.detach()), sharing, x)
     else:
-        y, moments = channel_norm(x, epilogue, epsilon)
+        y, moments = channel_norm(x, epilogue, epsilon, sharing=sharing)
     assert moments is not None
-    count = values_per_channel(x.shape)
-    mean, var = moments.mean.detach(), moments.m2.detach() / max(count, 1)
-    if count and not rebuilding():
+    count = moments.count
+    mean, var = moments.mean.detach(), moments.m2.detach() / at_least_one(count)
+    if not rebuilding() and not (isinstance(count, int) and count == 0):
         _move(estimated_mean, mean, momentum, batch_id)
         _move(estimated_var, var, momentum, batch_id)
     if use_global_est:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._errors import InputError
 from leannorm._types import Moments, Pool, Running
 from leannorm.ops.backends import REFERENCE, Backend
 from leannorm.ops.modes import rebuilding, transformed
@@ -57,17 +56,3 @@ def update_running_statistics(running: Running, moments: Moments, pool: Pool | N
     else:
         merge_into(pool, moments)
         pool.used = True
-
-
-def refuse_to_leave(pool: Pool | None, group_size: int | None = None) -> None:
-    """No graph that leaves knows a pool, or groups of samples in training."""
-    if group_size is not None:
-        raise InputError(
-            f"a batch norm with group_size={group_size} cannot be exported or traced in training mode; "
-            "export it in evaluation mode"
-        )
-    if pool is not None:
-        raise InputError(
-            "within accumulate_stats() a model cannot be exported or traced: its graph would move statistics "
-            "at every call; leave the context first"
-        )

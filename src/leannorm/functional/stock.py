@@ -1,9 +1,9 @@
-"""Torch's own functions in the place of ours, for graphs that leave (`ops.modes.leaving`) and for DTensors.
+"""Torch's own functions in the place of ours, for graphs that leave (`ops.modes.exporting`).
 
 Whoever runs such a graph (ONNX Runtime, AOTInductor, a process without leannorm) knows torch's norms and not
 ours. So what uses no statistics of a training batch is written as torch's norm, then the addition, then the
 activation. What does is written as one operator of ours (`declare.as_operator`), which has a gradient and
-moves the running statistics; of a DTensor it is refused.
+moves the running statistics.
 
 Torch's functions check what they are given. No size is looked at here: a tracer would warn.
 """
@@ -11,14 +11,14 @@ Torch's functions check what they are given. No size is looked at here: a tracer
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm._types import Epilogue, Running
-from leannorm.functional.valid import Lengths, Masking, leaving_positions
+from leannorm.functional.valid import Lengths, Masking, exported_positions
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_modulated import spread
 from leannorm.ops.backends.reference_rows import rounded_then_weighted, shifted_weight
@@ -60,7 +60,7 @@ def group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float) -> Tensor
 def masked_group_norm(x: Tensor, groups: int, epilogue: Epilogue, eps: float, masking: Masking) -> Tensor:
     """By the statistics of the valid positions of each group: the formula, as torch has no such norm."""
     mask, lengths, fill = masking
-    padding = ~leaving_positions(x, mask, lengths)
+    padding = ~exported_positions(x, mask, lengths)
 
     def of_groups(v: Tensor) -> Tensor:
         apart: Tensor = v.unflatten(1, (groups, -1))
@@ -91,26 +91,37 @@ def instance_norm(
     return _finished(y, x, residual, act)
 
 
+# the input, the residual, the weight, the bias
+RowTensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+class RowForm(NamedTuple):
+    """How a row norm is called, as `leannorm.functional.rms_norm` says; not `rms`: a layer norm."""
+
+    eps: float | None
+    dim: int | None
+    rms: bool = False
+    weight_offset: float = 0.0
+    cast_before: bool = False
+
+
 def row_norm(
-    tensors: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    tensors: RowTensors,
     normalized_shape: Sequence[int],
-    eps: float | None,
-    dim: int | None,
-    rms: bool,
-    weight_offset: float = 0.0,
-    cast_before: bool = False,
+    form: RowForm,
     mask: Tensor | None = None,
     lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y and input + residual; a single axis that is not the last is moved there and back."""
     input, residual, weight, bias = tensors
+    eps, dim, rms, weight_offset, cast_before = form
     x = input if residual is None else (input + residual).to(input.dtype)
     shape, last = tuple(normalized_shape), x.dim() - 1
     if mask is not None or lengths is not None:
         start = (last + 1 - len(shape) if dim is None else dim) % (last + 1)
-        padding = ~leaving_positions(x, mask, lengths, (start, start + len(shape)))
+        padding = ~exported_positions(x, mask, lengths, (start, start + len(shape)))
         tensors = x.masked_fill(padding, 0), None, weight, bias
-        y, x = row_norm(tensors, normalized_shape, eps, dim, rms, weight_offset, cast_before)
+        y, x = row_norm(tensors, normalized_shape, form)
         return y.masked_fill(padding, 0), x if residual is not None else input
     axis = last if dim is None else dim % x.dim()
     moved = x if axis == last else x.permute(*(i for i in range(last + 1) if i != axis), axis)

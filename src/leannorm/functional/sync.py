@@ -10,13 +10,49 @@ from torch.overrides import has_torch_function_variadic
 
 from leannorm import _checks
 from leannorm.autograd.sync import Sharing
+from leannorm.distributed.membership import group_in_words, group_of_words
 from leannorm.functional.batch import batch_norm_act, tracked_batch_norm
+from leannorm.functional.declare import Arguments, declare, in_training, like_first
+from leannorm.functional.door import call_operator, hand_over, public
 from leannorm.functional.jagged import NestedTensor, channels
-from leannorm.functional.overridden import hand_over, takes_jagged
 from leannorm.functional.valid import Lengths
 
+RANKS = (2, 3, 4, 5)
 
-@takes_jagged(channels)
+
+def _operator(given: Arguments) -> Any:
+    if not given["training"]:
+        return call_operator("batch_norm_act", given)
+    return call_operator(
+        "sync_batch_norm",
+        given,
+        num_batches_tracked=None,
+        ranks=RANKS,
+        group=group_in_words(given["process_group"]),
+        layer=given["name"],
+        timeout=given["timeout"] or 0.0,
+        debug=given["debug_consistency"],
+    )
+
+
+def _run(*given: Any) -> Tensor:
+    *of_norm, group, layer, timeout, debug = given
+    of_norm.append(Sharing("", layer, timeout, debug, asked=group_of_words(group)))
+    return tracked_batch_norm(*of_norm)
+
+
+declare(
+    "sync_batch_norm(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
+    " Tensor(c!)? num_batches_tracked, Tensor? weight, Tensor? bias, bool training, float? momentum,"
+    " float eps, int[] ranks, str act, Tensor? residual, str group, str layer, float timeout, bool debug)"
+    " -> Tensor",
+    _run,
+    like_first,
+    in_training,
+)
+
+
+@public(packed=channels, operator=_operator)
 def sync_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
@@ -58,11 +94,10 @@ def sync_batch_norm(
     >>> y.mean((0, 2, 3)).abs().max().item() < 1e-6
     True
     """
-    if (
-        has_torch_function_variadic(input, running_mean, running_var, weight, bias, residual)
-        or type(input) is NestedTensor
-    ):
-        return hand_over(sync_batch_norm, locals())
+    tensors = (input, running_mean, running_var, weight, bias, residual)
+    others = has_torch_function_variadic(*tensors) or type(input) is NestedTensor
+    if others and (y := hand_over(sync_batch_norm, locals())) is not None:
+        return y
     _checks.timeout(timeout)
     masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
     if not training:
@@ -71,5 +106,5 @@ def sync_batch_norm(
     _checks.momentum_is_a_number(momentum)
     sharing = Sharing("", name, timeout or 0.0, debug_consistency, asked=process_group)
     tensors = (input, running_mean, running_var, None, weight, bias)
-    how: Any = (training, momentum, eps, (2, 3, 4, 5), act, residual, sharing)
+    how: Any = (training, momentum, eps, RANKS, act, residual, sharing)
     return tracked_batch_norm(*tensors, *how, **masking)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm._types import Valid
+from leannorm._types import Maybe, Valid
+from leannorm.functional.declare import Arguments
 from leannorm.ops.modes import transformed
 
 Lengths = Tensor | Sequence[int]
@@ -27,11 +28,7 @@ def unmasked(mask: Tensor | None, lengths: Lengths | None, fill: str) -> bool:
 
 
 def valid_positions(
-    input: Tensor,
-    mask: Tensor | None,
-    lengths: Lengths | None,
-    fill: str = "zero",
-    kept: tuple[int, int] = (1, 2),
+    input: Tensor, mask: Maybe, lengths: Lengths | None, fill: str = "zero", kept: tuple[int, int] = (1, 2)
 ) -> Valid | None:
     """Which positions of `input` are data; None where all are, as far as the host knows.
 
@@ -39,10 +36,33 @@ def valid_positions(
     normalizes. `mask` broadcasts against these, or has the kept axes too, of size 1. `lengths` are along the
     last of them, one a sample. Values are checked where the host has them; else a length is clamped.
     """
+    found, count, positions = _found(input, mask, lengths, fill, kept)
+    if found is None:
+        return None
+    if count is not None and count == prod(positions):
+        return None
+    if found.shape != positions or found.dim() != 2:
+        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
+    return Valid(found.contiguous(), count, fill == "zero")
+
+
+def positions_of_data(
+    input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
+) -> Tensor | None:
+    """The mask of a DTensor, without the kept axes; of lengths (those of the whole batch) a plain tensor."""
+    if isinstance(lengths, Tensor) and hasattr(lengths, "full_tensor"):
+        lengths = lengths.full_tensor()
+    return _found(input, mask, lengths, fill, kept)[0]
+
+
+def _found(
+    input: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str, kept: tuple[int, int]
+) -> tuple[Tensor | None, int | None, tuple[int, ...]]:
+    """What broadcasts to the positions and is True at data, how many these are, and the positions' sizes."""
     if fill != "zero":
         _checks.one_of("fill", fill, FILLS)
     if mask is None and lengths is None:
-        return None
+        return None, None, ()
     if mask is not None and lengths is not None:
         raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
     shape = tuple(input.shape)
@@ -50,15 +70,9 @@ def valid_positions(
     if not positions:
         raise InputError(f"mask and lengths need an axis of positions, got an input of shape {shape}")
     if mask is not None:
-        found, count = _of_mask(input, mask, positions, kept)
-    else:
-        assert lengths is not None
-        found, count = _of_lengths(input, lengths, positions)
-    if count is not None and count == prod(positions):
-        return None
-    if found.shape != positions or found.dim() != 2:
-        found = found.expand(positions).reshape(positions[0], prod(positions[1:]))
-    return Valid(found.contiguous(), count, fill == "zero")
+        return *_of_mask(input, mask, positions, kept), positions
+    assert lengths is not None
+    return *_of_lengths(input, lengths, positions), positions
 
 
 def _on_host(tensor: Tensor) -> bool:
@@ -142,23 +156,33 @@ def of_one_sample(lengths: Lengths | int) -> Lengths:
     return [lengths] if isinstance(lengths, int) else lengths
 
 
-def refuse_to_leave_masked(mask: object, lengths: object) -> None:
-    """No graph that leaves has statistics of the valid positions of a batch."""
-    if mask is not None or lengths is not None:
+def refuse_to_export(arguments: Arguments) -> None:
+    """No exported graph has a pool, statistics of groups of samples, or of the valid positions of a batch."""
+    if arguments.get("mask") is not None or arguments.get("lengths") is not None:
         raise InputError(
             "a norm by the statistics of a batch with mask= or lengths= cannot be exported or traced; export "
             "the model in evaluation mode, with running statistics"
         )
+    if (size := arguments.get("group_size")) is not None:
+        raise InputError(
+            f"a batch norm with group_size={size} cannot be exported or traced in training mode; "
+            "export it in evaluation mode"
+        )
+    if arguments.get("pool") is not None:
+        raise InputError(
+            "within accumulate_stats() a model cannot be exported or traced: its graph would move statistics "
+            "at every call; leave the context first"
+        )
 
 
-def leaving_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
+def exported_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
     """What evaluation leaves at padding, for a graph that leaves: torch's functions, no size is looked at."""
     if fill == "normalize" or (mask is None and lengths is None):
         return y
-    return y.masked_fill(~leaving_positions(y, mask, lengths), 0)
+    return y.masked_fill(~exported_positions(y, mask, lengths), 0)
 
 
-def leaving_positions(
+def exported_positions(
     x: Tensor, mask: Tensor | None, lengths: Lengths | None, kept: tuple[int, int] = (1, 2)
 ) -> Tensor:
     """`valid_positions` for a graph that leaves: a mask that broadcasts against x; no size is looked at."""

@@ -7,13 +7,15 @@ from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
+import torch.distributed as dist
+
 from leannorm._errors import MissingDependencyError
 from leannorm.report.doctor.examine import doctor
 from leannorm.saving import lean
 from leannorm.transforms import convert
 
 
-def layer_sync(process_group: Any = None) -> Any:
+def layer_sync(process_group: dist.ProcessGroup | str | None = None) -> Any:
     """A Lightning plug-in that shares batch norms' statistics for `fit`, and takes that back after it.
 
     `Trainer(sync_batchnorm=True, plugins=[layer_sync()])` does with `leannorm.convert(model, to="sync")`

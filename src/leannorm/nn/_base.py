@@ -14,8 +14,8 @@ from leannorm._types import Pool
 from leannorm.autograd import fast
 from leannorm.autograd.sync import Sharing
 from leannorm.functional.batch import tracked_batch_norm
-from leannorm.functional.valid import UNMASKED, Lengths, Masking
-from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.functional.valid import UNMASKED, Masking
+from leannorm.nn._layer import MaskedLayer
 from leannorm.nn._statistics import HasStatistics
 
 
@@ -24,14 +24,8 @@ def without_bias(bias: bool) -> dict[str, bool]:
     return {} if bias else {"bias": False}
 
 
-def parameter_of(layer: torch.nn.Module, name: str) -> Any:
-    """By a shorter way than `getattr` takes; a parametrization, or a replica, has it elsewhere."""
-    parameters = layer._parameters
-    return parameters[name] if name in parameters else getattr(layer, name)
-
-
-class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
-    """`forward` of every batch norm; `dims` are the numbers of axes that a subclass accepts."""
+class BatchNormBase(HasStatistics, MaskedLayer, _BatchNorm):
+    """What every batch norm does; `dims` are the numbers of axes that a subclass accepts."""
 
     dims: Sequence[int] = (2, 3, 4, 5)
     group_size: int | None = None  # samples that are normalized together; None: all
@@ -122,25 +116,3 @@ class BatchNormBase(HasStatistics, Leaving, _BatchNorm):
     def extra_repr(self) -> str:
         said = super().extra_repr()
         return said if self.group_size is None else f"{said}, group_size={self.group_size}"
-
-    def forward(
-        self,
-        input: Tensor,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """`input` (N, C, ...), normalized for each channel.
-
-        In training with the batch's own statistics, which move the running ones; in evaluation with the
-        running ones, or with the batch's own where `track_running_stats` is False. `mask` or `lengths` leave
-        out padding, as in `functional.batch_norm`.
-        """
-        if mask is None and lengths is None and fill == "zero":
-            y = self._fast(input)
-            if y is not None:
-                return y
-            if quantizing(input) and (seen := quantized(self, input)) is not None:
-                return seen  # type: ignore[no-any-return]
-        return self._normalize(input, masking=(mask, lengths, fill))

@@ -15,7 +15,7 @@ from leannorm import _checks
 from leannorm._errors import InputError
 from leannorm.functional.conv import EPS_MODES, conv_batch_norm
 from leannorm.nn._base import BatchNormBase
-from leannorm.nn._leaving import Leaving, quantizing
+from leannorm.nn._layer import Layer, quantizing
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.batch import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
@@ -48,7 +48,7 @@ def _check_hooks(*modules: torch.nn.Module) -> None:
             )
 
 
-class _ConvBatchNorm(Leaving, torch.nn.Module):
+class _ConvBatchNorm(Layer, torch.nn.Module):
     conv_type: type[_ConvNd]
     bn_type: type[BatchNormBase]
     conv: _ConvNd

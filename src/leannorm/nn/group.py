@@ -10,13 +10,13 @@ from torch import Tensor
 from leannorm import _checks
 from leannorm.autograd import fast
 from leannorm.functional.group import group_norm, group_norm_act
-from leannorm.functional.valid import Lengths
-from leannorm.nn._base import parameter_of, without_bias
-from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.functional.valid import UNMASKED, Masking
+from leannorm.nn._base import without_bias
+from leannorm.nn._layer import MaskedLayer, parameter_of
 from leannorm.ops.activation import lists_activations
 
 
-class GroupNorm(Leaving, torch.nn.GroupNorm):
+class GroupNorm(MaskedLayer, torch.nn.GroupNorm):
     """Normalize each group of channels of each sample; replaces `torch.nn.GroupNorm`, same state_dict.
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
@@ -36,31 +36,20 @@ class GroupNorm(Leaving, torch.nn.GroupNorm):
     torch.Size([4, 6, 8, 8])
     """
 
-    def forward(
-        self,
-        input: Tensor,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """`input` (N, C, ...), normalized for each sample and group of channels.
+    activation: str = "identity"
 
-        `mask` or `lengths` leave out padding, as in `functional.group_norm`.
-        """
+    def _fast(self, input: Tensor, act: str | None = None) -> Tensor | None:
         weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
-        if mask is None and lengths is None and fill == "zero":
-            y = fast.group_norm(input, weight, bias, self.eps, "identity", self.num_groups)
-            if y is not None:
-                return y
-            if quantizing(input) and (seen := quantized(self, input)) is not None:
-                return seen  # type: ignore[no-any-return]
-        of_layer = self.num_groups, weight, bias, self.eps
-        return group_norm(input, *of_layer, mask=mask, lengths=lengths, fill=fill)
+        return fast.group_norm(input, weight, bias, self.eps, act or self.activation, self.num_groups)
 
-    def _normalize(self, input: Tensor, act: str = "identity") -> Tensor:
-        """With an activation that another layer computes."""
-        return group_norm_act(input, self.num_groups, self.weight, self.bias, self.eps, act=act)
+    def _normalize(self, input: Tensor, act: str | None = None, masking: Masking = UNMASKED) -> Tensor:
+        """With an activation, which another layer may compute."""
+        of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
+        named: Any = dict(zip(("mask", "lengths", "fill"), masking, strict=True))
+        act = act or self.activation
+        if act == "identity":
+            return group_norm(input, *of_layer, **named)
+        return group_norm_act(input, *of_layer, act=act, **named)
 
 
 @lists_activations
@@ -99,19 +88,6 @@ class GroupNormAct(GroupNorm):
         _checks.activation(act)
         super().__init__(num_groups, num_channels, eps, affine, device, dtype, **without_bias(bias))
         self.activation = act
-
-    def forward(
-        self,
-        input: Tensor,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """act(norm(input)) in one pass; `input` is (N, C, ...), `mask` and `lengths` leave out padding."""
-        of_layer = self.num_groups, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
-        masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
-        return group_norm_act(input, *of_layer, act=self.activation, **masking)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, act={self.activation}"

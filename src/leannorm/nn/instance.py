@@ -9,13 +9,13 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from leannorm import _checks
 from leannorm.autograd import fast
 from leannorm.functional.group import layer_instance_norm
-from leannorm.functional.valid import Lengths
-from leannorm.nn._base import parameter_of, without_bias
-from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.functional.valid import UNMASKED, Masking
+from leannorm.nn._base import without_bias
+from leannorm.nn._layer import MaskedLayer, parameter_of
 from leannorm.nn._statistics import HasStatistics
 
 
-class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
+class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
     def __init__(
         self,
         num_features: int,
@@ -44,25 +44,8 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
         rank, weight, bias = self._get_no_batch_dim() + 1, parameters["weight"], parameters["bias"]
         return fast.instance_norm(input, weight, bias, self.eps, rank, self.num_features)
 
-    def forward(
-        self,
-        input: Tensor,
-        *,
-        mask: Tensor | None = None,
-        lengths: Lengths | None = None,
-        fill: str = "zero",
-    ) -> Tensor:
-        """`input` (N, C, ...) or (C, ...), normalized for each sample and channel.
-
-        With `track_running_stats` evaluation uses the running statistics, which training moves. `mask` or
-        `lengths` leave out padding, as in `functional.instance_norm`.
-        """
-        if mask is None and lengths is None and fill == "zero":
-            y = self._fast(input)
-            if y is not None:
-                return y
-            if quantizing(input) and (seen := quantized(self, input)) is not None:
-                return seen  # type: ignore[no-any-return]
+    def _normalize(self, input: Tensor, masking: Masking = UNMASKED) -> Tensor:
+        """With `track_running_stats` evaluation uses the running statistics, which training moves."""
         # nothing here may depend on the input: it may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()
@@ -77,9 +60,9 @@ class _InstanceNormBase(HasStatistics, Leaving, _InstanceNorm):
             self.eps,
             self._get_no_batch_dim() + 1,
             self.num_features,
-            mask=mask,
-            lengths=lengths,
-            fill=fill,
+            mask=masking[0],
+            lengths=masking[1],
+            fill=masking[2],
         )
 
 

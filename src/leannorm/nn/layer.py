@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,10 @@ from leannorm import _checks
 from leannorm.autograd import fast
 from leannorm.functional.layer import layer_norm, rms_norm
 from leannorm.functional.valid import Lengths
-from leannorm.nn._base import parameter_of
-from leannorm.nn._leaving import Leaving, quantized, quantizing
+from leannorm.nn._layer import RowLayer, parameter_of
 
 
-class LayerNorm(Leaving, torch.nn.LayerNorm):
+class LayerNorm(RowLayer, torch.nn.LayerNorm):
     """Normalize every row to mean 0 and variance 1, then scale and shift it; replaces `torch.nn.LayerNorm`.
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
@@ -54,24 +54,21 @@ class LayerNorm(Leaving, torch.nn.LayerNorm):
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
 
-    def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
-        """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
+    def _fast(self, input: Tensor) -> Tensor | None:
+        if self.dim is not None:
+            return None
+        weight, bias = parameter_of(self, "weight"), parameter_of(self, "bias")
+        return fast.row_norm(input, weight, bias, self.normalized_shape, self.eps, rms=False)
+
+    def _normalize(self, input: Tensor, mask: Tensor | None, lengths: Lengths | None) -> Tensor:
         of_layer = self.normalized_shape, parameter_of(self, "weight"), parameter_of(self, "bias"), self.eps
-        if mask is None and lengths is None:
-            if self.dim is None:
-                shape, weight, bias, eps = of_layer
-                y = fast.row_norm(input, weight, bias, shape, eps, rms=False)
-                if y is not None:
-                    return y
-            if quantizing(input) and (seen := quantized(self, input)) is not None:
-                return seen  # type: ignore[no-any-return]
         return layer_norm(input, *of_layer, dim=self.dim, mask=mask, lengths=lengths)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _dim_repr(self.dim)
 
 
-class RMSNorm(Leaving, torch.nn.RMSNorm):
+class RMSNorm(RowLayer, torch.nn.RMSNorm):
     """Divide every row by its root mean square, then scale it; replaces `torch.nn.RMSNorm`.
 
         y = x / sqrt(E[x^2] + eps) * (weight + weight_offset)
@@ -117,27 +114,16 @@ class RMSNorm(Leaving, torch.nn.RMSNorm):
         _checks.single_axis(self.normalized_shape, dim)
         self.dim = dim
 
-    def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
-        """`input`, divided for each row by its root mean square; 0 in the rows that are no data."""
+    def _fast(self, input: Tensor) -> Tensor | None:
+        if self.dim is not None or self.weight_offset or self.cast != "after":
+            return None
         weight = parameter_of(self, "weight")
-        if mask is None and lengths is None:
-            if self.dim is None and not self.weight_offset and self.cast == "after":
-                y = fast.row_norm(input, weight, None, self.normalized_shape, self.eps, rms=True)
-                if y is not None:
-                    return y
-            if quantizing(input) and (seen := quantized(self, input)) is not None:
-                return seen  # type: ignore[no-any-return]
-        return rms_norm(
-            input,
-            self.normalized_shape,
-            weight,
-            self.eps,
-            dim=self.dim,
-            weight_offset=self.weight_offset,
-            cast=self.cast,
-            mask=mask,
-            lengths=lengths,
-        )
+        return fast.row_norm(input, weight, None, self.normalized_shape, self.eps, rms=True)
+
+    def _normalize(self, input: Tensor, mask: Tensor | None, lengths: Lengths | None) -> Tensor:
+        of_layer = self.normalized_shape, parameter_of(self, "weight"), self.eps
+        of_form: Any = {"dim": self.dim, "weight_offset": self.weight_offset, "cast": self.cast}
+        return rms_norm(input, *of_layer, **of_form, mask=mask, lengths=lengths)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

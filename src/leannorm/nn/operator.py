@@ -7,13 +7,13 @@ from torch import Tensor
 
 from leannorm import _checks
 from leannorm.functional.operator import DATA_LAYOUTS, batch_norm_op
-from leannorm.nn._leaving import Leaving
+from leannorm.nn._layer import Layer
 from leannorm.nn._statistics import HasStatistics
 from leannorm.ops.modes import rebuilding
 from leannorm.ops.running import frozen
 
 
-class BatchNormOp(HasStatistics, Leaving):
+class BatchNormOp(HasStatistics, Layer):
     """Batch norm as an operator with explicit state: owns scale, bias, both estimates and a counter.
 
         y = (x - E[x]) / sqrt(Var[x] + epsilon) * scale + bias

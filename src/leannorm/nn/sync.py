@@ -85,11 +85,12 @@ class SyncBatchNorm(Synchronized):
 
         y = (x - E[x]) / sqrt(Var[x] + eps) * weight + bias
 
-    E and Var are over the batches of all ranks in `process_group`: a group of torch.distributed, "node" (the
-    ranks on one host), or None (all). The ranks' batches and image sizes may differ, a batch may be empty.
-    With one rank or none it is `BatchNorm`, to the bit. Works on any device whose backend has `all_reduce`:
-    gloo on CPU, NCCL on GPU. Replaces `torch.nn.SyncBatchNorm`, same state_dict both ways; derives from
-    `_BatchNorm`, since DistributedDataParallel refuses torch's class on CPU.
+    E and Var are over the batches of all ranks in `process_group`: a group of torch.distributed, a
+    `DeviceMesh` (`mesh["dp"]`), "node" (the ranks on one host), or None (all). The ranks' batches and image
+    sizes may differ, a batch may be empty. With one rank or none it is `BatchNorm`, to the bit. Works on any
+    device whose backend has `all_reduce`: gloo on CPU, NCCL on GPU. Replaces `torch.nn.SyncBatchNorm`, same
+    state_dict both ways; derives from `_BatchNorm`, since DistributedDataParallel refuses torch's class on
+    CPU.
 
     Costs one `all_reduce` forward and one backward, of 8 (4 C + 7) bytes, C of the widest layer, rounded up
     to a multiple of 4 KiB, for any number of ranks (over gloo on CPUs a gather, while that is small); the

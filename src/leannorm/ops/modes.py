@@ -46,7 +46,7 @@ def _within_transforms() -> bool:
 _within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def leaving() -> bool:
+def exporting() -> bool:
     """Is this call written into a graph that leaves: by `torch.export`, or by TorchScript's tracer?
 
     ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
@@ -58,7 +58,7 @@ def leaving() -> bool:
 
 
 def sharded(*tensors: Tensor | None) -> bool:
-    """Is one a DTensor? It knows how to compute torch's norms in shards, and not how to compute ours."""
+    """Is one a DTensor? Then `functional/shards.py` runs the norm on local tensors."""
     for t in tensors:  # noqa: SIM110 (compilers of all releases trace a loop; the class may not be imported)
         if t is not None and hasattr(t, "placements"):
             return True

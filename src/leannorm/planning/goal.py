@@ -62,11 +62,12 @@ def _peak(peak: float | int | str) -> float | int:
 
 
 def bytes_of(text: str) -> int:
-    """`24GiB`, `24GB`, `500M` as bytes. Raises InputError for anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
-    if not found or (found[3] and not found[2]) or float(found[1]) <= 0:
-        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}")
-    unit = found[2].upper()
+    """`24GiB`, `24GB`, `500M`, `2048B` as bytes. Raises InputError for anything else, a bare number too."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        unit = " without its unit" if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text) else ""
+        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}{unit}")
+    unit = (found[2] or "").upper()
     return int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
 
 

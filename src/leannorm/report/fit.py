@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,13 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from leannorm._batch import Arguments, inputs_of
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, column_of_bytes
+from leannorm.planning.goal import bytes_of
 from leannorm.report.fake import fake_model, fake_step
 from leannorm.report.settings import Setting, code_of, settings_for
 
 OPTIMIZER_STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # tensors of state for each parameter
 _SMALLEST = 2  # batch norm over 1×1 images raises an error for one sample
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Fit(NamedTuple):
@@ -99,16 +97,6 @@ class FitReport(Report):
             yield f"{names} as stock: parameters and optimizer take {there}, which lean() leaves."
         else:
             yield f"{names} as stock: they rebuild nothing that is there at the step's peak."
-
-
-def bytes_of(text: str) -> int:
-    """`24GiB`, `24GB`, `500M`, `2048B` as bytes. Raises InputError for anything else, a bare number too."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)\s*", text, re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
-        unit = " without its unit" if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text) else ""
-        raise InputError(f"a memory is written like 24GiB, 24GB or 500MB; got {text!r}{unit}")
-    unit = (found[2] or "").upper()
-    return int(float(found[1]) * (_BINARY[unit] if found[3] else _UNITS[unit]))
 
 
 def fit(

@@ -28,7 +28,7 @@ def why_torchvision_fails() -> str | None:
     return None
 
 
-def mended_by(found: str = str(torch.__version__)) -> str:
+def mended_by(installed: str = str(torch.__version__)) -> str:
     """The command that installs a torchvision for this build of torch.
 
     >>> mended_by("2.13.0")
@@ -36,7 +36,7 @@ def mended_by(found: str = str(torch.__version__)) -> str:
     >>> mended_by("2.13.0+cpu").removeprefix(mended_by("2.13.0"))
     ' --index-url https://download.pytorch.org/whl/cpu'
     """
-    release, _, build = found.partition("+")
+    release, _, build = installed.partition("+")
     index = f" --index-url {_INDEX}{build}" if re.fullmatch(r"cpu|xpu|cu\d+|rocm[\d.]+", build) else ""
     return f"pip uninstall -y torchvision && pip install torch=={release} torchvision{index}"
 

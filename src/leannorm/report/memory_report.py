@@ -72,7 +72,7 @@ class MemoryReport(PagedReport):
 
 
 def setting_table(report: MemoryReport) -> Table:
-    """One row per setting: kept, peak and step time with their ratios to stock, and the gradients."""
+    """One row per setting: held, peak and step time with their ratios to stock, and the gradients."""
     stock = report.settings[0]
     kept = column_of_bytes([s.kept for s in report.settings])
     peak = column_of_bytes([s.peak for s in report.settings])
@@ -88,7 +88,7 @@ def setting_table(report: MemoryReport) -> Table:
 
     title = f"{report.model}, {', '.join(report.inputs)}, {report.device}"
     rows = list(map(row, report.settings, kept, peak))
-    return Table(["", "kept", "peak", "step time", "gradients"], rows, title=title)
+    return Table(["", "held", "peak", "step time", "gradients"], rows, title=title)
 
 
 def layer_table(report: MemoryReport) -> Table:
@@ -98,7 +98,7 @@ def layer_table(report: MemoryReport) -> Table:
     columns, cells = ["layer", "kind"], [list(names), list(names.values())]
     for i, (setting, layers) in enumerate(counted):
         there = [layers.get(name) for name in names]
-        columns.append(f"{setting} keeps")
+        columns.append(f"{setting} holds")
         cells.append(column_of_bytes([layer.kept if layer else 0 for layer in there]))
         if i:
             columns.append(f"{setting} rebuilds")
@@ -114,7 +114,7 @@ def kind_table(report: MemoryReport) -> Table:
         for layer in layers.values():
             sums[layer.kind][i] += layer.kept
     rows = sorted(sums.items(), key=lambda row: -row[1][0])
-    columns = ["kept by", *(setting for setting, _ in counted)]
+    columns = ["held by", *(setting for setting, _ in counted)]
     cells = [column_of_bytes(column) for column in zip(*(kept for _, kept in rows), strict=True)]
     return Table(columns, list(zip((kind for kind, _ in rows), *cells, strict=True)))
 
@@ -146,7 +146,7 @@ def _in_words(node: str) -> str:
     ('batch norm', 'copy', 'linear layer')
     """
     name = re.sub(r"Backward\d*$", "", node)
-    parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*|\d+\w*|[a-z]+", name)]
+    parts = [part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]*|\d+D?|[a-z]+", name)]
     words = " ".join(part for part in parts if part not in ("native", "cudnn", "mkldnn", "aten"))
     return _WORDS.get(words, words or "no gradient: indices, masks")
 
@@ -158,7 +158,7 @@ def _page(report: MemoryReport) -> str:
     facts = [
         Fact(
             bytes_in_words(stock.peak),
-            f"peak of a stock step; {bytes_in_words(stock.kept)} kept after forward",
+            f"peak of a stock step; {bytes_in_words(stock.kept)} held after forward",
         ),
         Fact(
             f"{best.peak / stock.peak:.2f} ×",
@@ -183,8 +183,8 @@ def _page(report: MemoryReport) -> str:
     each = len(parts) == len(names)
     sections += [
         Section(
-            f"What each {'layer' if each else 'part'} keeps",
-            "In the order of the model. Most operations keep their inputs."
+            f"What each {'layer' if each else 'part'} holds",
+            "In the order of the model. Most operations hold their inputs."
             + ("" if each else " Each layer by itself stands below."),
             bar_figure(bars, list(parts), "MB", written=len(parts) <= 12),
         ),
@@ -201,7 +201,7 @@ def _page(report: MemoryReport) -> str:
         "memory": report.freed_memory,
     }
     title = f"{report.model}: memory of a training step"
-    lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to keep less for the backward pass."
+    lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to hold less for the backward pass."
     return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
 
 
@@ -214,11 +214,11 @@ def timeline_section(report: MemoryReport, heading: str) -> Section:
 
 def _reasons(report: MemoryReport) -> list[tuple[str, str]]:
     """Setting and reason, each reason once."""
-    found: dict[str, list[str]] = {}
+    settings: dict[str, list[str]] = {}
     for one in report.settings:
         for reason in one.reasons:
-            found.setdefault(reason, []).append(one.name)
-    return [(", ".join(names), reason) for reason, names in found.items()]
+            settings.setdefault(reason, []).append(one.name)
+    return [(", ".join(names), reason) for reason, names in settings.items()]
 
 
 def _parts_of(names: Iterable[str]) -> dict[str, list[str]]:

@@ -67,8 +67,8 @@ def _our_running_norm(
     x: Tensor, leaf: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
 ) -> Tensor:
     zeros = torch.zeros(x.shape[1])
-    given = zeros, zeros + 1, *_affine(x, leaf)
-    return functional.batch_norm_act(x, *given, act="identity", residual=residual, mask=mask)
+    state = zeros, zeros + 1, *_affine(x, leaf)
+    return functional.batch_norm_act(x, *state, act="identity", residual=residual, mask=mask)
 
 
 def _mask(x: Tensor) -> Tensor:

@@ -76,8 +76,8 @@ def code_of(name: str) -> str:
     ('leannorm.lean()', 'leannorm.lean("conv")', 'leannorm.lean(budget=0.5)')
     """
     option, _, value = name.partition(" ")
-    given = f"{option}={value}" if value else "" if name == "norm" else f'"{name}"'
-    return f"leannorm.lean({given})"
+    argument = f"{option}={value}" if value else "" if name == "norm" else f'"{name}"'
+    return f"leannorm.lean({argument})"
 
 
 def check_methods(against: Sequence[str]) -> None:

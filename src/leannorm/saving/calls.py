@@ -69,6 +69,12 @@ def written_by(frame: FrameType, tensor: Tensor) -> tuple[str, tuple[Any, ...]] 
     return kind, tuple(frame.f_locals[name] for name in names)
 
 
+def name_of(frame: FrameType) -> str:
+    """The function that made the call in `frame`."""
+    code = frame.f_code
+    return str(getattr(code, "co_qualname", code.co_name))  # the class's name too, from Python 3.11 on
+
+
 def call_of(frame: FrameType) -> CallArguments | None:
     """The arguments of the call in `frame`, the caller of the pack hook; None if nothing is missing."""
     read = READ.get(frame.f_code)

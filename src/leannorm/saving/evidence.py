@@ -18,6 +18,9 @@ from leannorm.saving.shards import counter_of, local_of
 
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
+PLACES, PLACE = 256, 8
+"""Zeros, such as a ReLU's, stay zeros where a tensor is scaled. So where all of these bytes are 0, a sample
+also has PLACES runs of PLACE bytes."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,7 +58,8 @@ class Sample(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Sample | None:
-        """A sample of the tensor; None if it is not on the CPU or has gaps between its elements."""
+        """A sample of the tensor; None if it is not on the CPU, has gaps between its elements, or no memory
+        (in forward-mode AD)."""
         if type(tensor) not in _PLAIN:
             tensor = _own(tensor)
         content = _content(tensor)
@@ -76,7 +80,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _content(tensor: Tensor) -> bytes | None:
     if NODES is not None:
-        found: bytes | None = NODES.sample(tensor, RUNS, RUN)
+        found: bytes | None = NODES.sample(tensor)
         return found
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
         return None
@@ -84,9 +88,16 @@ def _content(tensor: Tensor) -> bytes | None:
         return None
     start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     if nbytes <= RUNS * RUN:
-        return string_at(start, nbytes)
-    step = (nbytes - RUN) // (RUNS - 1)
-    return b"".join([string_at(start + at, RUN) for at in (0, step, 2 * step, 3 * step)])
+        return string_at(start, nbytes) if start or not nbytes else None
+    content = _runs(start, nbytes, RUNS, RUN) if start else None
+    if content is None or any(content):
+        return content
+    return content + _runs(start, nbytes, PLACES, PLACE)
+
+
+def _runs(start: int, nbytes: int, count: int, length: int) -> bytes:
+    step = (nbytes - length) // (count - 1)
+    return b"".join([string_at(start + i * step, length) for i in range(count)])
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.saving import reasons
+from leannorm.saving import memo, packing, reasons
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -72,7 +72,7 @@ class ForwardPass:
         self._packing = Packing(
             self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
         )
-        self._hook = self._packing.hook()
+        self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
 

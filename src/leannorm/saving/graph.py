@@ -189,6 +189,13 @@ def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None
         known[output] = lookup
 
 
+def register_packed(node: Any, output: int, value: Value) -> None:
+    """Make `find` return this value, of a packed tensor, while it is alive."""
+    packed = Packed(value)
+    packed.sample = value.sample
+    register(node, output, packed)
+
+
 def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
     """What `register` recorded for this output of the node, also if the value is gone."""
     known = node.metadata.get(_KEY)

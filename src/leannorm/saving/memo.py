@@ -1,16 +1,16 @@
 """What a search finds for one tensor becomes a kind of save, which the C++ hook (csrc/nodes/memo.h) looks up.
 
-A kind is learned where the same search must come to the same end: every node that it looked at tells the same
-(`graph.identity`), leads to the same places and has saved values of the same sort, every value is proved to
-hold what its node read, and the step's kind was tried on as many tensors as it takes (trial.py). A pass that
-asks for something else (a plan, other hooks, `verify`, sharded weights) is Python's, as is every tensor that is
-none of torch's two classes, is not on the CPU, or is saved under a mode or in another thread.
+A kind is learned where the same search must come to the same end: every node that it looked at tells the
+same (`graph.identity`), leads to the same places and has saved values of the same sort, every value is proved
+to hold what its node read, and the step's kind was tried on as many tensors as it takes (trial.py). A pass
+that asks for something else (a plan, other hooks, `verify`, sharded weights) is Python's, as is every tensor
+that is none of torch's two classes, is not on the CPU, or is saved under a mode or in another thread.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from leannorm.saving.graph import (
     saved,
 )
 from leannorm.saving.narrowed import WIDENS
-from leannorm.saving.policy import Policy, needs_no_norm
+from leannorm.saving.policy import Policy, is_bias, needs_no_norm
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act
 from leannorm.saving.recipes.views import ALIASES, VIEWS
@@ -61,7 +61,7 @@ _FROM_FIELD, _FROM_EDGE, _FROM_LEAF, _FROM_MADE = range(4)  # where a step's inp
 _NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM = range(4)  # what a step captures
 
 
-class _Unlike(Exception):
+class _UnlikeError(Exception):
     """The save depends on something that no kind has."""
 
 
@@ -73,7 +73,7 @@ _numbers = itertools.count(1)  # none comes again: values keep theirs
 
 
 def sort_of(value: Value) -> int:
-    """A number for all that recipes and policies ask of a value; the same for values of which all is equal."""
+    """A number for all that recipes and policies ask of a value; the same where all of it is equal."""
     step = value.step
     if value.layout is not None:
         seen_as: Hashable = value.layout
@@ -82,7 +82,8 @@ def sort_of(value: Value) -> int:
     else:
         seen_as = None if value.tensor is None else trial.layout(value.tensor)
     kind = None if step is None else (step.kind, value.is_held, _norm_before(value))
-    asked = value.products, needs_no_norm(value), is_held(value), step is not None and is_view_of_held(step)
+    held_too = is_held(value), step is not None and is_view_of_held(step)
+    asked = value.products, needs_no_norm(value), is_bias(value), *held_too
     plain = value.spec is None, value.stream is None, value.from_narrow, value.in_rows, value.original is None
     known = seen_as, value.name, kind, asked, plain
     if len(_SORTS) >= _MAX_SORTS:
@@ -136,7 +137,7 @@ def memo_of(policy: Policy) -> _Memo | None:
 # ------------------------------------------------ what is learned
 
 _MOST_ATTEMPTS = 12  # for one class and layout: what is not found again is not worth more
-_MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # whose inputs alone decide that they are held
+_MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
 
 
 def learn(
@@ -145,14 +146,15 @@ def learn(
     """Make a kind of what `search` has just found for `tensor`, which is packed as `value`."""
     node: Any = tensor.grad_fn
     place = type(node), tensor.output_nr, value.layout, value.version
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or not search.visits or search.visits[0].node is not node:
+    searched = bool(search.visits) and search.visits[0].node is node
+    if not searched or type(tensor) not in (Tensor, torch.nn.Parameter):
         return
     if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS or not _is_settled(value, found, tensor):
         return
     memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:
         kind = _Learning(search, tensor, number, value, found).kind
-    except _Unlike:
+    except _UnlikeError:
         return
     memo.kinds.learn(tensor, number, kind)
 
@@ -176,11 +178,11 @@ class _Learning:
         self._made: dict[int, int] = {}  # templates, by the check of the node that made the value
         kinds = [kind_of(visit.node) for visit in self._visits]
         if kinds[0] in ALIASES | VIEWS and _LAID_OUT.intersection(kinds):
-            raise _Unlike  # a copy that is laid out as the base of a view is
+            raise _UnlikeError  # a copy that is laid out as the base of a view is
         if value.step is not None:
             self._template(value, 0)
         elif not self._is_held_for_good(value, found):
-            raise _Unlike
+            raise _UnlikeError
         self.kind = {
             "checks": [self._check(visit) for visit in self._visits],
             "templates": self._templates,
@@ -201,11 +203,11 @@ class _Learning:
         node = visit.node
         kind = kind_of(node)
         if kind not in _OF_FIELDS and kind not in _OF_EDGES:
-            raise _Unlike
+            raise _UnlikeError
         fields = [saved(node, name) for name in NODES.fields(node)]
         raw = [getattr(node, f"_raw_saved_{name}").data for name in NODES.fields(node)]
         if any(value is None and one is not None for value, one in zip(fields, raw, strict=True)):
-            raise _Unlike  # saved as it is, or by others' hooks
+            raise _UnlikeError  # saved as it is, or by others' hooks
         edges = [self._edge(visit, i, *edge) for i, edge in enumerate(node.next_functions)]
         return {
             "node": node,
@@ -223,14 +225,14 @@ class _Learning:
         if producer is None:
             return _NONE, 0
         if value is None or kind_of(producer) == PASSES_ON:
-            raise _Unlike
+            raise _UnlikeError
         if kind_of(producer) == ACCUMULATES:
             return _LEAF, 0
         made = self._check_of(producer, output)
         if made is not None:
             return _MADE, made
         if find(producer, output) is not value or not value.as_made or value.memory is not None:
-            raise _Unlike
+            raise _UnlikeError
         return _VALUE, sort_of(value)
 
     def _check_of(self, producer: Any, output: int) -> int | None:
@@ -253,22 +255,22 @@ class _Learning:
                     if made not in self._made:
                         self._template(value, made)
                     return _FROM_MADE, c, self._made[made]
-        raise _Unlike
+        raise _UnlikeError
 
     def _template(self, value: Value, check: int) -> None:
         step = value.step
         if step is None or step.spec is not None:
-            raise _Unlike
+            raise _UnlikeError
         kind = kind_of(self._visits[check].node)
         if kind == "MulBackward0" and len(step.inputs) < 2:
-            raise _Unlike  # a number that the node keeps as a tensor
+            raise _UnlikeError  # a number that the node keeps as a tensor
         place = self._made[check] = len(self._templates)
         self._templates.append(None)
         captured, inputs, copies = _NOTHING, step.inputs, 0
         if step.captured:
             captured, inputs, copies = self._captured(step, self._visits[check])
         if any(value.name == COPIED_PART for value in inputs):
-            raise _Unlike
+            raise _UnlikeError
         self._templates[place] = {
             "check": check,
             "step": step._replace(inputs=(), captured=()),
@@ -284,30 +286,31 @@ class _Learning:
     def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
         """How what the step captures is made: by a batch norm, or it is that of a norm before."""
         if step.function is not scale_shift_act:
-            raise _Unlike
+            raise _UnlikeError
         node = visit.node
         if kind_of(node) == "NativeBatchNormBackward0":
             mean, rstd = saved(node, "result1"), saved(node, "result2")
             if mean is None or rstd is None or not isinstance(mean.call, CallArguments) or 2 in visit.given:
-                raise _Unlike
+                raise _UnlikeError
             has_bias = mean.call.bias is not None
             if not node._saved_training or (has_bias and len(mean.call.bias) != len(rstd.look())):
-                raise _Unlike
+                raise _UnlikeError
             return _BATCH_NORM_WITH_BIAS if has_bias else _BATCH_NORM, step.inputs, 0
         x = saved(node, "self") if "self" in NODES.fields(node) else visit.given.get(0)
         norm, copies = None if x is None else x.step, 0
         while norm is not None and norm.kind == "copy":
             norm, copies = norm.inputs[0].step, copies + 1
         if x is None or norm is None or norm.captured is not step.captured or norm.inputs is not step.inputs:
-            raise _Unlike
+            raise _UnlikeError
         return _OF_NORM, (x,), copies
 
 
 # ------------------------------------------------ what a pass has
 
+
 def told_of(policy: Policy, node: Any) -> tuple[str, str, bool, bool, bool, bool]:
-    """Of a class of nodes: its name, why its outputs are held, whether it is usual, searched, one whose output
-    is an alias of its input, a copy."""
+    """Of a class of nodes: its name, why its outputs are held, whether it is usual, searched, one whose
+    output is an alias of its input, a copy."""
     kind = kind_of(node)
     why = reasons.NOT_REPEATED if kind in RECIPES else reasons.NO_RECIPE
     usual = not isinstance(node, BackwardCFunction) and kind not in _UNUSUAL
@@ -315,12 +318,15 @@ def told_of(policy: Policy, node: Any) -> tuple[str, str, bool, bool, bool, bool
     return kind or node.name(), why, usual, searched, kind in ALIASES, kind == "CloneBackward0"
 
 
-def begin(packing: Any, memo: _Memo, pack: Callable[[Tensor], Any], smallest: int, from_here: bool) -> Any:
-    """The pass whose `pack` is the first hook: it makes usual values by itself, and gives the rest to `pack`."""
-    search, policy = packing.search, memo.policy
+def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
+    """The object whose `pack` is the first hook of this pass: `packing`, or one in C++ that makes usual values
+    by itself and gives the rest to `packing`."""
+    memo, search, policy = packing.memo, packing.search, packing.policy
+    if memo is None:
+        return packing
     has = {
         "packing": packing,
-        "pack": pack,
+        "pack": packing.pack,
         "getters": flags.GETTERS,
         "flags": search.flags.at_first,
         "before": search.leaves.before,
@@ -334,6 +340,7 @@ def begin(packing: Any, memo: _Memo, pack: Callable[[Tensor], Any], smallest: in
         "seen": packing.seen,
         "smallest": smallest,
         "much_larger": MUCH_LARGER,
+        "smaller": reasons.SMALLER,
         "everything": policy.everything,
         "reads_weights": policy.reads_weights,
         "from_here": from_here,

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from leannorm import _checks
 from leannorm._errors import InputError
-from leannorm.ops.modes import leaving
+from leannorm.ops.modes import exporting
 from leannorm.saving import reasons
 from leannorm.saving.context import lean
 
@@ -50,10 +50,10 @@ class _LeanForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if not leaving():
+            if not exporting():
                 _warn_compiled()
             return self._run(None, *args, **kwargs)
-        if leaving():
+        if exporting():
             return self._run(self._local.__dict__.pop("module", None), *args, **kwargs)
         context = lean(**self.settings)
         context.place = _LeanForward, id(self)

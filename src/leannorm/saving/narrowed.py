@@ -100,7 +100,8 @@ def _in_fewer_bytes(tensor: Tensor, low: int, high: int) -> Step | None:
     for dtype in (torch.int16, torch.int32):
         span = torch.iinfo(dtype)
         if span.min <= low and high <= span.max:
-            return Step(_widened, (Value(tensor.to(dtype), 0, name="integers in a narrower dtype"),))
+            value = Value(tensor.to(dtype), 0, name="integers in a narrower dtype")
+            return Step(_widened, (value,), kind="scale")
     return None
 
 

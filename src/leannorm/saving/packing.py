@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import memo, reasons
-from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, written_by
+from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
@@ -25,6 +25,7 @@ from leannorm.saving.graph import (
     note_in_view,
     pop_waiting,
     register,
+    register_packed,
     registered,
     saved,
     wait,
@@ -74,28 +75,16 @@ class Packing(CountingHook):
         hooks: Hooks | None = None,
         from_here: bool = False,
     ) -> None:
-        self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
-        self.hooks = hooks
-        self.calls: list[tuple[Any, ...]] = []
-        self.nodes: list[Node] = []
-        self.device = torch.device("cpu")
-        self.reasons: Counter[str] = Counter()
-        self.seen = 0
+        self.policy, self.ledger, self.following = policy, ledger, following
+        self.layers, self.hooks = layers, hooks
+        self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
+        self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self._anything_waits = False
-        self._largest = 0
+        self._anything_waits, self._largest, self.seen = False, 0, 0
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
-        usual = following is None and layers is None and hooks is None and not self._sharded
-        self._memo = memo.memo_of(policy) if usual else None
-        self._from_here = from_here
-
-    def hook(self) -> Any:
-        """The object whose `pack` is the hook: this one, or one in C++ that asks it where a save is unusual."""
-        if self._memo is None:
-            return self
-        return memo.begin(self, self._memo, self.pack, SMALLEST, self._from_here)
+        self.memo = None if following or layers or hooks or self._sharded else memo.memo_of(policy)
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
@@ -127,9 +116,7 @@ class Packing(CountingHook):
         if kind == PASSES_ON:
             node, output = made_by(node, output)
             kind = kind_of(node)
-        local: Tensor | None = tensor  # the tensor, or that of this rank
-        if type(tensor) not in _PLAIN:
-            local = local_of(tensor)
+        local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
             if tensor.numel() >= SMALLEST:
                 self.reasons[reasons.SUBCLASSES] = 1
@@ -197,16 +184,17 @@ class Packing(CountingHook):
             value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
-        unedited = unedited is True or (unedited is None and isinstance(found, Step) and spent is not None)
-        value.layout, value.place, value.as_made, value.seen_at = seen_as, place, unedited, number
+            elif size >= SMALLEST:
+                value.why = reasons.SMALLER
+        value.layout, value.place, value.seen_at = seen_as, place, number
+        value.as_made = unedited is True  # else only compared: what read it before may have read other bits
+        unedited = value.as_made or (unedited is None and isinstance(found, Step) and spent is not None)
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
         self._mark(value, local)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
-        packed = Packed(value)
-        packed.sample = value.sample
-        register(node, output, packed)
+        register_packed(node, output, value)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
@@ -214,8 +202,8 @@ class Packing(CountingHook):
             self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
-        if self._memo is not None and (may or worth) and known is None and spec is None:
-            memo.learn(self._memo, self.search, tensor, number, value, found)
+        if self.memo is not None and (may or worth) and known is None and spec is None:
+            memo.learn(self.memo, self.search, tensor, number, value, found)
         return value
 
     @property
@@ -319,6 +307,8 @@ class Packing(CountingHook):
         if tensor.dtype != torch.int64 or type(tensor) not in _PLAIN:
             # rrelu fills its noise only after it was saved
             value = self._hold(tensor, movable=tensor._version > 0)
+            if alone and large:
+                value.name, value.why = name_of(frame), reasons.KEPT
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or large:
                 value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has

@@ -5,7 +5,7 @@ from __future__ import annotations
 from leannorm._errors import InputError
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.steps import Step
-from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
+from leannorm.saving.values import MUCH_LARGER, Value, is_parameter, products_of, size_of
 
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""
@@ -21,7 +21,7 @@ class Policy:
     those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
     does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
     one size (a residual connection) at most one product in a row: all that follows up to the next sum is
-    larger, and would be held in its place.
+    larger, and would be held in its place; a bias is part of the product that it is added to.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
     """
@@ -59,7 +59,8 @@ class Policy:
             products = products_of(step.inputs)
             if len(set(map(size_of, step.inputs))) > 1:
                 return not products or all(map(needs_no_norm, step.inputs))
-            return products <= 1 and (self.everything or all(map(needs_no_norm, step.inputs)))
+            few = products <= 1 or any(map(is_bias, step.inputs))
+            return few and (self.everything or all(map(needs_no_norm, step.inputs)))
         return self.everything or not step.costly
 
 
@@ -72,6 +73,15 @@ def needs_no_norm(value: Value) -> bool:
     if step is None or step.kind in ("product", "attention", "held"):
         return True
     return (step.view or step.kind in ("scale", "sum")) and all(needs_no_norm(v) for v in step.inputs)
+
+
+def is_bias(value: Value) -> bool:
+    """A parameter, or rows of it, such as an expert's bias: added to a product, it is part of that."""
+    while value.step is not None:
+        if value.products or not (value.step.view or value.step.kind == "scale"):
+            return False
+        value = value.step.inputs[0]
+    return value.tensor is not None and is_parameter(value.tensor)
 
 
 def check(recompute: str, budget: float | None, overhead: float | None = None) -> None:

@@ -65,7 +65,17 @@ EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
 SHARDED = "a rebuild would read weights that were freed by then, as sharding does"
 COLLECTIVE = "a rebuild would need a collective, and other ranks may not rebuild it"
-_ALWAYS_SAID = NO_RECIPE, OTHER_BITS, EDITED, COLLECTIVE, SHARDED  # of the others, where they are nearly all
+KEPT = "no node made it and autograd alone has it, such as the workspace of a recurrent layer"
+SMALLER = "each is much smaller than the largest of the pass, and a rebuild takes as many calls"
+_ALWAYS_SAID = (
+    KEPT,
+    SMALLER,
+    NO_RECIPE,
+    OTHER_BITS,
+    EDITED,
+    COLLECTIVE,
+    SHARDED,
+)  # of the others, where they are nearly all
 
 OF_THE_PASS = {
     BACKWARD_WITHIN,
@@ -96,7 +106,8 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
         if share >= _LEAST and (why.startswith(_ALWAYS_SAID) or rebuilt < _LEAST * stock):
             reason, _, at_fault = why.partition(": ")
             made_of = f", made of outputs of {at_fault}" if at_fault else ""
-            yield f"{share:.2f} of the bytes are outputs of {node}{made_of}, and held: {reason}"
+            whose = "what was saved within" if why == KEPT else "outputs of"
+            yield f"{share:.2f} of the bytes are {whose} {node}{made_of}, and held: {reason}"
 
 
 def sharded(unit: str, around: str) -> str:

@@ -267,7 +267,7 @@ def as_made(node: Any, output: int, version: int, depth: int = 0) -> bool | None
     if result is not None:
         return result.version == version and result.as_made
     in_place = _works_in_place(node, kind)
-    if in_place is False or (in_place is None and depth == 0):
+    if in_place is False:
         return False
     before = as_made(producer, number, version - 1, depth + 1)
     return before if in_place or not before else None

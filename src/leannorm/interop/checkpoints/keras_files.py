@@ -60,10 +60,10 @@ def _attribute(group: Any, name: str) -> Any:
 
 def _texts(group: Any, attribute: str) -> list[str]:
     """A list of names. An HDF5 attribute holds at most 64 KiB, so Keras splits long lists into several."""
-    found = [attribute] if attribute in group.attrs else []
-    while f"{attribute}{len(found)}" in group.attrs:
-        found.append(f"{attribute}{len(found)}")
-    values = [value for name in found for value in _attribute(group, name)]
+    parts = [attribute] if attribute in group.attrs else []
+    while f"{attribute}{len(parts)}" in group.attrs:
+        parts.append(f"{attribute}{len(parts)}")
+    values = [value for name in parts for value in _attribute(group, name)]
     return [value.decode() if isinstance(value, bytes) else str(value) for value in values]
 
 

@@ -156,13 +156,13 @@ def match(slots: Sequence[Slot], keys: Sequence[str]) -> Pairing:
         key = next((candidate for candidate in slot.candidates if candidate in present), None)
         if key is not None:
             pairs.append((slot, key))
-    found = {id(slot.tensor) for slot, _ in pairs}
+    paired = {id(slot.tensor) for slot, _ in pairs}
     missing = [
         f"{s.key} (looked for {' or '.join(s.candidates)})"
         if s.candidates
         else f"{s.key} (no rule for {type(s.module).__name__})"
         for s in slots
-        if id(s.tensor) not in found and not s.optional
+        if id(s.tensor) not in paired and not s.optional
     ]
     used = {key for _, key in pairs}
     surplus = [key for key in keys if key not in used]

@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Moments, Rows, Running
+from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Maybe, Moments, Rows, Running
 from leannorm.ops import schema
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.reference_rows import rounded_then_weighted
@@ -176,13 +176,7 @@ class Compiled(Backend):
         return dx, dweight, dbias, _wanted_dz(dy, dz, kept, want_dz)
 
     def row_forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: Rows,
-        valid: Tensor | None = None,
+        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernel takes any layout; it does not widen the output for a weight of a wider dtype."""
         if rows.cast_before and weight is not None and torch.promote_types(x.dtype, weight.dtype) != x.dtype:

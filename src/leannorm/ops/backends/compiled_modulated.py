@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Modulation, Rows
+from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, Maybe, Modulation, Rows
 from leannorm.ops.backends.compiled import Compiled
 from leannorm.ops.backends.reference_modulated import spread, summed_like
 from leannorm.ops.plan import row_statistics_shape
@@ -145,9 +145,7 @@ class CompiledModulated(Compiled):
         found = None if branch is None else _from_lines(dgate, gate, dtotal, start)
         return dbranch.view(dtotal.shape), found
 
-    def gated_forward(
-        self, x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating
-    ) -> tuple[Tensor, Tensor]:
+    def gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating) -> tuple[Tensor, Tensor]:
         start, *how = gating
         if x.numel() == 0 or _wider(gate, x) or (gating.cast_before and _wider(weight, x)):
             return super().gated_forward(x, gate, weight, gating)

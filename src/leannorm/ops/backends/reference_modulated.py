@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, KeptByRowNorm, Modulation, Rows
+from leannorm._types import Gating, KeptByAdaNorm, KeptByGatedNorm, KeptByRowNorm, Maybe, Modulation, Rows
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.reference_rows import RowVerbs, rounded_then_weighted
 from leannorm.ops.precision import compute_dtype, in_dtype
@@ -88,9 +88,7 @@ class ModulatedVerbs(RowVerbs):
             dscale, dshift = summed_like(dy * z, scale, start), summed_like(dy, scale, start)
         return dx.to(x.dtype), dscale, dshift, dweight, dbias
 
-    def gated_forward(
-        self, x: Tensor, gate: Tensor, weight: Tensor | None, gating: Gating
-    ) -> tuple[Tensor, Tensor]:
+    def gated_forward(self, x: Tensor, gate: Tensor, weight: Maybe, gating: Gating) -> tuple[Tensor, Tensor]:
         """rms_norm(x) * act(gate) or rms_norm(x * act(gate)), and rstd."""
         start, dtype, first = gating.start, compute_dtype(x), gating.norm_before_gate
         rows = Rows(start, x.dim(), gating.eps, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leannorm._types import KeptByRowNorm, MaybeTensor, Rows
+from leannorm._types import KeptByRowNorm, Maybe, MaybeTensor, Rows
 from leannorm.ops.layout import laid_out_for
 from leannorm.ops.plan import row_plan
 from leannorm.ops.precision import (
@@ -88,13 +88,7 @@ class RowVerbs:
         return in_dtype(y, x.dtype)
 
     def row_forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        rows: Rows,
-        valid: Tensor | None = None,
+        self, x: Tensor, residual: Maybe, weight: Maybe, bias: Maybe, rows: Rows, valid: Maybe = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, x + residual (x itself where there is none), mean, rstd."""
         total = x if residual is None else of_valid(valid, x + residual.to(x.dtype))

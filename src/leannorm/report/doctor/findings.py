@@ -11,6 +11,9 @@ from leannorm.report.render import Fact, PagedReport, Section, bar_figure, page
 
 _STYLES = {"error": "bold red", "warning": "bold yellow", "note": "bold"}
 _SHOWN = 5
+_FAULT = "#dc2626"
+LEAST_GAP = 0.5
+"""Standard deviations between batches' and running statistics from which on a gap is told."""
 _NAMED = "get_submodule(name)"
 
 
@@ -192,6 +195,13 @@ def _bars(report: DoctorReport) -> Section:
         "error or warning": [value if state.name in faulty else None for value, state in shown],
     }
     figure = bar_figure(bars, [state.name for state in report.layers], unit, written=len(shown) <= 12)
+    figure.update_traces(marker_color=_FAULT, selector={"name": "error or warning"})
+    if heading.startswith("Gap"):
+        figure.add_hline(
+            LEAST_GAP,
+            line={"color": _FAULT, "dash": "dash", "width": 1},
+            annotation_text="least that is told",
+        )
     return Section(heading, lead, figure.update_layout(barmode="overlay"))
 
 

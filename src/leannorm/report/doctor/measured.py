@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from math import isfinite
 
 from leannorm._catalog import Norm
+from leannorm.report.doctor.findings import LEAST_GAP
 from leannorm.report.doctor.observe import Seen
 from leannorm.report.doctor.settings import SHARE
 from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
 HANDFUL = 8
-LEAST_GAP, SAMPLING, AMPLIFIED = 0.5, 3.0, 20.0
+SAMPLING, AMPLIFIED = 3.0, 20.0
 LEAST_PADDING = 0.05
 LEAST_DIFFERENCE = 0.5
 

@@ -68,6 +68,6 @@ def why_not(module: Module) -> str | None:
 
 def has_torchs_form(module: Module) -> bool:
     """Does a layer of ours compute what torch's of its name does?"""
-    found = (getattr(module, name, None) for name in ("dim", "group_size", "weight_offset", "cast"))
-    dim, group_size, offset, cast = found
+    values = (getattr(module, name, None) for name in ("dim", "group_size", "weight_offset", "cast"))
+    dim, group_size, offset, cast = values
     return dim is None and group_size is None and not offset and cast in (None, "after")

@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -23,13 +24,13 @@ from leannorm import _checks
 from leannorm._catalog import TORCHS, name_of, norms_of, torchs_kind
 from leannorm._errors import InputError
 from leannorm._report import Line, Part, Report
-from leannorm.nn._leaving import takes_back
+from leannorm.nn._layer import takes_back
 from leannorm.nn._statistics import HasStatistics
 from leannorm.nn.sync import SHARING
 from leannorm.transforms.converting.classes import KNOWN, Entry, has_torchs_form, why_not
 from leannorm.transforms.converting.sync import synchronized_class, unsync, why_not_sync
 from leannorm.transforms.fusing.fuse import find_fusions
-from leannorm.transforms.recognizing.formula import UnknownFormError
+from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_norm import FormulaNorm, formula_class
 from leannorm.transforms.recognizing.recognition import (
     formula_of,
@@ -51,7 +52,7 @@ class Swapped(NamedTuple):
 def convert(
     model: Module,
     to: str = "leannorm",
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | str | None = None,
     fuse: bool = True,
     *,
     stats_dtype: torch.dtype | None = None,
@@ -138,7 +139,12 @@ class _DryRunError(Exception):
     """Ends a dry run, so that all changes are undone."""
 
 
-def preview(model: Module, to: str = "leannorm", process_group: Any = None, fuse: bool = True) -> Preview:
+def preview(
+    model: Module,
+    to: str = "leannorm",
+    process_group: dist.ProcessGroup | str | None = None,
+    fuse: bool = True,
+) -> Preview:
     """What `convert` would do to the model with the same arguments, which is left as it is.
 
     Raises: as `convert`.
@@ -168,7 +174,13 @@ def preview(model: Module, to: str = "leannorm", process_group: Any = None, fuse
     return Preview(swapped, {name: reason for reason, names in left.items() for name in names})
 
 
-def _swap(model: Module, to: str, process_group: Any, fuse: bool, left: dict[str, list[str]]) -> None:
+def _swap(
+    model: Module,
+    to: str,
+    process_group: dist.ProcessGroup | str | None,
+    fuse: bool,
+    left: dict[str, list[str]],
+) -> None:
     if to == "torch":
         _to_torch(model, left)
     elif to == "sync":
@@ -177,7 +189,9 @@ def _swap(model: Module, to: str, process_group: Any, fuse: bool, left: dict[str
         _to_leannorm(model, left, fuse)
 
 
-def _to_sync(model: Module, process_group: Any, left: dict[str, list[str]]) -> None:
+def _to_sync(
+    model: Module, process_group: dist.ProcessGroup | str | None, left: dict[str, list[str]]
+) -> None:
     """Swap batch norms only. Each gets its path as a name, for the error messages of other ranks."""
     joined = {norm.module: norm.convolution for norm in norms_of(model)}
     for name, module in model.named_modules():

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from leannorm.functional.batch import batch_norm
-from leannorm.nn._leaving import Leaving
+from leannorm.nn._layer import Layer
 
 
-class FrozenBatchNorm2d(Leaving, torch.nn.Module):
+class FrozenBatchNorm2d(Layer, torch.nn.Module):
     """Batch norm by four buffers, of which none ever moves; its input is not kept for the backward pass."""
 
     eps: float
@@ -24,10 +24,10 @@ class FrozenBatchNorm2d(Leaving, torch.nn.Module):
         """`input` (N, C, H, W), normalized by the buffers."""
         return batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *given: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
         """From a state_dict of `BatchNorm2d` too."""
         state_dict.pop(f"{prefix}num_batches_tracked", None)
-        super()._load_from_state_dict(state_dict, prefix, *given)
+        super()._load_from_state_dict(state_dict, prefix, *more)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from leannorm import nn
-from leannorm.nn._leaving import quantized, quantizing
+from leannorm.nn._layer import quantized, quantizing
 from leannorm.transforms.fusing.steps import norm_drop_act
 
 

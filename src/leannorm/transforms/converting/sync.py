@@ -10,37 +10,26 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from leannorm import nn
 from leannorm._catalog import OURS
 from leannorm.nn.sync import SHARING, Synchronized
+from leannorm.transforms.derived import one_a_class, reduced
 
-_SYNCHRONIZED: dict[type[Module], type[Module]] = {}
 
-
+@one_a_class
 def synchronized_class(cls: type[Module]) -> type[Module]:
     """A subclass of `cls` whose `super().forward` shares statistics; `unsynced` is `cls`."""
     if issubclass(cls, Synchronized):
         return cls
-    if cls not in _SYNCHRONIZED:
-        ours = [OURS[base] for base in cls.__mro__ if base in OURS][:1]
-        bases = (cls, nn.SyncBatchNorm, *(o for o in ours if not issubclass(cls, o)))
-        body: dict[str, Any] = {
-            "__module__": cls.__module__,
-            "__doc__": cls.__doc__,
-            "__reduce_ex__": _reduce,
-            "unsynced": cls,
-        }
-        if issubclass(cls, LazyModuleMixin):
-            then: Any = cls.cls_to_become
-            body["cls_to_become"] = synchronized_class(OURS.get(then, then))
-        _SYNCHRONIZED[cls] = type(f"Sync{cls.__name__}", bases, body)
-    return _SYNCHRONIZED[cls]
-
-
-def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
-    parts: Any = object.__reduce_ex__(layer, max(protocol, 2))
-    return _rebuild, (layer.unsynced,), *parts[2:]
-
-
-def _rebuild(cls: type[Module]) -> Module:
-    return synchronized_class(cls).__new__(synchronized_class(cls))
+    ours = [OURS[base] for base in cls.__mro__ if base in OURS][:1]
+    bases = (cls, nn.SyncBatchNorm, *(o for o in ours if not issubclass(cls, o)))
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": lambda layer, protocol: reduced(synchronized_class, cls, layer),
+        "unsynced": cls,
+    }
+    if issubclass(cls, LazyModuleMixin):
+        then: Any = cls.cls_to_become
+        body["cls_to_become"] = synchronized_class(OURS.get(then, then))
+    return type(f"Sync{cls.__name__}", bases, body)
 
 
 def why_not_sync(module: Module) -> str | None:

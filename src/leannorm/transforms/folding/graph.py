@@ -39,8 +39,8 @@ def fold_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[Fold], list
         into = into_layer_before if match.before else into_layer_after
         for layer in match.layers:
             node = new[layer.node]
-            given: tuple[Any, ...] = node.args
-            x, weight, bias, *rest = (*given, None)[: max(3, len(given))]
+            arguments: tuple[Any, ...] = node.args
+            x, weight, bias, *rest = (*arguments, None)[: max(3, len(arguments))]
             values = all_variables(result)
             bias_value = None if bias is None else values[str(bias.target)]
             folded = into(scale_shift, layer.kind, values[str(weight.target)], bias_value, layer.groups)

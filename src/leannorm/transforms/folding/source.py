@@ -41,8 +41,8 @@ def _file(name: str) -> _File:
             tree = ast.parse("".join(lines)) if lines else None
         except SyntaxError:  # a notebook's cell with magic commands
             tree = None
-        found = ([*tests_in(tree), *_comparisons_in(tree)], list(_checks_in(tree))) if tree else ([], [])
-        _FILES[name] = _File(lines, tree, *found)
+        tests = ([*tests_in(tree), *_comparisons_in(tree)], list(_checks_in(tree))) if tree else ([], [])
+        _FILES[name] = _File(lines, tree, *tests)
     return _FILES[name]
 
 

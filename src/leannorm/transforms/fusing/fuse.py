@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch.nn
 from torch.nn import Module
 
+from leannorm.transforms.derived import one_a_class, reduced
 from leannorm.transforms.fusing.steps import FUSABLE, activation_of, runs_in_order, sequential_forward
 
 
@@ -50,22 +50,18 @@ def _can_be_subclassed(cls: type[Module]) -> bool:
     )
 
 
-_FUSED_CLASSES: dict[type[Module], type[Module]] = {}
-
-
+@one_a_class
 def fused_class(cls: type[Module]) -> type[Module]:
     """A subclass of `cls` that calls steps, with `unfused = cls`."""
-    if cls not in _FUSED_CLASSES:
-        body = {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__doc__": cls.__doc__,
-            "__reduce_ex__": _reduce,
-            "forward": sequential_forward,
-            "unfused": cls,
-        }
-        _FUSED_CLASSES[cls] = type(cls.__name__, (cls,), body)
-    return _FUSED_CLASSES[cls]
+    body = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": lambda block, protocol: reduced(fused_class, cls, block),
+        "forward": sequential_forward,
+        "unfused": cls,
+    }
+    return type(cls.__name__, (cls,), body)
 
 
 def unfused(model: Module) -> Module:
@@ -75,13 +71,3 @@ def unfused(model: Module) -> Module:
         if before is not None:
             object.__setattr__(block, "__class__", before)
     return model
-
-
-def _reduce(block: Any, protocol: int) -> tuple[Any, ...]:
-    parts: Any = object.__reduce_ex__(block, max(protocol, 2))
-    return _rebuild, (block.unfused,), *parts[2:]
-
-
-def _rebuild(cls: type[Module]) -> Module:
-    fused = fused_class(cls)
-    return fused.__new__(fused)

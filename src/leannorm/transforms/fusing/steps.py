@@ -17,11 +17,12 @@ from torch.nn import Module
 from leannorm import nn
 from leannorm._catalog import name_of
 from leannorm.nn._base import BatchNormBase
+from leannorm.nn._layer import MaskedLayer
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fusing.observed import is_plain_tensor, is_unobserved
 
 FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
-_FORWARDS = (BatchNormBase.forward, nn.GroupNorm.forward)
+_FORWARD = MaskedLayer.forward
 
 _COMPUTED = {name: activation for name, activation in ACTIVATIONS.items() if name != "identity"}
 _ACTIVATIONS_BESIDE_TORCHS = {
@@ -45,7 +46,7 @@ class Deferred(NamedTuple):
     input: Tensor
 
     def run(self, act: str = "identity") -> Tensor:
-        y = None if isinstance(self.norm, nn.GroupNorm) else self.norm._fast(self.input, act)
+        y = self.norm._fast(self.input, act)
         return self.norm._normalize(self.input, act) if y is None else y
 
 
@@ -110,7 +111,7 @@ def _activation_that_runs(layer: Any) -> str | None:
 
 def is_fusable(layer: Any) -> bool:
     """Is it a leannorm batch or group norm with its class's forward and without hooks?"""
-    return type(layer) in FUSABLE and type(layer).forward in _FORWARDS and is_unobserved(layer)
+    return type(layer) in FUSABLE and type(layer).forward is _FORWARD and is_unobserved(layer)
 
 
 def runs_in_order(module: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Which layers of unlisted classes compute a norm of ours? Read from one run of a probe."""
+"""Which layers of unlisted classes compute a norm of ours? Those on which ours gives the same."""

@@ -17,8 +17,18 @@ from leannorm.functional.layer import layer_norm, rms_norm
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.modes import autocasts, sharded
 from leannorm.ops.precision import compute_dtype
-from leannorm.transforms.recognizing.formula import Form
-from leannorm.transforms.recognizing.probe import Missing, Run
+from leannorm.transforms.recognizing.form import Form
+from leannorm.transforms.recognizing.probe import Missing
+
+Key = tuple[int | torch.dtype, ...]  # rank, number of inputs, their dtypes and those of the tensors
+
+
+class Fit(NamedTuple):
+    """The norm that a layer is; does autocast leave it, and did its code ask for the device?"""
+
+    form: Form
+    neutral: bool
+    device: bool
 
 
 class Formula(NamedTuple):
@@ -27,7 +37,7 @@ class Formula(NamedTuple):
     `inputs` are the names of its arguments, the second a gate's; `reads` the attributes that its forward
     read, `functions` its methods with their code, `constants` the numbers among their globals, `tensors` its
     parameters and buffers with their shapes; `sizes` those of the normalized axes, None if any will do;
-    `runs` what it computes, by the rank and the dtype of its inputs and the dtypes of the tensors.
+    `fits` what it computes, by the rank and the dtype of its inputs and the dtypes of the tensors.
     """
 
     inputs: tuple[str, ...]
@@ -37,7 +47,7 @@ class Formula(NamedTuple):
     tensors: tuple[tuple[str, torch.Size], ...]
     sizes: tuple[int, ...] | None
     device: str
-    runs: Mapping[tuple[Any, ...], Run]
+    fits: Mapping[Key, Fit]
 
     def holds(self, layer: Module, cls: type[Module]) -> bool:
         """Is all that the run read as it was?"""
@@ -72,13 +82,13 @@ class Formula(NamedTuple):
         if not all(_is_plain(x) for x in inputs):
             return None
         dtypes = [t.dtype for t in (*inputs, *tensors.values())]
-        run = self.runs.get((inputs[0].dim(), len(inputs), *dtypes))
-        if run is None or not self._fits(run, inputs, tensors):
+        fit = self.fits.get((inputs[0].dim(), len(inputs), *dtypes))
+        if fit is None or not self._serves(fit, inputs, tensors):
             return None
-        return run.form, tensors
+        return fit.form, tensors
 
-    def _fits(self, run: Run, inputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> bool:
-        x, form = inputs[0], run.form
+    def _serves(self, fit: Fit, inputs: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> bool:
+        x, form = inputs[0], fit.form
         if self.sizes is not None:
             last = form.dim is None and form.kind not in ("group", "running")
             first = x.dim() - len(self.sizes) if last else form.dim or 1
@@ -88,9 +98,9 @@ class Formula(NamedTuple):
             return False
         if any(tensors[name].requires_grad for name in (form.mean, form.var) if name is not None):
             return False  # our batch norm has no gradients for running statistics
-        if run.device and x.device.type != self.device:
+        if fit.device and x.device.type != self.device:
             return False
-        return run.neutral or not autocasts(x)
+        return fit.neutral or not autocasts(x)
 
 
 def _is_plain(tensor: Any) -> bool:

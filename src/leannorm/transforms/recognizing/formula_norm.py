@@ -13,14 +13,15 @@ from typing import Any, cast
 
 from torch.nn import Module
 
-from leannorm.nn._leaving import Leaving
-from leannorm.ops.modes import leaving
-from leannorm.transforms.recognizing.formula import UnknownFormError
+from leannorm.nn._layer import Layer
+from leannorm.ops.modes import exporting
+from leannorm.transforms.derived import one_a_class, reduced
+from leannorm.transforms.recognizing.form import UnknownFormError
 from leannorm.transforms.recognizing.formula_call import Formula, compute
 from leannorm.transforms.recognizing.recognition import formula_of
 
 
-class FormulaNorm(Leaving):
+class FormulaNorm(Layer):
     """Stands before the layer's own class."""
 
     original: type[Module]
@@ -30,7 +31,7 @@ class FormulaNorm(Leaving):
         """The layer's output, by its formula where that holds, else by its own forward."""
         formula = self._formula
         inputs, layer = formula.inputs_of(args, kwargs), cast(Module, self)
-        if inputs and not leaving() and formula.holds(layer, self.original):
+        if inputs and not exporting() and formula.holds(layer, self.original):
             form_and_tensors = formula.find(layer, inputs)
             if form_and_tensors is not None:
                 return compute(*form_and_tensors, *inputs)
@@ -39,13 +40,12 @@ class FormulaNorm(Leaving):
     @property
     def function(self) -> str:
         """The name of the function of ours that computes this norm."""
-        return next(iter(self._formula.runs.values())).form.function
+        return next(iter(self._formula.fits.values())).form.function
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula: it is read again where the layer's code may be another."""
-        parts: Any = object.__reduce_ex__(self, max(protocol, 2))
-        state = {k: v for k, v in parts[2].items() if k != "_formula"}
-        return _rebuild, (self.original,), state, *parts[3:]
+        again, of, state, *rest = reduced(formula_class, self.original, cast(Module, self))
+        return again, of, {k: v for k, v in state.items() if k != "_formula"}, *rest
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -60,24 +60,15 @@ class FormulaNorm(Leaving):
             self.__class__ = self.original  # type: ignore[assignment]
 
 
-def _rebuild(cls: type[Module]) -> Module:
-    made = formula_class(cls)
-    return made.__new__(made)
-
-
-_CLASSES: dict[type[Module], type[Module]] = {}
-
-
+@one_a_class
 def formula_class(cls: type[Module]) -> type[Module]:
     """The subclass of `cls` that runs formulas; it has its name, by which others find norms."""
-    if cls not in _CLASSES:
 
-        @functools.wraps(cls.forward)  # with its signature, which tracers read
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._compute(args, kwargs)
+    @functools.wraps(cls.forward)  # with its signature, which tracers read
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(args, kwargs)
 
-        body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls, "forward": forward}
-        new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
-        new.__qualname__ = cls.__qualname__
-        _CLASSES[cls] = new
-    return _CLASSES[cls]
+    body = {"__module__": __name__, "__doc__": cls.__doc__, "original": cls, "forward": forward}
+    new = types.new_class(cls.__name__, (FormulaNorm, cls), exec_body=lambda names: names.update(body))
+    new.__qualname__ = cls.__qualname__
+    return new

@@ -1,8 +1,8 @@
-"""Runs a probe of a layer, and says what it computes and all that it looked at to decide so.
+"""Runs a probe of a layer, and gathers what it gives and all that it looked at.
 
 The probe is a copy that notes each attribute that is read; the input is small and random; a mode sees each
 operation, another each look at a tensor's size. What a run cannot show (a branch on values, on a size of the
-batch, state that it keeps) is refused.
+batch, an operation with a threshold, state that it keeps) is refused.
 """
 
 from __future__ import annotations
@@ -19,18 +19,40 @@ from torch import Tensor
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from leannorm.transforms.recognizing.formula import LOW, Form, Gate, Parameter, Row, UnknownFormError, form_of
-from leannorm.transforms.recognizing.operations import Values
+from leannorm.transforms.recognizing.form import LOW, Clues, UnknownFormError, short
 
 # what autocast of CUDA computes in float32
 _WIDENED = {"pow", "rsqrt", "reciprocal", "native_layer_norm", "native_group_norm", "_fused_rms_norm"}
+_NORMS = {"native_layer_norm", "native_group_norm", "_fused_rms_norm"}
+_SUMS = {"add", "sub", "rsub"}
+_PRODUCTS = {"mul", "div"}
+# operations without a threshold: two that agree on random values agree on all
+_SMOOTH = {
+    *_NORMS,
+    *_SUMS,
+    "mul",
+    "div",
+    "addcmul",
+    "pow",
+    "sqrt",
+    "rsqrt",
+    "reciprocal",
+    "mean",
+    "var",
+    "var_mean",
+}
+_VIEWS = "clone detach alias view _unsafe_view unsqueeze squeeze expand slice select _reshape_alias permute"
+_SMOOTH |= {*_VIEWS.split(), "transpose", "t", "_to_copy"}
+# of a gate alone; a product with a sigmoid is a silu
+_GATES = {"sigmoid": ("sigmoid", "silu")} | {n: (n,) for n in ("silu", "relu", "gelu", "mish", "hardswish")}
 _SIZES = {"shape", "size", "numel", "nelement", "__len__"}
 _SEEN = {"dtype", "device", "ndim", "dim", "ndimension", "is_floating_point", "is_cuda", "itemsize"}
 _DETACHES = {"data", "detach", "detach_", "requires_grad_", "grad"}
 _REFUSED = {"__dict__", "__class__", "_parameters", "_buffers", "_modules"}
 _ADDED = {"training", "_swapped", "_formula"}
-_FREE = (2, 3, 5, 7)  # sizes of the axes that no parameter gives
+_FREE = (5, 3, 2, 7)  # sizes of the axes that no parameter gives; the first alone is three rows at least
 _ANY = 17  # of the normalized axis of a layer without parameters
 
 
@@ -39,10 +61,10 @@ class Missing:
 
 
 class Run(NamedTuple):
-    """What one run computes, for which shape; whether autocast leaves it, and whether a device was asked."""
+    """What one run gives, and shows; whether autocast of CUDA leaves it, and whether a device was asked."""
 
-    form: Form
-    shape: tuple[int, ...]
+    output: Tensor
+    clues: Clues
     neutral: bool
     device: bool
 
@@ -79,6 +101,8 @@ class _Looks(TorchFunctionMode):
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         if name in _DETACHES:
             raise UnknownFormError("it detaches a tensor from its gradient")
+        if name == "__getitem__" and any(_cuts(i) for i in tree_leaves(args[1])):
+            raise UnknownFormError("it takes a part of a tensor, which may be all of a small one")
         before = self.operations
         result = func(*args, **(kwargs or {}))
         if name in _SIZES:
@@ -101,27 +125,82 @@ class _Shape(tuple[int, ...]):
         return functools.reduce(operator.mul, self, Size(1))
 
 
+def _cuts(index: Any) -> bool:
+    """Is it a slice with a bound?"""
+    return isinstance(index, slice) and (index.start, index.stop) not in ((None, None), (0, None))
+
+
 def _has_tensor(result: Any) -> bool:
     return isinstance(result, (tuple, list)) and any(isinstance(t, Tensor) for t in result)
 
 
 class _Operations(TorchDispatchMode):
-    """Hands each operation to the algebra."""
+    """Refuses every operation that could hide what random values do not show, and gathers the clues."""
 
-    def __init__(self, values: Values, looks: _Looks) -> None:
+    def __init__(self, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor], looks: _Looks) -> None:
         super().__init__()
-        self.values, self.looks, self.neutral = values, looks, True
+        self.looks, self.neutral = looks, True
+        self.names = {id(t): name for name, t in parameters.items()}
+        self.dtypes = {torch.float32, torch.float64, *(t.dtype for t in (*inputs, *parameters.values()))}
+        self.known: dict[int, Tensor] = {}  # with the tensors, whose ids would be used again
+        self.gates: set[int] = set()
+        self._know(*inputs, *parameters.values())
+        self.gates.update(map(id, inputs[1:]))
+        self.found: dict[str, dict[Any, None]] = {field: {} for field in Clues._fields}
+
+    def _know(self, *tensors: Tensor) -> None:
+        self.known.update((id(t), t) for t in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.looks.operations += 1
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
-        if "out" in kwargs:
-            raise UnknownFormError(f"it calls torch's {name} with out=")
         out = func(*args, **kwargs)
-        if name in _WIDENED and any(isinstance(a, Tensor) and a.dtype in LOW for a in args):
-            self.neutral = False
-        self.values.interpret(name, args, kwargs, out)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if any(id(t) in self.known for t in tensors):
+            self._look(name, tensors, args, kwargs, out)
         return out
+
+    def _look(self, name: str, tensors: list[Tensor], args: Any, kwargs: Any, out: Any) -> None:
+        plain, outputs = name.removesuffix("_"), [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if any(id(t) not in self.known for t in tensors):
+            raise UnknownFormError("it reads a tensor that is neither its input nor its own")
+        of_gate = all(id(t) in self.gates for t in tensors)
+        hides = kwargs.get("rounding_mode") or (plain in _GATES and not of_gate) or "out" in kwargs
+        if hides or plain not in (_SMOOTH | _GATES.keys()):
+            raise UnknownFormError(f"it calls torch's {name}, as no norm of leannorm does")
+        factors = [*(args[:2] if plain in _PRODUCTS else ()), kwargs.get("alpha", 1), kwargs.get("value", 1)]
+        if any(isinstance(n, (int, float)) and n != 1 for n in factors):
+            raise UnknownFormError("it multiplies by a number, which may be too small to be seen")
+        if plain == "slice" and outputs[0].shape != tensors[0].shape:
+            raise UnknownFormError("it takes a part of a tensor")
+        for t in outputs:
+            if t.device != tensors[0].device:
+                raise UnknownFormError("it copies to another device")
+            if t.dtype not in self.dtypes:
+                raise UnknownFormError(f"it computes in {short(t.dtype)}")
+        self._know(*outputs)
+        if of_gate:
+            self.gates.update(map(id, outputs))
+        if name in _WIDENED and any(t.dtype in LOW for t in tensors):
+            self.neutral = False
+        self._note("tensors", *(self.names[id(t)] for t in tensors if id(t) in self.names))
+        if plain in _SUMS:
+            self._note("numbers", *(float(n) for n in args[:2] if isinstance(n, (int, float))))
+        elif plain in _NORMS:
+            eps = (
+                [torch.finfo(d).eps for d in (torch.float32, torch.float64)]
+                if args[-1] is None
+                else [args[-1]]
+            )
+            self._note("numbers", *eps)
+            self._note("groups", *([args[-2]] if plain == "native_group_norm" else []))
+        elif plain in _GATES:
+            self._note("gates", *(["gelu_tanh"] if kwargs.get("approximate") == "tanh" else _GATES[plain]))
+        elif outputs[0].dim() == tensors[0].dim() + 1:
+            self._note("parts", outputs[0].shape[-2])
+
+    def _note(self, field: str, *values: Any) -> None:
+        self.found[field].update(dict.fromkeys(values))
 
 
 class Probe:
@@ -195,39 +274,33 @@ def _is_simple(value: Any) -> bool:
     return value is None or value is Missing or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
-    """Input shapes of a rank: with these sizes as its last axes, then with a single one as axis 1."""
+def shapes(rank: int, sizes: tuple[int, ...] | None) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Input shapes of a rank, and the axes of the sizes: the last ones, then axis 1 for a single one."""
     sizes = sizes or (_ANY,)
     free = [n for n in (*_FREE, 11, 13) if n not in sizes] if rank < 5 else [2, 3, 1, 2]
     if len(sizes) <= rank:
-        yield (*free[: rank - len(sizes)], *sizes)
+        yield (*free[: rank - len(sizes)], *sizes), tuple(range(rank - len(sizes), rank))
     if len(sizes) == 1 and rank > 2:
-        yield (free[0], *sizes, *free[1 : rank - 1])
+        yield (free[0], *sizes, *free[1 : rank - 1]), (1,)
 
 
-def run(
-    probe: Probe, shape: tuple[int, ...], dtype: torch.dtype, parameters: Mapping[str, Tensor], gated: bool
-) -> Run:
-    """What the layer computes for an input of this shape and dtype, and a gate of the same."""
-    fixed = {n for n in shape if n not in (1, *_FREE)} | {n for p in parameters.values() for n in p.shape}
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(shape, generator=generator, device="cpu").to(dtype).requires_grad_()
-        for _ in range(1 + gated)
-    ]
-    values, axes = Values(), tuple(range(len(shape)))
-    values.leaf(inputs[0], Row(axes, dtype))
-    for gate in inputs[1:]:
-        values.leaf(gate, Gate(axes, dtype))
-    for name, tensor in parameters.items():
-        values.leaf(tensor, Parameter(name, tensor.dtype))
+def run(probe: Probe, inputs: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Run:
+    """What the layer gives for an input, and perhaps a gate; raises where it does what no norm does."""
+    fixed = {n for n in inputs[0].shape if n not in (1, *_FREE)} | {
+        n for p in parameters.values() for n in p.shape
+    }
     looks = _Looks(tuple(fixed))
-    operations = _Operations(values, looks)
+    operations = _Operations(inputs, parameters, looks)
+    written = [t._version for t in (*inputs, *parameters.values())]
     with operations, looks:
         out = probe.run(inputs, parameters)
     if not isinstance(out, Tensor):
         raise UnknownFormError(f"it returns a {type(out).__name__}")
-    value = values.find(out)
-    if not isinstance(value, Row):
+    if id(out) not in operations.known or id(out) in operations.gates:
         raise UnknownFormError("its output is no normalized input")
-    return Run(form_of(value, dtype, len(shape)), shape, operations.neutral, looks.device)
+    if written != [t._version for t in (*inputs, *parameters.values())]:
+        raise UnknownFormError("it writes into its input, or its own tensors")
+    if len(inputs) > 1:
+        operations._note("gates", *([] if operations.found["gates"] else ["identity"]))
+    clues = Clues(*(tuple(operations.found[field]) for field in Clues._fields))
+    return Run(out, clues, operations.neutral, looks.device)

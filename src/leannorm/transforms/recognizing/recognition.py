@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,10 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from leannorm._catalog import name_of
-from leannorm.transforms.recognizing.formula import LOW, UnknownFormError, short
-from leannorm.transforms.recognizing.formula_call import Formula, compute
-from leannorm.transforms.recognizing.probe import Probe, Run, run, shapes
+from leannorm.transforms.recognizing.fitting import fit
+from leannorm.transforms.recognizing.form import Form, UnknownFormError, short
+from leannorm.transforms.recognizing.formula_call import Fit, Formula, Key
+from leannorm.transforms.recognizing.probe import Probe, shapes
 
 REPLACED = "its forward is replaced on the layer itself; convert before that is done"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -99,7 +100,7 @@ def formula_of(layer: Module, cls: type[Module]) -> Formula:
             formula = _read(layer, cls, tensors)
         known.append(formula)
     own = next((t.dtype for t in _tensors(layer).values()), None)
-    if own is not None and own != torch.float64 and not any(key[2] == own for key in formula.runs):
+    if own is not None and own != torch.float64 and not any(key[2] == own for key in formula.fits):
         raise UnknownFormError(f"it computes another norm in {short(own)}")
     return formula
 
@@ -119,10 +120,10 @@ def _by_itself() -> Iterator[None]:
 def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
     (inputs, needed), probe = _inputs(cls), Probe(layer, cls, layer.training)
     sizes = _sizes(probe, tensors)
-    runs = _all_runs(probe, tensors, sizes, inputs, needed)
+    fits = _all_fits(probe, tensors, sizes, inputs, needed)
     if "training" in probe.reads:
         other = Probe(layer, cls, not layer.training)
-        if _all_runs(other, tensors, sizes, inputs, needed) != runs:
+        if _all_fits(other, tensors, sizes, inputs, needed) != fits:
             raise UnknownFormError("it computes something else in training than in evaluation")
         probe.reads |= other.reads
         probe.functions |= other.functions
@@ -134,8 +135,7 @@ def _read(layer: Module, cls: type[Module], tensors: Tensors) -> Formula:
         functions.append((key, function, getattr(function, "__code__", None)))
     constants = tuple(c for _, function, code in functions if code for c in _constants(function))
     reads = tuple(probe.reads.items())
-    formula = Formula(inputs, reads, tuple(functions), constants, tensors, sizes, "cpu", runs)
-    return _checked(probe, formula)
+    return Formula(inputs, reads, tuple(functions), constants, tensors, sizes, "cpu", fits)
 
 
 def _constants(function: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -167,140 +167,54 @@ def _sizes(probe: Probe, tensors: Tensors) -> tuple[int, ...] | None:
     return tuple(axes) if axes else None
 
 
-def _all_runs(
+def _all_fits(
     probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, inputs: tuple[str, ...], needed: int
-) -> dict[tuple[Any, ...], Run]:
+) -> dict[Key, Fit]:
     """What the layer computes of its input alone, and with a gate; raises where it is nothing of ours."""
-    runs: dict[tuple[Any, ...], Run] = {}
+    fits: dict[Key, Fit] = {}
     reason: UnknownFormError | None = None
     for count in range(needed, len(inputs) + 1):
         try:
-            runs |= _runs(probe, tensors, sizes, count == 2)
+            fits |= _fits(probe, tensors, sizes, count)
         except UnknownFormError as error:
             reason = reason or error
-    if not runs:
+    if not fits:
         assert reason is not None
         raise reason
-    return runs
+    return fits
 
 
-def _runs(
-    probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, gated: bool
-) -> dict[tuple[Any, ...], Run]:
+def _fits(probe: Probe, tensors: Tensors, sizes: tuple[int, ...] | None, count: int) -> dict[Key, Fit]:
     """What the layer computes for every dtype and rank; raises where it is nothing of ours in float32."""
-    runs: dict[tuple[Any, ...], Run] = {}
+    fits: dict[Key, Fit] = {}
     reason: UnknownFormError | None = None
-    failed = ""
-    ranks = dict[int, tuple[int, ...]]()
+    form: Form | None = None
     for rank in _RANKS:
-        for shape in shapes(rank, sizes):
+        for shape, axes in shapes(rank, sizes):
+            key = _key(rank, count, torch.float32, torch.float32, tensors)
+            where = axes if sizes else None
             try:
-                runs[_key(rank, gated, torch.float32, torch.float32, tensors)] = _run(
-                    probe, shape, torch.float32, torch.float32, tensors, gated
-                )
-                ranks[rank] = shape
-                break
+                fits[key] = fit(probe, shape, where, [torch.float32] * count, torch.float32, tensors, form)
             except UnknownFormError as error:
                 reason = reason or error
+                continue
             except Exception as error:
-                failed = f"it fails on random input ({type(error).__name__})"
-    if not ranks:
-        raise reason or UnknownFormError(failed)
-    for rank, shape in ranks.items():
-        for dtype in _DTYPES:
-            for own in {dtype, torch.float32} if tensors else {dtype}:
-                key = _key(rank, gated, dtype, own, tensors)
-                if key not in runs:
-                    try:
-                        runs[key] = _run(probe, shape, dtype, own, tensors, gated)
-                    except (UnknownFormError, Exception):  # the first is no Exception; its own code will run
-                        continue
-    return runs
+                reason = reason or UnknownFormError(f"it fails on random input ({type(error).__name__})")
+                continue
+            form = fits[key].form
+            for dtype in _DTYPES:
+                for own in {dtype, torch.float32} if tensors else {dtype}:
+                    other = _key(rank, count, dtype, own, tensors)
+                    if other != key:
+                        with suppress(UnknownFormError, Exception):  # then its own code will run
+                            fits[other] = fit(probe, shape, where, [dtype] * count, own, tensors, form)
+            break
+    if not fits:
+        assert reason is not None
+        raise reason
+    return fits
 
 
-def _key(rank: int, gated: bool, dtype: torch.dtype, own: torch.dtype, tensors: Tensors) -> tuple[Any, ...]:
-    """The key of a run, as `Formula.compute` looks it up."""
-    count = 1 + gated
+def _key(rank: int, count: int, dtype: torch.dtype, own: torch.dtype, tensors: Tensors) -> Key:
+    """The key of a fit, as `Formula.find` looks it up: rank, number of inputs, the dtypes of all."""
     return (rank, count, *[dtype] * count, *[own] * len(tensors))
-
-
-def _run(
-    probe: Probe, shape: tuple[int, ...], dtype: torch.dtype, own: torch.dtype, tensors: Tensors, gated: bool
-) -> Run:
-    """A run, and one without gradients, which must be the same, under autocast, where it may be another."""
-    parameters = _random(tensors, [own] * len(tensors))
-    seen = run(probe, shape, dtype, parameters, gated)
-    with torch.no_grad():
-        try:
-            with _autocasting():
-                same = run(probe, shape, dtype, parameters, gated).form == seen.form
-        except (UnknownFormError, RuntimeError):
-            same = False
-        if not same and run(probe, shape, dtype, parameters, gated).form != seen.form:
-            raise UnknownFormError("it computes something else without gradients")
-    return seen._replace(neutral=seen.neutral and same)
-
-
-def _random(tensors: Tensors, dtypes: Iterable[torch.dtype]) -> dict[str, Tensor]:
-    """Positive parameters and buffers."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        name: torch.rand(shape, generator=generator, device="cpu").add_(0.5).to(dtype).requires_grad_()
-        for (name, shape), dtype in zip(tensors, dtypes, strict=True)
-    }
-
-
-@contextmanager
-def _autocasting() -> Iterator[None]:
-    """Autocast on the CPU, and the flag of CUDA's, which code asks for."""
-    before = torch.is_autocast_enabled("cuda")
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            yield
-    finally:
-        torch.set_autocast_enabled("cuda", before)
-
-
-def _checked(probe: Probe, formula: Formula) -> Formula:
-    """The formula without the runs that leannorm computes differently; raises if that is float32."""
-    runs = dict(formula.runs)
-    first = next(iter(runs))[0]
-    for key, seen in formula.runs.items():
-        if key[0] != first and key[2] != torch.float32:
-            continue  # its rank and its dtype are checked, each with another
-        differs = _difference(probe, formula, key, seen)
-        if differs is not None:
-            if key[2] == torch.float32:
-                raise UnknownFormError(f"its {differs} is not leannorm's on random input")
-            runs = {k: r for k, r in runs.items() if k[1:] != key[1:]}
-    return formula._replace(runs=runs)
-
-
-def _difference(probe: Probe, formula: Formula, key: tuple[Any, ...], seen: Run) -> str | None:
-    """What differs beyond rounding between the layer's code and ours, on rows of very different sizes."""
-    form, rank, count = seen.form, key[0], key[1]
-    dtype, generator = key[2], torch.Generator().manual_seed(0)
-    parameters = _random(formula.tensors, key[2 + count :])
-    used = [parameters[name] for name in (form.weight, form.bias) if name is not None]
-    over = form.axes(rank)
-    rows = [1 if axis in over else n for axis, n in enumerate(seen.shape)]
-    scale = 10 ** torch.rand(rows, generator=generator, device="cpu").mul_(4).sub_(3)
-    inputs = [torch.randn(seen.shape, generator=generator, device="cpu") for _ in range(count)]
-    inputs[0].mul_(scale)
-    inputs = [t.to(dtype).requires_grad_() for t in inputs]
-    results: list[list[Tensor]] = []
-    for by_ours in (False, True):
-        y = compute(form, parameters, *inputs) if by_ours else probe.run(inputs, parameters)
-        upstream = torch.randn(seen.shape, generator=generator.manual_seed(1), device="cpu").to(y.dtype)
-        results.append([y.detach(), *torch.autograd.grad(y, [*inputs, *used], upstream)])
-    for at, (theirs, ours) in enumerate(zip(*results, strict=True)):
-        if (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
-            return "dtype"
-        reduced = over if theirs.shape == seen.shape else tuple(range(theirs.dim()))
-        largest = theirs.double().abs().amax(reduced, keepdim=True)
-        error = (theirs.double() - ours.double()).abs()
-        budget = (16 if dtype in LOW else 64) * torch.finfo(dtype).eps  # gradients cancel within a row
-        if not bool((error <= budget * largest).all()):
-            return "gradient" if at else "output"
-    return None

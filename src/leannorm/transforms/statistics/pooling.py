@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,7 +31,7 @@ from leannorm.distributed.joining import join
 from leannorm.distributed.membership import sharing_group
 from leannorm.functional.running import update_running_statistics
 from leannorm.functional.valid import valid_positions
-from leannorm.nn._leaving import Leaving
+from leannorm.nn._layer import Layer
 from leannorm.ops.running import merge_into
 from leannorm.ops.select import pick
 
@@ -84,7 +85,7 @@ def accumulate_stats(model: Module) -> Iterator[None]:
     _checks.module(model, "accumulate_stats")
     ours, inside = {}, _inside_convolutions(model)
     for name, layer in batch_norms_with_statistics(model):
-        if isinstance(layer, Leaving) or layer in inside:
+        if isinstance(layer, Layer) or layer in inside:
             if getattr(layer, "_pool", None) is not None:
                 raise InputError(f"accumulate_stats is entered already for layer {name!r}; leave it first")
             ours[layer] = _new_pool(layer)
@@ -157,7 +158,7 @@ def recalibrate(
     batches: Tensor | Mapping[str, Any] | Iterable[Any],
     *,
     forward: Callable[[Module, Any], object] | None = None,
-    process_group: Any = None,
+    process_group: dist.ProcessGroup | str | None = None,
 ) -> RecalibrationReport:
     """Set running statistics to those of all values of all batches, of all ranks: exactly, not by averages.
 

@@ -17,11 +17,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leannorm._types import Maybe
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton import row_gate_kernels as kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import processors
-from leannorm.ops.backends.triton.rows import NO_LINE, Line, run, run_backward, run_forward, unspilled
+from leannorm.ops.backends.triton.rows import (
+    NO_LINE,
+    BackwardCall,
+    ForwardCall,
+    Line,
+    run,
+    run_backward,
+    run_forward,
+    unspilled,
+)
 from leannorm.ops.backends.triton.shares import Shares
 from leannorm.ops.backends.triton.tape import empty, taped
 from leannorm.ops.plan import Plan
@@ -59,14 +69,7 @@ def _check(x: Tensor, *others: Tensor | None) -> None:
 
 @taped
 def row_ada_forward(
-    x: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    factor: Tensor,
-    addend: Tensor,
-    one: float,
-    eps: float,
-    rms: bool,
+    x: Tensor, branch: Maybe, gate: Maybe, factor: Tensor, addend: Tensor, one: float, eps: float, rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(x, branch)
     plan = _plan(x)
@@ -74,7 +77,8 @@ def row_ada_forward(
     mean, rstd = (empty(x.shape[:1], compute_dtype(x), x.device) for _ in range(2))
     of_gate, of_factor, of_addend = (_lines(v, x) for v in (gate, factor, addend))
     to = None if branch is None else total
-    run_forward(x, _flat(branch), of_gate, of_factor, of_addend, y, to, mean, rstd, plan, eps, rms, one)
+    given = x, _flat(branch), of_gate, of_factor, of_addend
+    run_forward(ForwardCall(*given, y, to, mean, rstd, None, plan, eps, rms, float(one)))
     return y, total, mean, rstd
 
 
@@ -98,7 +102,8 @@ def row_ada_backward(
     of_xhat, plain = (empty((n, x.shape[1]), factor.dtype, x.device) for n in counts)
     of_line = of_xhat if want_sums else None, plain if want_sums and not alone else None
     dy, dtotal, mean, rstd = dy.contiguous(), _flat(dtotal), mean.contiguous(), rstd.contiguous()
-    run_backward(dy, dtotal, x, mean, rstd, _lines(factor, x), dx, *of_line, plan, rms, one)
+    given = dy, dtotal, x, mean, rstd, None, _lines(factor, x)
+    run_backward(BackwardCall(*given, dx, *of_line, plan, rms, float(one)))
     return dx, of_xhat, plain
 
 

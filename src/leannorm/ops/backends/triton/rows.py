@@ -90,25 +90,29 @@ def _flat(v: Tensor | None) -> Tensor | None:
     return None if v is None else v.contiguous()
 
 
-def run_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    gate: Line,
-    weight: Line,
-    bias: Line,
-    y: Tensor,
-    total: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    plan: Plan,
-    eps: float,
-    rms: bool,
-    one: float,
-    cast_before: bool = False,
-    view: View | None = None,
-    valid: Tensor | None = None,
-) -> None:
+class ForwardCall(NamedTuple):
+    """Tensors to read, tensors to write, and how."""
+
+    x: Tensor
+    residual: Tensor | None
+    gate: Line
+    weight: Line
+    bias: Line
+    y: Tensor
+    total: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    valid: Tensor | None
+    plan: Plan
+    eps: float
+    rms: bool
+    one: float
+    cast_before: bool = False
+
+
+def run_forward(call: ForwardCall, view: View = NO_VIEW) -> None:
     """Launch the forward pass of dense rows, or of those of a view."""
+    x, residual, gate, weight, bias, *results, plan, eps, rms, one, cast_before = call
     size = x.element_size()
     parameters = max((p.values.element_size() for p in (weight, bias) if p.values is not None), default=0)
     pressed = residual is not None or max(parameters, size) > 2 or _device(x.device)[0] < 9
@@ -118,18 +122,18 @@ def run_forward(
         tile = unspilled(tile, x, 96)
     kernel = row_forward_kernels.forward_tile if tile.whole else row_forward_kernels.forward_long
     of_lines = *gate[1:], *weight[1:], *bias[1:]
-    steps = (view or NO_VIEW).arguments(2) if tile.whole else ()
+    steps = view.arguments(2) if tile.whole else ()
     run(
         kernel,
         tile.needed(plan.outer, plan.inner),
         *(x, tile, plan),
-        *(x, residual, gate.values, weight.values, bias.values, y, total, mean, rstd, valid, *plan),
+        *(x, residual, gate.values, weight.values, bias.values, *results, *plan),
         *(*of_lines, *steps),
         EPS=eps,
         RMS=rms,
         CHECKED=x.dtype in (torch.float32, torch.bfloat16),
         CAST=cast_before and size == 2,
-        ONE=float(one),
+        ONE=one,
     )
 
 
@@ -169,24 +173,10 @@ def row_forward(
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    run_forward(
-        dense,
-        _like(dense, residual),
-        NO_LINE,
-        Line(_flat(weight)),
-        Line(_flat(bias)),
-        y,
-        None if residual is None else total,
-        mean,
-        rstd,
-        plan,
-        eps,
-        rms,
-        weight_offset,
-        cast_before,
-        view,
-        valid,
-    )
+    given = dense, _like(dense, residual), NO_LINE, Line(_flat(weight)), Line(_flat(bias))
+    results = y, None if residual is None else total, mean, rstd, valid
+    call = ForwardCall(*given, *results, plan, eps, rms, float(weight_offset), cast_before)
+    run_forward(call, view or NO_VIEW)
     total = none if residual is None else _in_layout_of(x, total, dense)
     return _in_layout_of(x, y, dense), total, mean, rstd
 
@@ -219,51 +209,44 @@ def row_backward(
     view = None if dtotal is not None else view_of(start, stop, dy, x, dx)
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     dx = dx if dense is x else empty_like(dense)
-    run_backward(
-        dy if view else _like(dense, dy),
-        _like(dense, dtotal),
-        dense,
-        mean.contiguous(),
-        rstd.contiguous(),
-        Line(_flat(weight)),
-        dx,
-        dweight if want_affine else None,
-        dbias if want_affine and not rms else None,
-        plan,
-        rms,
-        weight_offset,
-        view,
-        valid,
+    given = dy if view else _like(dense, dy), _like(dense, dtotal), dense
+    statistics = mean.contiguous(), rstd.contiguous(), valid
+    of_affine = dweight if want_affine else None, dbias if want_affine and not rms else None
+    call = BackwardCall(
+        *given, *statistics, Line(_flat(weight)), dx, *of_affine, plan, rms, float(weight_offset)
     )
+    run_backward(call, view or NO_VIEW)
     return _in_layout_of(x, dx, dense), dweight, dbias
 
 
-def run_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Line,
-    dx: Tensor,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    plan: Plan,
-    rms: bool,
-    one: float,
-    view: View | None = None,
-    valid: Tensor | None = None,
-) -> None:
-    """Launch the backward pass. Where weight has lines, dweight and dbias have a sum for each; dbias is None
-    where every row has a line of its own, as its sum would be dy."""
-    tensors = (2 if dtotal is None else 3) + (weight.each == 1)
+class BackwardCall(NamedTuple):
+    """Tensors to read, tensors to write, and how. Where weight has lines, dweight and dbias have a sum for
+    each; dbias is None where every row has a line of its own, as its sum would be dy."""
+
+    dy: Tensor
+    dtotal: Tensor | None
+    x: Tensor
+    mean: Tensor
+    rstd: Tensor
+    valid: Tensor | None
+    weight: Line
+    dx: Tensor
+    dweight: Tensor | None
+    dbias: Tensor | None
+    plan: Plan
+    rms: bool
+    one: float
+
+
+def run_backward(call: BackwardCall, view: View = NO_VIEW) -> None:
+    """Launch the backward pass."""
+    x, plan = call.x, call.plan
+    tensors = (2 if call.dtotal is None else 3) + (call.weight.each == 1)
     how = tiles.backward(plan.kept, plan.inner, x.element_size(), tensors, _device(x.device)[1])
-    of_sums, one = (dweight, dbias), float(one)
     if how is None:
-        _backward_long(dy, dtotal, x, mean, rstd, valid, weight, dx, *of_sums, plan, rms, one)
+        _backward_long(call)
     else:
-        steps = view or NO_VIEW
-        _backward_tile(dy, dtotal, x, mean, rstd, valid, weight, dx, *of_sums, plan, rms, one, how, steps)
+        _backward_tile(call, how, view)
 
 
 def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
@@ -273,23 +256,8 @@ def _grouped(weight: Line, plan: Plan) -> tuple[int, int]:
     return plan.outer // weight.each, weight.each
 
 
-def _backward_tile(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    valid: Tensor | None,
-    weight: Line,
-    dx: Tensor,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    plan: Plan,
-    rms: bool,
-    one: float,
-    how: tiles.Backward,
-    view: View,
-) -> None:
+def _backward_tile(call: BackwardCall, how: tiles.Backward, view: View) -> None:
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, rms, one = call
     _, kept, inner = plan
     groups, rows = _grouped(weight, plan)
     count = how.tile.needed(rows, inner)
@@ -313,21 +281,8 @@ def _backward_tile(
     shares.add_up()
 
 
-def _backward_long(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    valid: Tensor | None,
-    weight: Line,
-    dx: Tensor,
-    dweight: Tensor | None,
-    dbias: Tensor | None,
-    plan: Plan,
-    rms: bool,
-    one: float,
-) -> None:
+def _backward_long(call: BackwardCall) -> None:
+    dy, dtotal, x, mean, rstd, valid, weight, dx, dweight, dbias, plan, rms, one = call
     outer, kept, inner = plan
     tile = tiles.along(inner, x.element_size())
     if valid is not None:

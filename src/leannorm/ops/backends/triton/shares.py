@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from leannorm._types import Maybe
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.row_share_kernels import sum_shares
 from leannorm.ops.backends.triton.tape import empty
@@ -20,13 +20,7 @@ class Shares:
     """
 
     def __init__(
-        self,
-        dweight: Tensor | None,
-        dbias: Tensor | None,
-        count: int,
-        kept: int,
-        dtype: torch.dtype,
-        groups: int = 1,
+        self, dweight: Maybe, dbias: Maybe, count: int, kept: int, dtype: torch.dtype, groups: int = 1
     ) -> None:
         self.wanted, self.count, self.kept, self.groups = (dweight, dbias), count, kept, groups
         self.dweight, self.dbias = dweight, dbias

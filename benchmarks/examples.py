@@ -1,0 +1,66 @@
+"""Held bytes of the scripts in `examples/`, and the batches that `leannorm fit` finds: bytes, not times.
+
+    python -m benchmarks.examples [NAME ...]
+
+Each script runs once, on one thread, and says itself what its forward pass holds; the results go to
+`benchmarks/results/examples.json`, from which the pages are filled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+
+FOLDER = Path(__file__).parent.parent / "examples"
+SCRIPTS = ("digits", "timm_loop", "transformers_trainer", "mixture_of_experts", "lightning_digits",
+           "two_ranks", "unet_denoising", "deploy", "memory_over_a_step")  # fmt: skip
+# stock's MB and ours, by `examples/measure.py` and by the notebook
+HELD = re.compile(r"held after forward: stock ([\d.]+) MB, lean ([\d.]+) MB|^(\S+) +held +([\d.]+) MB", re.M)
+SETTINGS = ("norm", "conv")
+MODEL, MEMORY = "timm:resnet18", "8GiB"
+
+
+def of_script(name: str) -> list[dict[str, Any]]:
+    """A row for each setting: MB of stock, and ours of them."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *(ranks if name == "two_ranks" else []), str(FOLDER / f"{name}.py")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    pairs = [(float(a), float(b)) for a, b, *_ in HELD.findall(ran.stdout) if a]
+    alone = [float(megabytes) for *_, setting, megabytes in HELD.findall(ran.stdout) if setting]
+    pairs += [(alone[0], ours) for ours in alone[1:]]
+    return [
+        {"script": name, "setting": setting, "stock": stock, "held": round(ours / stock, 3)}
+        for setting, (stock, ours) in zip(SETTINGS, pairs, strict=False)
+    ]
+
+
+def of_fit() -> list[dict[str, Any]]:
+    """The largest batches of `leannorm fit`, by setting."""
+    from leannorm import fit
+    from leannorm.cli.models import model_named
+
+    report = fit(lambda: model_named(MODEL), (3, 224, 224), MEMORY)
+    return [
+        {"script": f"fit {MODEL} {MEMORY}", "setting": one.name, "batch": one.batch} for one in report.fits
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=[*SCRIPTS, "fit"])
+    for name in parser.parse_args().names:
+        rows = of_fit() if name == "fit" else of_script(name)
+        print(*rows, sep="\n", flush=True)
+        record.write(record.FOLDER / "examples.json", rows, "script", "setting")
+
+
+if __name__ == "__main__":
+    main()

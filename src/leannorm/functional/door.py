@@ -1,0 +1,195 @@
+"""The door of our functions: what a call is that is not for our kernels.
+
+A call may belong to a mode, a tensor subclass or a `torch.fx` proxy (`__torch_function__`), to the packed
+values of a jagged tensor, or to a graph that is exported, in which it is one operator. `public` says once
+what each of these is told of a function, and declares the operator from the function's signature.
+
+Tensor subclasses (ExpandedWeight of per-sample gradients, MaskedTensor) know torch's functions and not ours:
+where ours replaces one of torch's, the subclass is handed torch's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_variadic
+
+from leannorm._errors import InputError
+from leannorm.functional.declare import AffineNames, Arguments, declare
+from leannorm.functional.jagged import NestedTensor
+from leannorm.functional.valid import refuse_to_export
+from leannorm.ops.modes import exporting
+from leannorm.ops.running import frozen
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Result = TypeVar("Result")
+Packed = Callable[[Callable[..., Any], Arguments], Any]
+
+# what an operator's schema calls these arguments, and what it says of those that a call in training writes
+_IN_SCHEMA = {"input": "x", "dims": "ranks"}
+_WRITTEN = {"running_mean": "a", "running_var": "b", "num_batches_tracked": "c"}
+_TYPES = {"Tensor | None": "Tensor?", "Sequence[int]": "int[]", "Lengths | None": "Tensor?"}
+# arguments that operators got after programs had been written to files: these lack them
+_LATER = ("weight_offset", "cast", "mask", "lengths")
+# arguments that operators do not have, but for the mask of a row norm
+_OURS_ALONE = ("pool", "group_size", "sharing", "fill")
+
+
+class Door(NamedTuple):
+    """What is told of a function: its arguments by position and by name, with defaults, and see `public`."""
+
+    positional: tuple[str, ...]
+    named: dict[str, Any]
+    stands_in_for: Callable[..., Any] | None
+    packed: Packed | None
+    by_batch: Callable[[Arguments], Any] | None
+    operator: Callable[[Arguments], Any]
+
+
+_DOORS: dict[Callable[..., Any], Door] = {}
+
+
+def public(
+    stands_in_for: Callable[..., Any] | None = None,
+    packed: Packed | None = None,
+    by_batch: Callable[[Arguments], Any] | None = None,
+    operator: Callable[[Arguments], Any] | None = None,
+    dtype: Callable[[Arguments], torch.dtype] | None = None,
+    folds: AffineNames | str = "",
+) -> Callable[[Function], Function]:
+    """A function of ours, which is left as it is: what others are told of it.
+
+    `stands_in_for` is handed to tensor subclasses; it takes all arguments but the keyword-only ones. Of a
+    jagged tensor the result is `packed(function, arguments)`. `by_batch` says whether a call uses a batch's
+    own statistics and moves the running ones; `folds` is that of `declare`. In an exported graph a call is
+    `operator(arguments)`, or one operator of the function's name: it takes the function's arguments in their
+    order, and gives tensors like the input, the first one of the `dtype`.
+    """
+
+    def register(function: Function) -> Function:
+        if operator is None:
+            declares(by_batch, dtype, folds)(function)
+        of = inspect.signature(function).parameters.values()
+        named = {p.name: p.default for p in of if p.kind is p.KEYWORD_ONLY}
+        positional = tuple(p.name for p in of if p.name not in named)
+        call = operator or (lambda given: call_operator(function.__name__, given))
+        _DOORS[function] = Door(positional, named, stands_in_for, packed, by_batch, call)
+        return function
+
+    return register
+
+
+def declares(
+    by_batch: Callable[[Arguments], Any] | None = None,
+    dtype: Callable[[Arguments], torch.dtype] | None = None,
+    folds: AffineNames | str = "",
+) -> Callable[[Function], Function]:
+    """Declare the operator that has a function's name and arguments; see `public`."""
+
+    def register(function: Function) -> Function:
+        signature = inspect.signature(function)
+        rows = "normalized_shape" in signature.parameters
+        left_out = _OURS_ALONE if rows else (*_OURS_ALONE, "mask", "lengths")
+        taken = [p for p in signature.parameters.values() if p.name not in left_out]
+
+        def in_schema(p: inspect.Parameter) -> str:
+            kind = _TYPES.get(p.annotation, p.annotation.replace(" | None", "?"))
+            if by_batch is not None and p.name in _WRITTEN:
+                kind = kind.replace("Tensor", f"Tensor({_WRITTEN[p.name]}!)")
+            default = f"={p.default!r}" if p.name in _LATER else ""
+            return f"{kind} {_IN_SCHEMA.get(p.name, p.name)}{default}"
+
+        names = [p.name for p in taken]
+        both = signature.return_annotation != "Tensor"
+
+        def run(*values: Any) -> Any:
+            return function(**dict(zip(names, values, strict=False)))
+
+        def fake(*values: Any) -> Any:
+            x: Tensor = values[0]
+            of_y = None if dtype is None else dtype(dict(zip(names, values, strict=False)))
+            y = torch.empty_like(x, dtype=of_y)
+            return (y, torch.empty_like(x)) if both else y
+
+        results = "(Tensor, Tensor)" if both else "Tensor"
+        schema = f"{function.__name__}({', '.join(map(in_schema, taken))}) -> {results}"
+        declare(schema, run, fake, by_batch, folds)
+        return function
+
+    return register
+
+
+def call_operator(name: str, given: Arguments, **more: Any) -> Any:
+    """A function's call as that of an operator, whose arguments are among those `given` or are `more`."""
+    operator = getattr(torch.ops.leannorm, name).default
+    names = [argument.name for argument in operator._schema.arguments]
+    refuse_to_export({name: value for name, value in given.items() if name not in names})
+    values = {_IN_SCHEMA.get(name, name): value for name, value in given.items()} | more
+    return operator(*(values[name] for name in names))
+
+
+def elsewhere(input: Tensor) -> bool:
+    """Is a call in training on this tensor one for `hand_over`, whatever its other arguments are?"""
+    return type(input) is NestedTensor or frozen() or exporting()
+
+
+def has_subclass(*values: object) -> bool:
+    """Is one a tensor whose class has a `__torch_function__` of its own?"""
+    return any(
+        isinstance(value, Tensor)
+        and type(value).__torch_function__ is not torch._C._disabled_torch_function_impl
+        for value in values
+        if type(value) is not Tensor
+    )
+
+
+def hand_over(function: Callable[..., Result], arguments: Arguments) -> Result:
+    """The result of a call that others answer, or None: answer it. `arguments` are all of its, by name.
+
+    `__torch_function__` of a tensor subclass gets torch's function, unless a keyword-only argument, which
+    torch's lacks, is set. All others get `function`, with its arguments in the order of its signature.
+    """
+    door, result = _DOORS[function], None
+    args, kwargs = [arguments[name] for name in door.positional], {n: arguments[n] for n in door.named}
+    by_name: dict[str, Any] = dict(zip(door.positional, args, strict=True)) | kwargs
+    by_batch = door.by_batch is not None and door.by_batch(arguments)
+    if by_batch and frozen() and any(by_name.get(name) is not None for name in _WRITTEN):
+        return function(**by_name | {name: None for name in _WRITTEN if name in by_name})
+    if type(by_name.get("input")) is NestedTensor:
+        if door.packed is None:
+            raise InputError(
+                f"{function.__name__} takes no jagged tensor, got {by_name['input'].dim()} axes; batch, "
+                "layer and RMS norm do, for the others pass each sample by itself"
+            )
+        result = door.packed(function, by_name)
+    elif has_torch_function_variadic(*args, *kwargs.values()):
+        torchs = door.stands_in_for
+        plain = all(map(_same, kwargs.values(), door.named.values()))
+        if torchs is not None and plain and has_subclass(*args):
+            result = torchs(**dict(zip(door.positional, args, strict=True)))
+        else:
+            result = handle_torch_function(function, (*args, *kwargs.values()), *args, **kwargs)
+    elif by_batch and exporting():
+        result = door.operator(by_name)
+    return result  # type: ignore[return-value]
+
+
+def _same(value: object, default: object) -> bool:
+    """Is an argument, which may be a tensor, its default?"""
+    return value is default or (isinstance(value, (float, str)) and value == default)
+
+
+class AsOperators(TorchFunctionMode):
+    """Within this mode every call of a function of ours becomes a call of its operator."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        door, kwargs = _DOORS.get(func), kwargs or {}
+        if door is None:
+            return func(*args, **kwargs)
+        return door.operator(dict(zip(door.positional, args, strict=False)) | kwargs)

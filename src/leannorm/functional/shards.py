@@ -1,0 +1,232 @@
+"""Norms of DTensors: each rank runs the norm on its local tensors, with our kernels.
+
+A DTensor means the whole tensor. So statistics over an axis that is cut are merged over the ranks that hold
+its parts; all other norms are local. What is placed in another way than the norm needs is redistributed, as
+torch's own operators do: the input, where rows are cut or ranks hold the terms of a sum, and each other
+tensor, to the ranks that hold what it belongs to.
+
+One table says how: the axis of the input that each axis of a tensor follows. Where a dimension of the mesh
+cuts axis d of the input, a tensor with an axis that follows d is cut there, and so is its gradient. One
+without is whole on every rank, and its gradient is the sum of the ranks' parts: `Partial`, as torch's own
+norms leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm._errors import InputError
+from leannorm._types import Epilogue, MaybeTensor, Running
+from leannorm.autograd.sync import Sharing
+from leannorm.distributed.membership import mesh_group, ranks_of
+from leannorm.functional.valid import UNMASKED, Masking, positions_of_data
+
+Axes = Sequence[int]
+VECTOR = (1,)  # one value a channel
+
+
+def _placed(v: Any, mesh: Any, placements: Any) -> Any:
+    return v if v.placements == placements else v.redistribute(mesh, placements)
+
+
+def of_one_mesh(*tensors: Tensor | None) -> None:
+    """Are all DTensors of one mesh? A plain one would be whole to one reader and a part to another."""
+    given = [v for v in tensors if v is not None]
+    if len({getattr(v, "device_mesh", None) for v in given}) > 1:
+        raise InputError(
+            "a norm takes DTensors of one mesh, or none, got "
+            f"{' and '.join(sorted({_in_words(v) for v in given}))}; "
+            "torch.distributed.tensor.distribute_module(layer, mesh) and distribute_tensor(x, mesh) make "
+            "DTensors, and x.to_local() is this rank's part"
+        )
+
+
+class Cut:
+    """How a tensor of this shape is cut: its axis that each dimension of the mesh cuts, or None."""
+
+    def __init__(self, mesh: Any, axes: Sequence[int | None], shape: torch.Size) -> None:
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        self.mesh, self.axes, self.shape = mesh, axes, shape
+        self._partial, self._replicate, self._shard = Partial, Replicate, Shard
+        self.placements = self.along(range(len(shape)))[0]
+
+    @classmethod
+    def of(cls, x: Any, whole: Collection[int] = ()) -> Cut:
+        """As a DTensor is cut, but for the axes in `whole`, and where its ranks hold the terms of a sum."""
+        from torch.distributed.tensor import Shard
+
+        axes = [p.dim if type(p) is Shard and p.dim not in whole else None for p in x.placements]
+        return cls(x.device_mesh, axes, x.shape)
+
+    def along(self, axes: Axes) -> tuple[Any, Any]:
+        """The placements of a tensor whose axes follow these ones of the input, and those of its gradient."""
+        places = [self._replicate() if i not in axes else self._shard(axes.index(i)) for i in self.axes]
+        parts = [
+            p if i is None or i in axes else self._partial() for i, p in zip(self.axes, places, strict=True)
+        ]
+        return tuple(places), tuple(parts)
+
+    def local(self, v: MaybeTensor, axes: Axes) -> MaybeTensor:
+        """This rank's part of a tensor."""
+        if v is None:
+            return v
+        placements, of_gradient = self.along(axes)
+        part: Tensor = _placed(v, self.mesh, placements).to_local(grad_placements=of_gradient)
+        return part
+
+    def passed_on(self, v: MaybeTensor, axes: Axes) -> MaybeTensor:
+        """`local`, of a tensor whose gradient may be memory of another one: then it is copied.
+
+        Autograd adds to a gradient in place where it sees one owner, and it does not see who else has the
+        memory of a DTensor's local tensor.
+        """
+        part = self.local(v, axes)
+        if part is not None and part.requires_grad and not torch.compiler.is_compiling():
+            part.register_hook(torch.clone)
+        return part
+
+    def running(self, running: Running) -> Running:
+        """This rank's part of running statistics."""
+        mean, var, count, momentum = running
+        return Running(self.local(mean, VECTOR), self.local(var, VECTOR), self.local(count, ()), momentum)
+
+    def whole(self, part: Tensor, axes: Axes, shape: Sequence[int] | None = None) -> Tensor:
+        """The DTensor of all ranks' parts."""
+        from torch.distributed.tensor import DTensor
+
+        shape = torch.Size(self.shape[i] for i in axes) if shape is None else torch.Size(shape)
+        strides, step = [1] * len(shape), 1
+        for i in sorted(range(len(shape)), key=lambda i: (part.stride(i), -i)):
+            strides[i], step = step, step * max(shape[i], 1)
+        return DTensor.from_local(
+            part, self.mesh, self.along(axes)[0], run_check=False, shape=shape, stride=tuple(strides)
+        )
+
+    def write_back(self, v: Tensor | None, part: Tensor | None, axes: Axes) -> None:
+        """Store a part that was written to, where it is not the memory of the DTensor itself."""
+        if v is not None and part is not None and v.placements != self.along(axes)[0]:  # type: ignore
+            with torch.no_grad():
+                made = _placed(self.whole(part, axes, v.shape), self.mesh, v.placements)  # type: ignore
+                v.to_local().copy_(made.to_local())  # type: ignore
+
+    def merged(self, axes: Collection[int], name: str, eps: float, groups: int = 0) -> Sharing | None:
+        """How statistics over these axes are merged; None where no other rank has a part."""
+        dims = tuple(i for i, axis in enumerate(self.axes) if axis in axes and self.mesh.size(i) > 1)
+        return Sharing(mesh_group(self.mesh, dims), name, eps=eps, groups=groups) if dims else None
+
+    def is_whole(self, axes: Collection[int]) -> bool:
+        """Is none of these axes cut?"""
+        return not any(axis in axes for axis in self.axes)
+
+    def holds_rank_of(self, group: str) -> bool:
+        """Is another rank of the group among those that hold the DTensor?"""
+        mine, theirs = set(self.mesh.mesh.flatten().tolist()), set(ranks_of(group))
+        return len(mine & theirs) > 1
+
+    def cuts_between(self, axis: int, unit: int) -> bool:
+        """Is this axis cut between blocks of so many indices alone?"""
+        size = self.shape[axis]
+        for i, cut in enumerate(self.axes):
+            if cut == axis:
+                size = -(-size // self.mesh.size(i))  # of each part but the last ones, as torch.chunk has it
+                if size % unit:
+                    return False
+        return True
+
+    def refuse(self, rule: str, axes: Collection[int]) -> InputError:
+        """The error for an input that is cut along one of these axes."""
+        uncut = ", ".join(
+            f"Shard({i})" if i is not None and i not in axes else "Replicate()" for i in self.axes
+        )
+        return InputError(
+            f"{rule}, got shape {tuple(self.shape)} and placements {self.placements}; "
+            f"pass input.redistribute(placements=[{uncut}])"
+        )
+
+    def mask(self, x: Tensor, masking: Masking, kept: tuple[int, int] = (1, 2)) -> Masking:
+        """This rank's part of a mask; lengths become one."""
+        found = positions_of_data(x, *masking, kept)
+        if found is None:
+            return masking
+        positions = [i for i in range(len(self.shape)) if not kept[0] <= i < kept[1]]
+        axes = self.following(found, positions[len(positions) - found.dim() :])
+        if not hasattr(found, "placements"):  # made of lengths, on every rank
+            from torch.distributed.tensor import DTensor
+
+            everywhere = (self._replicate(),) * self.mesh.ndim
+            found = DTensor.from_local(found, self.mesh, everywhere, run_check=False)
+        return self.local(found, axes), None, masking[2]
+
+    def following(self, v: Tensor, axes: Axes) -> Axes:
+        """The axes, without those (-1) along which `v` has one value for all indices."""
+        return [i if size == self.shape[i] else -1 for i, size in zip(axes, v.shape, strict=True)]
+
+
+def by_channel(
+    run: Callable[[Cut, Tensor, Running, Epilogue, Masking], Tensor],
+    x: Tensor,
+    running: Running,
+    epilogue: Epilogue,
+    masking: Masking,
+    moves: bool = False,
+) -> Tensor:
+    """A per-channel norm of DTensors: `run` of the local ones. Does it move the running statistics?"""
+    weight, bias, residual, act = epilogue
+    elements = range(x.dim())
+    of_one_mesh(x, *running[:3], weight, bias, residual, masking[0])
+    cut = Cut.of(x)
+    parts = cut.running(running)
+    affine = cut.local(weight, VECTOR), cut.local(bias, VECTOR)
+    behind = Epilogue(*affine, cut.passed_on(residual, elements), act)
+    y = run(cut, cut.local(x, elements), parts, behind, cut.mask(x, masking))
+    if moves:
+        cut.write_back(running.mean, parts.mean, VECTOR)
+        cut.write_back(running.var, parts.var, VECTOR)
+    return cut.whole(y, elements)
+
+
+def without_channels(x: Tensor, epilogue: Epilogue) -> Tensor:
+    """What a rank that holds no channels has of a norm: nothing, of which gradients go back."""
+    y = x.clone()
+    for v in epilogue[:2]:
+        y = y if v is None else y + v.view(-1, *(1,) * (x.dim() - 2)).to(y.dtype)
+    return y if epilogue.residual is None else y + epilogue.residual.to(y.dtype)
+
+
+def by_row(
+    run: Callable[..., Any],
+    tensors: Sequence[Tensor | None],
+    axes: Sequence[Axes],
+    normalized: tuple[int, int],
+    masking: Masking = UNMASKED,
+) -> Any:
+    """A row norm of DTensors: `run(*local tensors, mask)`; its results have the axes of the first tensor."""
+    x = tensors[0]
+    assert x is not None
+    of_one_mesh(*tensors, masking[0])
+    cut = Cut.of(x, range(*normalized))
+    given = list(zip(tensors, axes, strict=True))
+    several = tensors[1] is not None and axes[1] == axes[0]  # with a residual: it has the gradient of the sum
+    parts = [cut.passed_on(v, of) if several and of == axes[0] else cut.local(v, of) for v, of in given]
+    made = run(*parts, cut.mask(x, masking, normalized)[0])
+    if isinstance(made, Tensor):
+        return cut.whole(made, axes[0])
+    return tuple(cut.whole(part, axes[0]) for part in made)
+
+
+def modulation(v: Tensor | None, x: Tensor, start: int) -> Axes:
+    """The axes of a scale, shift or gate: the normalized ones, behind the input's first ones or 1."""
+    if v is None:
+        return ()
+    first = v.dim() - (x.dim() - start)
+    return [*(i if v.shape[i] == x.shape[i] else -1 for i in range(first)), *range(start, x.dim())]
+
+
+def _in_words(v: Tensor) -> str:
+    mesh = getattr(v, "device_mesh", None)
+    return "a plain tensor" if mesh is None else f"a DTensor of {mesh}"

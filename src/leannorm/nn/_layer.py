@@ -1,0 +1,117 @@
+"""What our layers share: `forward`, and what they are to those who know torch's layers by their class.
+
+Those are FX quantization and TorchScript.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from leannorm._errors import InputError
+from leannorm.functional.valid import Lengths
+
+_TAKES_BACK: list[Callable[[torch.nn.Module], bool]] = []
+
+
+def takes_back(function: Callable[[torch.nn.Module], bool]) -> Callable[[torch.nn.Module], bool]:
+    """`function` undoes the last swap of a layer; it returns False where there is none."""
+    _TAKES_BACK.append(function)
+    return function
+
+
+class Layer:
+    """What all layers share that has to do with exporting."""
+
+    __jit_unused_properties__ = ("as_torch",)
+
+    @property
+    def as_torch(self) -> Any:
+        """The layer as `convert(to="torch")` would leave it, on the same parameters and buffers."""
+        twin: Any = copy.copy(self)
+        for one in _TAKES_BACK:
+            while one(twin):
+                pass
+        return twin
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise InputError(
+            f"torch.jit.script cannot compile {type(self).__name__}, a layer of leannorm; call "
+            'leannorm.convert(model, to="torch") first, or take torch.jit.trace or torch.export'
+        )
+
+
+class MaskedLayer(Layer):
+    """`forward` of the layers whose input may be padded: by the fast path, else the whole way.
+
+    `_fast(input)` is None where the fast path does not serve, and `_normalize` goes the whole way.
+    """
+
+    _fast: Callable[..., Tensor | None]
+    _normalize: Callable[..., Tensor]
+
+    def forward(
+        self,
+        input: Tensor,
+        *,
+        mask: Tensor | None = None,
+        lengths: Lengths | None = None,
+        fill: str = "zero",
+    ) -> Tensor:
+        """`input` (N, C, ...), normalized; `mask` or `lengths` leave out padding, as in the function."""
+        if mask is None and lengths is None and fill == "zero":
+            y = self._fast(input)
+            if y is not None:
+                return y
+            if quantizing(input) and (seen := quantized(self, input)) is not None:
+                return seen  # type: ignore[no-any-return]
+        return self._normalize(input, masking=(mask, lengths, fill))
+
+
+class RowLayer(Layer):
+    """The same of layers that normalize rows."""
+
+    _fast: Callable[..., Tensor | None]
+    _normalize: Callable[..., Tensor]
+
+    def forward(self, input: Tensor, *, mask: Tensor | None = None, lengths: Lengths | None = None) -> Tensor:
+        """`input`, normalized for each row over `normalized_shape`; 0 in the rows that are no data."""
+        if mask is None and lengths is None:
+            y = self._fast(input)
+            if y is not None:
+                return y
+            if quantizing(input) and (seen := quantized(self, input)) is not None:
+                return seen  # type: ignore[no-any-return]
+        return self._normalize(input, mask, lengths)
+
+
+def parameter_of(layer: Any, name: str) -> Any:
+    """By a shorter way than `getattr` takes; a parametrization, or a replica, has it elsewhere."""
+    parameters = layer._parameters
+    return parameters[name] if name in parameters else getattr(layer, name)
+
+
+def quantizing(input: Any) -> bool:
+    """Is this torch.fx's proxy, and does FX quantization trace?"""
+    return type(input) is fx.Proxy and any(
+        cls.__module__.startswith("torch.ao.") for cls in type(input.tracer).__mro__
+    )
+
+
+def quantized(layer: Any, input: Any) -> Any:
+    """What FX quantization sees of a layer: torch's own; None where torch has no such layer.
+
+    It looks for layers by their class, in the graph and behind the graph's names. So the name is that of
+    an attribute which is torch's layer.
+    """
+    twin, tracer = layer.as_torch, input.tracer
+    if isinstance(twin, Layer):
+        return None
+    path = tracer.path_of_module(layer)
+    if not tracer.is_leaf_module(twin, path):
+        return twin.forward(input)
+    return tracer.create_proxy("call_module", f"{path}.as_torch".lstrip("."), (input,), {})

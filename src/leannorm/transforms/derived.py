@@ -1,0 +1,34 @@
+"""Which classes are made at run time, and how do their instances come out of a copy or a pickle?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch.nn import Module
+
+Derive = Callable[[type[Module]], type[Module]]
+
+
+def one_a_class(derive: Derive) -> Derive:
+    """It makes one class of each, and gives that the next time."""
+    made: dict[type[Module], type[Module]] = {}
+
+    @wraps(derive)
+    def kept(cls: type[Module]) -> type[Module]:
+        if cls not in made:
+            made[cls] = derive(cls)
+        return made[cls]
+
+    return kept
+
+
+def reduced(derive: Derive, cls: type[Module], layer: Module) -> tuple[Any, ...]:
+    """What `__reduce_ex__` of a layer says whose class is `derive(cls)`: that class is made again."""
+    plain: Any = object.__reduce_ex__(layer, 2)
+    return _made, (derive, cls), *plain[2:]
+
+
+def _made(derive: Derive, cls: type[Module]) -> Module:
+    return derive(cls).__new__(derive(cls))

@@ -1,0 +1,32 @@
+"""The command `leannorm`: its help, its completion and its complaints are there before torch is.
+
+`import leannorm` brings torch, which takes seconds. So the command begins with the package as a `Late` one:
+its rooms can be imported, and its own code runs when the first of its names is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+from typing import Any
+
+
+class Late(ModuleType):
+    """A package whose code runs when the first of its names is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        self.__spec__.loader.exec_module(self)  # type: ignore[union-attr]
+        return getattr(self, name)
+
+
+def main() -> int:
+    """Run the command; returns the exit status, as `leannorm.cli.main` does."""
+    if "leannorm" not in sys.modules and (spec := find_spec("leannorm")) is not None:
+        package = module_from_spec(spec)
+        package.__class__ = Late
+        sys.modules["leannorm"] = package
+    from leannorm.cli import main
+
+    return main()
