@@ -34,6 +34,6 @@ def averaged_buffers(subject: Subject) -> Iterator[Found]:
                 gap,
                 "parameters are averaged or copied, buffers are not: in evaluation mode it normalizes by "
                 + ("mean 0 and variance 1" if initial(other) else "the statistics of another model"),
-                "copy or average its buffers too (AveragedModel(use_buffers=True); "
-                "averaged.load_state_dict, not parameters alone), or leannorm.recalibrate(averaged, batches)",
+                "copy or average its buffers too, as torch's AveragedModel does, or "
+                " leannorm.recalibrate(averaged, batches)",
             )

@@ -19,7 +19,7 @@ from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.gradients import Gradients, gradients_of
 from leannorm.report.doctor.measured import gap_of
-from leannorm.report.doctor.meeting import Disagreement, Meeting, meeting_of
+from leannorm.report.doctor.meeting import Meeting, meeting_of
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
 from leannorm.report.doctor.parallel import partial_gradients, same_model
 from leannorm.report.doctor.ranks import Rank, described
@@ -110,7 +110,7 @@ def examine(
         found = common.found if common else []
         found += [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
     except BaseException as error:
-        said = None if meeting is None or isinstance(error, Disagreement) else meeting.fail(error)
+        said = None if meeting is None or meeting.told else meeting.fail(error)
         if said:
             raise SyncError(said) from error
         raise

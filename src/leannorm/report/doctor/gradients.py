@@ -19,7 +19,9 @@ from leannorm.report.doctor.ranks import digest_of, part_of
 from leannorm.report.doctor.subject import values_of
 from leannorm.report.doctor.untouched import untouched
 
-_NUMBERS = 4  # by which a gradient is told: products with signs, whose sum over ranks is that of the gradients
+_NUMBERS = (
+    4  # by which a gradient is told: products with signs, whose sum over ranks is that of the gradients
+)
 Gradients = dict[str, tuple[str, list[float]]]
 
 
@@ -92,7 +94,7 @@ def _numbers(gradient: Tensor) -> list[float]:
     if values is None:
         return [0.0] * _NUMBERS
     flat = values.double().flatten()
-    places = torch.arange(flat.numel(), device=flat.device)
+    places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
     of = [float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in (0, 997, 1913, 2731)]
     with suppress(OverflowError):
         return [value if abs(value) < float("inf") else 0.0 for value in of]

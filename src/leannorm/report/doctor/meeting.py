@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,25 +24,23 @@ _READING = 10.0  # seconds for which the store's keeper may wait for ranks that 
 _calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each group: the calls of doctor so far
 
 
-class Disagreement(SyncError):
-    """What all ranks know already: the answer of a meeting."""
-
-
 class Meeting:
     """The ranks of a group in one call of `doctor`; `ranks` are their global numbers.
 
-    Calls are numbered on each rank. A call that ranks gave up is left out by those that come later.
+    Calls are numbered on each rank. A call that ranks gave up is left out by those that come later. `told`:
+    has an error been raised that all of them raise?
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        self.told = False
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self._place = dist.get_rank(group)
         self._seconds = seconds_allowed(group)
         c10d = dist.distributed_c10d
         root = c10d.PrefixStore("leannorm/doctor", c10d._get_process_group_store(group))
         number = _calls.get(group, 0)
-        with _named_errors():
-            while root.check([f"{number}/1/answer"]) and json.loads(root.get(f"{number}/1/answer")).get("late"):
+        with self._named_errors():
+            while root.check([key := f"{number}/1/answer"]) and "late" in json.loads(root.get(key)):
                 number += 1
         _calls[group] = number + 1
         self._store = c10d.PrefixStore(str(number), root)
@@ -53,7 +51,7 @@ class Meeting:
 
         Raises: `SyncError`, with one text on all ranks, for a rank that failed or did not come in time.
         """
-        with _named_errors():
+        with self._named_errors():
             store = self._begin()
             store.set(f"of/{self._place}", json.dumps(post))
             if self._place == 0:
@@ -65,16 +63,29 @@ class Meeting:
                     self._answer(store, self._late(self._missing(store)))
                 answer = self._answer(store)
         if "error" in answer:
-            raise Disagreement(answer["error"])
+            self.told = True
+            raise SyncError(answer["error"])
         return answer["decided"]
 
     def fail(self, error: BaseException) -> str | None:
         """Tell the others that this rank failed; what the first rank said that failed, if it was another."""
         text = f"{type(error).__name__}: {error}".split("\n")[0]
         mine = {"error": f"doctor failed on {ranks_in_words([self.ranks[self._place]])} ({text})"}
-        with _named_errors():
+        with self._named_errors():
             answer = self._answer(self._begin(), mine)
         return None if answer == mine else str(answer.get("error"))
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Where the store fails, its keeper has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.told = True
+            raise SyncError(
+                f"the ranks that doctor compares have lost their store ({error}); the rank that served it, "
+                "often rank 0, has probably died"
+            ) from error
 
     def _begin(self) -> Any:
         self._step += 1
@@ -112,25 +123,13 @@ class Meeting:
         return [place for place in places if not store.check([f"of/{place}"])]
 
     def _late(self, missing: list[int]) -> dict[str, Any]:
+        who = ranks_in_words([self.ranks[p] for p in missing])
         text = (
-            f"doctor is called on every rank of a job, but {ranks_in_words([self.ranks[p] for p in missing])} "
+            f"doctor is called on every rank of a job, but {who} "
             f"did not come within {self._seconds:g} s: not called there, busy in a collective of the model, "
             "or dead. Call it on every rank, or pass group= of those that do"
         )
         return {"error": text, "late": True}
-
-
-class _named_errors:  # noqa: N801  # read as a statement
-    """Where the store fails, its keeper has ended."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, SyncError):
-            raise Disagreement(
-                f"the ranks that doctor compares have lost their store ({error}); the rank that served it, "
-                "often rank 0, has probably died"
-            ) from error
 
 
 def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:

@@ -19,11 +19,16 @@ def same_model(ranks: Sequence[Rank]) -> None:
     for other in ranks[1:]:
         for mine, theirs in zip(first.layers, other.layers, strict=False):
             if mine != theirs:
-                have = [f"rank {r.number} has {one[0]!r} ({one[1]})" for r, one in ((first, mine), (other, theirs))]
+                have = [
+                    f"rank {r.number} has {one[0]!r} ({one[1]})"
+                    for r, one in ((first, mine), (other, theirs))
+                ]
                 raise SyncError(f"doctor compares ranks that have one model, but {', '.join(have)}; {_GROUP}")
         counts = len(first.layers), len(other.layers), len(first.modes), len(other.modes)
         if counts[0] != counts[1] or counts[2] != counts[3]:
-            have = [f"rank {r.number} has {len(r.layers)} norms in {len(r.modes)} modules" for r in (first, other)]
+            have = [
+                f"rank {r.number} has {len(r.layers)} norms in {len(r.modes)} modules" for r in (first, other)
+            ]
             raise SyncError(f"doctor compares ranks that have one model, but {', '.join(have)}; {_GROUP}")
         if (first.batches is None) != (other.batches is None):
             have = [f"rank {r.number} has {'no' if r.batches is None else 'some'}" for r in (first, other)]
@@ -66,9 +71,9 @@ def rank_settings(subject: Subject) -> Iterator[Found]:
 
 
 def _apart(mine: str, usual: str) -> str:
-    there = usual.split(", ")
-    parts = [(a, b) for a, b in zip(mine.split(", "), there, strict=False) if a != b]
-    return ", ".join(f"{a} ({b} elsewhere)" for a, b in parts) or f"{mine} ({usual} elsewhere)"
+    here, there = mine.split(", "), usual.split(", ")
+    own = ", ".join(one for one in here if one not in there) or "fewer settings"
+    return f"{own} (elsewhere {', '.join(one for one in there if one not in here) or 'none of these'})"
 
 
 @check("error", "SyncBatchNorm shares with the wrong ranks", "ranks", of_ranks=True)
@@ -77,12 +82,17 @@ def sync_group(subject: Subject) -> Iterator[Found]:
     ranks = {rank.number: rank for rank in subject.ranks}
     batches = {rank.batch for rank in subject.ranks}
     for norm in subject.norms:
-        groups = {n: _members(rank, norm.name, subject.ranks) for n, rank in ranks.items() if norm.name in rank.sharing}
+        groups = {
+            n: _members(rank, norm.name, subject.ranks)
+            for n, rank in ranks.items()
+            if norm.name in rank.sharing
+        }
+        agree = all(n in g and all(groups.get(m) == g for m in g if m in ranks) for n, g in groups.items())
         for number, group in groups.items():
             inside = [n for n in group if n in ranks]
             given = [ranks[n].batch for n in inside if ranks[n].batch is not None]
             parallel = ranks[number].wrapped
-            if not all(groups.get(n) == group for n in inside) or number not in group:
+            if not agree:
                 why = "its ranks have other groups: each waits for sums that the others do not send"
             elif parallel is not None and not set(group) <= set(parallel):
                 why = (
@@ -99,7 +109,7 @@ def sync_group(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 f"{len(group)} on rank {number}: {', '.join(map(str, group)) or 'not its own'}",
                 why,
-                f"{layer(norm.name)}.process_group = the data-parallel group, such as mesh.get_group(\"dp\")",
+                f'{layer(norm.name)}.process_group = the data-parallel group, such as mesh.get_group("dp")',
                 len(group),
             )
             break
@@ -157,7 +167,13 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str) -> Iterato
     for path, several in layers.items():
         own, ranks, apart, size = several[0]
         whose = ", ".join(one[0] for one in several)
-        yield Found(path, f"{ranks_in_words(ranks)}: {whose}, {size}", why, remedy.format(f"{layer(path)}.{own}"), apart)
+        yield Found(
+            path,
+            f"{ranks_in_words(ranks)}: {whose}, {size}",
+            why,
+            remedy.format(f"{layer(path)}.{own}"),
+            apart,
+        )
 
 
 @check("error", "Gradients of norms are parts of a sum", "of the gradient", of_ranks=True)

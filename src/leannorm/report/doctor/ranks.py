@@ -130,7 +130,7 @@ def _settings(norm: Norm) -> str:
     parts = [f"eps={norm.eps}", f"momentum={norm.momentum}"]
     parts += [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
     dtypes = [f"{name}={p.dtype}" for name, p in norm.affine]
-    return ", ".join([type(module).__name__, *parts, *dtypes])
+    return ", ".join([f"{type(module).__module__}.{type(module).__name__}", *parts, *dtypes])
 
 
 def _sharing(module: Any) -> Any:
