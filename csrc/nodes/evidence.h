@@ -42,6 +42,7 @@ inline PyObject* sample(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   if (start == nullptr && nbytes) Py_RETURN_NONE;
   if (nbytes <= runs * run) return PyBytes_FromStringAndSize(start, nbytes);
   std::string found;
+  found.reserve(runs * run);
   const auto take = [&](int64_t count, int64_t length) {
     const int64_t step = (nbytes - length) / (count - 1);
     for (int64_t i = 0; i < count; ++i) found.append(start + i * step, length);

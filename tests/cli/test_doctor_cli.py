@@ -85,6 +85,23 @@ def test_findings_are_status_1_and_numbers(network, capsys):
     assert "Findings per layer" in page
 
 
+def test_fix_looks_again_at_batches_that_can_be_read_once(network, capsys, tmp_path):
+    (tmp_path / "once.py").write_text(
+        """
+import torch
+from torch import nn
+
+def made():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, momentum=0.9), nn.ReLU())
+
+def batches():
+    yield from (torch.randn(8, 3, 16, 16) for _ in range(2))
+"""
+    )
+    assert main(["doctor", "once:made", "--data", "once:batches", "--fix", "--fail-on", "error"]) == 0
+    assert "1 settings mended on a copy: 0 findings left" in capsys.readouterr().out
+
+
 def test_fix_is_a_diff_and_leaves_outputs_as_they_were(network, capsys, tmp_path):
     (tmp_path / "faulty.py").write_text(
         """

@@ -191,7 +191,6 @@ def test_lean_says_what_to_type_for_compiled_code():
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_another_backend_is_named_among_the_reasons(backend):
-    torch._dynamo.reset()
     options = leannorm.compile_options("conv")
     model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), backend=backend, options=options)
     model(torch.randn(4, 8)).sum().backward()

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from compiling import Gated, images
 
 import leannorm
@@ -42,4 +41,3 @@ def test_the_command_line_takes_it(tmp_path):
     assert CliRunner().invoke(app, [*arguments, "--steps", "1"]).exit_code == 0
     names = [s["name"] for s in json.loads(file.read_text())["settings"]]
     assert names == ["stock", "norm", "conv", "compiled", "compiled norm", "compiled conv"]
-    torch._dynamo.reset()

@@ -135,7 +135,6 @@ def test_an_input_that_a_transform_does_not_see(case, training):
 @each_mode("func", KINDS, of=IMAGES)
 def test_transforms_compile(case, training):
     """torch's compiler drops the backward pass of an autograd function under `torch.func.grad`."""
-    torch._dynamo.reset()
     layer = randomized(case).double().train(training)
     before = {name: b.clone() for name, b in layer.named_buffers()}
     x, *more = case.inputs(torch.float64)
@@ -168,7 +167,6 @@ def test_transforms_compile(case, training):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.10 of the dispatcher
 def test_transforms_of_compiled_layers(case, training):
-    torch._dynamo.reset()
     layer = randomized(case).double().train(training)
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
     x, *more = case.inputs(torch.float64)
@@ -181,7 +179,6 @@ def test_transforms_of_compiled_layers(case, training):
 @each_mode("func", KINDS, of=IMAGES)
 def test_forward_mode_compiles(case, training):
     """Dual numbers made in compiled code, and made around it; nothing else needs a gradient."""
-    torch._dynamo.reset()
     layer = randomized(case).double().train(training).requires_grad_(False)
     x, *more = case.inputs(torch.float64)
     tangent = torch.randn_like(x)

@@ -145,7 +145,6 @@ def assert_composes(n):
         torch.testing.assert_close(found, y)
         torch.testing.assert_close(gradients(found, [x])[0], want)
         assert layer[0].num_batches_tracked == i + 1
-    torch._dynamo.reset()
 
 
 def test_what_it_keeps_in_a_state_dict_a_copy_and_evaluation():

@@ -120,9 +120,7 @@ def test_compiled(name, momentum):
     def compiled(layer):
         return torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
 
-    torch._dynamo.reset()
     assert_unmoved_by_bad(lambda: LAYERS[name](momentum=momentum), compiled)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -62,7 +62,6 @@ def made_for(name):
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_compiles_to_one_graph(name, backend):
     model, one = Module(name, made_for(name)), torch.ones(())
-    torch._dynamo.reset()
     found = []
     with use_backend(backend):
         for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
@@ -74,7 +73,6 @@ def test_compiles_to_one_graph(name, backend):
 @CALL
 def test_transforms_compile(name):
     model, one = Module(name, made_for(name)), torch.ones(())
-    torch._dynamo.reset()
     slope = torch.func.grad(lambda factor: model(factor).pow(2).sum())
     found = torch.compile(slope, fullgraph=True, backend="aot_eager")(one)
     torch.testing.assert_close(found, slope(one))

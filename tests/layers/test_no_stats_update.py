@@ -47,7 +47,6 @@ def test_checkpointed(name, reentrant):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled(name):
-    torch._dynamo.reset()
     layer = LAYERS[name]()
     assert_stays(layer, torch.compile(layer, fullgraph=True, backend="aot_eager"))
 
@@ -62,7 +61,6 @@ def test_compiled(name):
     twice(x), twin(x)
     for one, other in zip(buffers(layer), buffers(twin), strict=True):
         torch.testing.assert_close(one, other)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", ["BatchNorm2d", "ConvBatchNorm2d"])

@@ -144,7 +144,6 @@ def test_compiles_exports_and_is_an_operator(offset, cast):
     layer.to(torch.bfloat16)
     x = torch.randn(3, 8).bfloat16()
     want = layer(x)
-    torch._dynamo.reset()
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), want)
     exported = torch.export.export(layer, (x,))
     assert not any("leannorm" in str(n.target) for n in exported.graph.nodes)

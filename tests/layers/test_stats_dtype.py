@@ -214,11 +214,9 @@ def test_transformers_dtype(tmp_path):
 
 
 def test_compiled_and_exported():
-    torch._dynamo.reset()
     layer, x = nn.BatchNorm2d(3, stats_dtype=F32).bfloat16(), torch.randn(4, 3, 5, 5).to(BF16)
     twin = copy.deepcopy(layer)
     torch.compile(layer, fullgraph=True, backend="aot_eager")(x), twin(x)
     for one, other in zip(layer.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(torch.export.export(layer.eval(), (x,)).module()(x), layer(x))
-    torch._dynamo.reset()

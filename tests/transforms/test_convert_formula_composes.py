@@ -126,7 +126,6 @@ def test_weights_that_are_sharded(tmp_path):
         sharded.weight = stock.Parameter(distribute_tensor(own.weight.detach(), mesh))
         y = sharded(distribute_tensor(x, mesh))
         torch.testing.assert_close(y.full_tensor(), own(x))
-        torch._dynamo.reset()  # of what other tests have compiled
         compiled = torch.compile(sharded, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(distribute_tensor(x, mesh)).full_tensor(), own(x))
     finally:

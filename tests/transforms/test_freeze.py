@@ -205,7 +205,6 @@ def test_compiled_exported_scripted_and_forked():
         branches = leannorm.program.fork(model, (x,))
         torch.testing.assert_close(branches.train(x), want)
         assert_same(bytes_of(model), before)
-        torch._dynamo.reset()
 
 
 def test_convert_keeps_it_both_ways():

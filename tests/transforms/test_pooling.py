@@ -77,7 +77,6 @@ def test_checkpointed(name, reentrant):
 
 @pytest.mark.parametrize("name", ["BatchNorm2d", "ConvBatchNorm2d"])
 def test_compiled_before_and_within(name):
-    torch._dynamo.reset()
     layer = LAYERS[name]()
     call = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     call(images())
@@ -85,7 +84,6 @@ def test_compiled_before_and_within(name):
     assert_close(accumulated(layer, call), by_one_batch(twin))
     call(images())
     assert_close(buffers(layer), by_one_batch(twin))
-    torch._dynamo.reset()
 
 
 def test_under_autocast_lean_and_func_grad():
@@ -326,7 +324,6 @@ def test_what_it_refuses_to_begin():
 
 
 def test_compiled_models_and_progress(monkeypatch, capsys):
-    torch._dynamo.reset()
     model = stock.Sequential(nn.BatchNorm2d(3, dtype=F64))
     call = torch.compile(model, backend="aot_eager")
     xs = images().split(SIZES)
@@ -336,7 +333,6 @@ def test_compiled_models_and_progress(monkeypatch, capsys):
     leannorm.recalibrate(call, xs)
     torch.testing.assert_close(model[0].running_var, expected(xs)[1], rtol=1e-12, atol=0)
     assert capsys.readouterr().out == ""
-    torch._dynamo.reset()
 
 
 def test_large_means_and_many_batches_lose_nothing():

@@ -82,9 +82,11 @@ def doctor(
     if fix:
         tried = copy.deepcopy(network)
         changes = mend(tried, report.findings)
-        left = examine(tried, batches, forward=forward, checks=checks)
+        left = report.findings
         if changes:
             print("\n".join(diff(changes)))
-        print(f"{len(changes)} settings mended on a copy: {len(left.findings)} findings left")
+            again = made_by(data) if data else batches  # what was made before may be used up
+            left = examine(tried, again, forward=forward, checks=checks).findings
+        print(f"{len(changes)} settings mended on a copy: {len(left)} findings left")
     if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on) for one in report.findings):
         raise typer.Exit(CHECK_FELL_SHORT)

@@ -13,9 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import GroupName
 
 _POLL = 2e-4  # seconds between two polls of a device's work
 _GATHERED = 2**17  # float64 values of all ranks' messages, 1 MiB
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name."""
+    group: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+    return group
 
 
 def seconds_allowed(group: dist.ProcessGroup) -> float:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError, SyncError
 from leannorm.distributed import diagnostics
@@ -28,6 +27,7 @@ from leannorm.distributed.communicator import (
     beside,
     gathers,
     give_up,
+    group_named,
     on_host,
     seconds_allowed,
     wait_once,
@@ -44,7 +44,7 @@ _evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at this rank
 
 def statistics_group(name: str, call: Call) -> StatisticsGroup:
     """The communicator for statistics beside the process group `name`, made on the first call."""
-    parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+    parent = group_named(name)
     group = _groups.get(name)
     if group is None or group.parent is not parent:
         group = _groups[name] = StatisticsGroup(parent, call)
@@ -53,7 +53,7 @@ def statistics_group(name: str, call: Call) -> StatisticsGroup:
 
 def note_evaluation(name: str, layer: str) -> None:
     """Note in the store, once after each sum, that this rank evaluates: the others may be waiting for it."""
-    parent = torch._C._distributed_c10d._resolve_process_group(GroupName(name))
+    parent = group_named(name)
     group = _groups.get(name)
     if group is not None and group.parent is not parent:
         group = None

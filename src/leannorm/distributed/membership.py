@@ -7,12 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import GroupName
 
 from leannorm._errors import InputError
-from leannorm.distributed.communicator import beside
+from leannorm.distributed.communicator import beside, group_named
 
 _local = False
 _nodes: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -108,9 +106,7 @@ def _resolved(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGrou
         return node
     mesh: Any = process_group
     if hasattr(mesh, "get_coordinate") and mesh.get_coordinate() is not None:
-        name = GroupName(mesh_group(mesh, range(mesh.ndim)))
-        along: dist.ProcessGroup = torch._C._distributed_c10d._resolve_process_group(name)
-        return along
+        return group_named(mesh_group(mesh, range(mesh.ndim)))
     # a non-member gets a sentinel in place of its group, or an object that does not know its rank
     if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
         raise InputError(
@@ -138,8 +134,7 @@ def _node_group() -> dist.ProcessGroup:
 
 def ranks_of(group: str) -> list[int]:
     """The ranks of the group of this name."""
-    found = torch._C._distributed_c10d._resolve_process_group(GroupName(group))
-    ranks: list[int] = dist.get_process_group_ranks(found)
+    ranks: list[int] = dist.get_process_group_ranks(group_named(group))
     return ranks
 
 

@@ -210,14 +210,15 @@ def instance_norm(
     >>> F.instance_norm(torch.randn(2, 3, 8, 8)).mean((2, 3)).abs().max().item() < 1e-6
     True
     """
-    others = has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input)
-    if others and (y := hand_over(instance_norm, locals())) is not None:
-        return y
-    if use_input_stats and running_mean is None and running_var is None and unmasked(mask, lengths, fill):
+    others = has_torch_function_variadic(input, running_mean, running_var, weight, bias)
+    alone = use_input_stats and running_mean is None and running_var is None and not others
+    if alone and unmasked(mask, lengths, fill):
         _checks.momentum(momentum)
         quick = fast.instance_norm(input, weight, bias, eps)
         if quick is not None:
             return quick
+    if (others or elsewhere(input)) and (y := hand_over(instance_norm, locals())) is not None:
+        return y
     if exporting():
         _checks.running_statistics(running_mean, running_var, use_input_stats)
         if use_input_stats:
@@ -329,14 +330,14 @@ def layer_instance_norm(
     """
     tensors = (input, running_mean, running_var, weight, bias)
     # a tensor subclass is handed torch's function by `instance_norm`, below
-    others = has_torch_function_variadic(*tensors) or elsewhere(input)
-    subclass = others and has_subclass(*tensors)
-    if others and not subclass and (y := hand_over(layer_instance_norm, locals())) is not None:
-        return y
-    if use_input_stats and running_mean is None and not subclass and unmasked(mask, lengths, fill):
+    others = has_torch_function_variadic(*tensors)
+    if use_input_stats and running_mean is None and not others and unmasked(mask, lengths, fill):
         quick = fast.instance_norm(input, weight, bias, eps, rank, num_features)
         if quick is not None:
             return quick
+    others = (others or elsewhere(input)) and not has_subclass(*tensors)
+    if others and (y := hand_over(layer_instance_norm, locals())) is not None:
+        return y
     _checks.dim(input, (rank - 1, rank))
     one_sample = input.dim() < rank
     if one_sample:

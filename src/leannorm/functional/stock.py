@@ -1,9 +1,9 @@
-"""Torch's own functions in the place of ours, for graphs that leave (`ops.modes.exporting`).
+"""Torch's own functions in the place of ours, for exported graphs (`ops.modes.exporting`).
 
 Whoever runs such a graph (ONNX Runtime, AOTInductor, a process without leannorm) knows torch's norms and not
 ours. So what uses no statistics of a training batch is written as torch's norm, then the addition, then the
-activation. What does is written as one operator of ours (`declare.as_operator`), which has a gradient and
-moves the running statistics.
+activation. What does is written as one operator of ours (`door.py`), which has a gradient and moves the
+running statistics.
 
 Torch's functions check what they are given. No size is looked at here: a tracer would warn.
 """

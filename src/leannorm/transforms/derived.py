@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 from torch.nn import Module
 
@@ -13,15 +13,7 @@ Derive = Callable[[type[Module]], type[Module]]
 
 def one_a_class(derive: Derive) -> Derive:
     """It makes one class of each, and gives that the next time."""
-    made: dict[type[Module], type[Module]] = {}
-
-    @wraps(derive)
-    def kept(cls: type[Module]) -> type[Module]:
-        if cls not in made:
-            made[cls] = derive(cls)
-        return made[cls]
-
-    return kept
+    return cast(Derive, cache(derive))  # mypy takes classes for unhashable
 
 
 def reduced(derive: Derive, cls: type[Module], layer: Module) -> tuple[Any, ...]:
