@@ -68,7 +68,7 @@ _IN_ANY_LAYOUT = {
     *("LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0", "ConstantPadNdBackward0"),
 }
 _CONTIGUOUS = torch.empty(())
-_WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits depend on no global flag
+_WITHOUT_FLAGS = {"view", "copy"}  # kinds that move elements; any arithmetic may flush denormal numbers
 
 
 class Missing(NamedTuple):
