@@ -189,8 +189,6 @@ class Value:
             function, before = source.step.function, source.step.inputs
             if function not in (cast, torch.reshape) or before[0].width != self.shape[-1]:
                 break
-            if source.step.flags is not None and source.step.flags is not flags:
-                break
             if function is cast:
                 casts.insert(0, source.step.constants[0])  # type: ignore[arg-type]
             source = before[0]
