@@ -251,7 +251,7 @@ class Packing(CountingHook):
         at_fault: Any = found.outputs[0][0] if found.outputs else node
         why = reasons.NOT_REPEATED if kind_of(at_fault) in RECIPES else reasons.NO_RECIPE
         if self.search.considers(kind_of(at_fault)) and not found.ruled_out:
-            why = reasons.NOT_AT_HAND
+            why = reasons.BEFORE if self.search.from_here else reasons.NOT_AT_HAND
         return why if at_fault is node else f"{why}: {at_fault.name()}"
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:

@@ -60,6 +60,7 @@ SUBCLASSES = (
 NO_RECIPE = "lean() has no recipe for it"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
+BEFORE = "what it was made of was not looked at, as the pass was small until then"
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"

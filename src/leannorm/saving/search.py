@@ -88,7 +88,7 @@ class Search:
         """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons."""
         self._policy, self._at_pool, self._reasons = policy, at_pool, found
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
-        self.provenance, self._from_here = Provenance(), from_here
+        self.provenance, self.from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
         know_torchs_functions()
         self._base: Tensor | None = None  # of which the tensor in question is a view
@@ -217,7 +217,7 @@ class Search:
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader, leaf)
-        if self._from_here and not self.provenance.made(producer):
+        if self.from_here and not self.provenance.made(producer):
             return None, True
         lookup = registered(producer, number)
         known = lookup() if lookup else None
