@@ -95,7 +95,7 @@ def saved_values(node: Any) -> Iterator[Value]:
 
 
 @lru_cache(maxsize=1024)
-def _constant_names(kind: Any) -> tuple[str, ...]:
+def constant_names(kind: Any) -> tuple[str, ...]:
     names = dir(kind)
     return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
 
@@ -106,14 +106,14 @@ def identity(node: Any) -> Hashable:
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
     ours = isinstance(node, BackwardCFunction)
-    if NODES is not None and not ours and (told := NODES.told(node, _constant_names(kind))) is not None:
+    if NODES is not None and not ours and (told := NODES.told(node, constant_names(kind))) is not None:
         return kind, told
     metadata = _metadata(node)
     try:
         if ours:
             kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
         else:
-            kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
+            kept = tuple([exact(getattr(node, name)) for name in constant_names(kind)])
     except (TypeError, RuntimeError):  # torch has no Python form of it
         return None
     return kind, metadata, kept
@@ -187,6 +187,13 @@ def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None
     known = node.metadata.setdefault(_KEY, {})
     if type(lookup) is Packed or type(known.get(output)) is not Packed:
         known[output] = lookup
+
+
+def register_packed(node: Any, output: int, value: Value) -> None:
+    """Make `find` return this value, of a packed tensor, while it is alive."""
+    packed = Packed(value)
+    packed.sample = value.sample
+    register(node, output, packed)
 
 
 def registered(node: Any, output: int) -> Callable[[], Value | None] | None:

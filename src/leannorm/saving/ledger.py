@@ -38,14 +38,14 @@ class Ledger:
     """Counts storages, not tensors. Parameters are not counted: they exist without autograd, too."""
 
     def __init__(self) -> None:
-        self._values: list[weakref.ref[Value]] = []
+        self.references: list[weakref.ref[Value]] = []
         self._closed: list[Row] | None = None
         self._plain: list[Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
         if not is_parameter(tensor):
-            self._values.append(weakref.ref(value))
+            self.references.append(weakref.ref(value))
             if value.step is not None:
                 value.frees = tensor.nbytes  # moved elsewhere
         self._closed = None
@@ -61,7 +61,7 @@ class Ledger:
                     self.holds(part, part.tensor)  # copied for this concatenation
                     nbytes -= part.tensor.nbytes
         root.frees = nbytes
-        self._values.append(weakref.ref(value))
+        self.references.append(weakref.ref(value))
         self._closed = None
 
     def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
@@ -105,7 +105,7 @@ class Ledger:
 
     def values(self) -> Iterator[Value]:
         """The values that are alive; one that was held first and is rebuilt now comes twice."""
-        for reference in self._values:
+        for reference in self.references:
             value = reference()
             if value is not None:
                 yield value

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from leannorm.saving import reasons
+from leannorm.saving import memo, reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import Sample, version_of
 from leannorm.saving.graph import (
@@ -25,6 +25,7 @@ from leannorm.saving.graph import (
     note_in_view,
     pop_waiting,
     register,
+    register_packed,
     registered,
     saved,
     wait,
@@ -74,18 +75,16 @@ class Packing(CountingHook):
         hooks: Hooks | None = None,
         from_here: bool = False,
     ) -> None:
-        self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
-        self.hooks = hooks
-        self.calls: list[tuple[Any, ...]] = []
-        self.nodes: list[Node] = []
-        self.device = torch.device("cpu")
-        self.reasons: Counter[str] = Counter()
-        self.seen = 0
+        self.policy, self.ledger, self.following = policy, ledger, following
+        self.layers, self.hooks = layers, hooks
+        self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
+        self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self._anything_waits, self._largest = False, 0
+        self._anything_waits, self._largest, self.seen = False, 0, 0
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
+        self.memo = None if following or layers or hooks or self._sharded else memo.memo_of(policy)
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
@@ -103,6 +102,7 @@ class Packing(CountingHook):
             return self._of_this_pass(self._hold(tensor))
 
     def _of_this_pass(self, value: Value) -> Value:
+        self.search.visits = []  # a node must not be held by what it saves
         if value.provenance is None:
             value.provenance, value.order = self.search.provenance, self.seen
         return value.used()
@@ -194,9 +194,7 @@ class Packing(CountingHook):
         self._mark(value, local)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
-        packed = Packed(value)
-        packed.sample = value.sample
-        register(node, output, packed)
+        register_packed(node, output, value)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
@@ -204,6 +202,8 @@ class Packing(CountingHook):
             self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
+        if self.memo is not None and (may or worth) and known is None and spec is None:
+            memo.learn(self.memo, self.search, tensor, number, value, found)
         return value
 
     @property

@@ -72,6 +72,11 @@ class FlagLog:
         self._while_next: dict[int, Flags] = {}  # flags at saves, by the number of the next node
         self._last = -1
 
+    @property
+    def at_first(self) -> Flags:
+        """The flags when the pass began."""
+        return self._flags[0]
+
     def record(self, number: int) -> None:
         """Record the flags while a tensor is saved; `number` is the next node's sequence number."""
         if number == self._last:  # the same node saves another tensor

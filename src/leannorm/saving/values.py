@@ -63,6 +63,7 @@ class Value:
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
+    sort: int | None = None  # a number for all that searches ask of it (memo.py)
     in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
     device = torch.device("cpu")  # where it is in rows
     stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
@@ -106,7 +107,7 @@ class Value:
         if self.tensor is not None:
             self.watch = version_of(tensor) if self.watch is None else self.watch
             self.sample = Sample.of(tensor)
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.sort = tensor.shape, tensor.dtype, None
         self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
         self._made_by(step)
         if self.users:
