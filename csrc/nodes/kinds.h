@@ -4,6 +4,7 @@
 
 #include "values.h"
 
+#include <algorithm>
 #include <array>
 #include <memory>
 
@@ -55,6 +56,7 @@ struct Kind {
   std::vector<int64_t> sizes, strides;
   std::vector<Check> checks;
   std::vector<Template> templates;  // the tensor's own first; empty where it is held
+  std::vector<int> same;  // of each field and edge, the first that had the same value
   Ref why, seconds, layout;
   bool is_view;
 };
@@ -104,11 +106,21 @@ struct Now {
 
 enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags };
 
+// Has a held value nothing beside its tensor that a sort tells of?
+inline bool is_plain_held(PyObject* value) {
+  const auto& n = names();
+  for (PyObject* const name : {n.spec, n.stream, n.original})
+    if (get(value, name).get() != Py_None) return false;
+  for (PyObject* const name : {n.in_rows, n.from_narrow})
+    if (get(value, name).get() != Py_False) return false;
+  return number(value, n.products) == 0;
+}
+
 inline Ref sort_of_held(const Now& now, PyObject* value) {
   Ref layout = get(value, names().layout), name = get(value, names().name);
   Ref tensor = get(value, names().tensor);
   const Tensor* const t = tensor_of(tensor.get());
-  if (t == nullptr || t->is_view()) return checked(PyObject_CallOneArg(now.sorter, value));
+  if (t == nullptr || t->is_view() || !is_plain_held(value)) return checked(PyObject_CallOneArg(now.sorter, value));
   const bool is_parameter = Py_TYPE(tensor.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
   const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad();
   uint64_t h = reinterpret_cast<uint64_t>(name.get()) + flavor;
@@ -121,7 +133,10 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   if (found != now.sorts->of.end()) {
     // equal layouts mostly are one object
     const Sorts::Of& of = found->second;
-    if (of.layout.get() == layout.get() && of.name.get() == name.get() && of.flavor == flavor) return borrowed(of.sort.get());
+    if (of.layout.get() == layout.get() && of.name.get() == name.get() && of.flavor == flavor) {
+      set(value, names().sort, of.sort);
+      return borrowed(of.sort.get());
+    }
   }
   Ref sort = checked(PyObject_CallOneArg(now.sorter, value));
   now.sorts->of[h] = {std::move(layout), std::move(name), borrowed(sort.get()), flavor};
@@ -155,7 +170,8 @@ class Match {
   // Is all true that the search had found?
   bool holds() {
     for (size_t i = 0; i < kind_.checks.size(); ++i)
-      if (!holds(i)) return false;
+      if (nodes_[i] == nullptr || !holds(i)) return false;
+    if (!same_as_before()) return false;
     for (const Template& made : kind_.templates) {
       PyObject* const flags = PyTuple_GET_ITEM(made.step.get(), kFlags);
       if (flags != Py_None && flags != now_.flags) return false;
@@ -187,7 +203,7 @@ class Match {
     for (size_t k = 0; k < check.fields.size(); ++k) {
       Ref value = packed_by_hook(fields.of[k](node));
       const bool there = value && is_value(value.get());
-      if (there && get(value.get(), names().memory).get() != Py_None) return false;
+      if (there && (get(value.get(), names().memory).get() != Py_None || !is_current(value.get()))) return false;
       if (!there && !is_absent(fields.of[k](node))) return false;  // saved as it is, or by others' hooks
       if ((there ? sort_of(now_, value.get()) : -1) != check.fields[k]) return false;
       if (there) fields_[i][k] = std::move(value);
@@ -209,14 +225,34 @@ class Match {
     if (now_.from_here && !now_.made(*producer)) return false;
     Registered found = registered(producer, output);
     if (edge.how == Edge::kMade) {
+      if (found.value || found.is_packed || output != kind_.checks[edge.at].output) return false;
+      if (nodes_[edge.at] != nullptr) return nodes_[edge.at] == producer;  // a second edge to one node
+      for (size_t of = 0; of < kind_.checks.size(); ++of)
+        if (nodes_[of] == producer && kind_.checks[of].output == output) return false;  // there were two
       nodes_[edge.at] = producer;
-      return !found.value && !found.is_packed && output == kind_.checks[edge.at].output;
+      return true;
     }
     if (!found.value || !is_value(found.value.get())) return false;
     PyObject* const value = found.value.get();
     if (get(value, names().memory).get() != Py_None || get(value, names().as_made).get() != Py_True) return false;
     if (sort_of(now_, value) != edge.at || !is_current(value)) return false;
     edges_[i][k] = std::move(found.value);
+    return true;
+  }
+
+  // Were the same of these values one and the same? A product of a tensor with itself is no product of two.
+  bool same_as_before() const {
+    std::array<PyObject*, kMostChecks*(kMostFields + kMostEdges)> seen;
+    size_t count = 0;
+    for (size_t i = 0; i < kind_.checks.size(); ++i) {
+      for (size_t k = 0; k < kind_.checks[i].fields.size(); ++k) seen[count++] = fields_[i][k].get();
+      for (size_t k = 0; k < kind_.checks[i].edges.size(); ++k) seen[count++] = edges_[i][k].get();
+    }
+    for (size_t at = 0; at < count; ++at) {
+      size_t first = at;
+      if (seen[at] != nullptr) first = std::find(seen.begin(), seen.begin() + at, seen[at]) - seen.begin();
+      if (static_cast<int>(first) != kind_.same[at]) return false;
+    }
     return true;
   }
 

@@ -59,6 +59,7 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   made->why = object_of(from["why"]), made->seconds = object_of(from["seconds"]), made->is_view = from["is_view"].cast<bool>();
   for (const py::handle check : from["checks"]) made->checks.push_back(check_of(check, node_of(py::object(check["node"]).ptr())));
   for (const py::handle how : from["templates"]) made->templates.push_back(template_of(how));
+  made->same = from["same"].cast<std::vector<int>>();
   if (made->checks.size() > kMostChecks) Py_RETURN_FALSE;
   for (const Check& check : made->checks)
     if (check.told.empty() || check.edges.size() > kMostEdges || check.fields.size() > kMostFields) Py_RETURN_FALSE;
@@ -102,6 +103,7 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
                made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false};
   made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();
   made->largest = 0, made->much_larger = from["much_larger"].cast<long>();
+  made->alone = from["alone"].cast<long>();
   made->checked = made->called = UINT64_MAX;
   made->everything = from["everything"].cast<bool>(), made->reads_weights = from["reads_weights"].cast<bool>();
   made->flags_changed = false;
@@ -184,7 +186,11 @@ inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+// references(tensor): to the Python object, as a hook in C sees them.
+inline PyObject* references(PyObject*, PyObject* object) { return PyLong_FromSsize_t(Py_REFCNT(object)); }
+
 inline PyMethodDef lean_functions[] = {
+    {"references", references, METH_O, nullptr},
     {"unpack", unpack, METH_O, nullptr}, {"set_lean", set_lean, METH_VARARGS, nullptr}, {"begin", begin, METH_VARARGS, nullptr},
     {"memo", new_memo, METH_NOARGS, nullptr}, {"fields", field_names, METH_O, nullptr}, {nullptr}};
 inline bool add_lean(PyObject* module) {

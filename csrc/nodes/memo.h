@@ -45,7 +45,7 @@ struct State {
   std::shared_ptr<Memo> memo;
   Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, apply, call, smaller;
   Now now;
-  long seen, smallest, largest, much_larger;
+  long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
   bool everything, reads_weights, flags_changed;
 };
@@ -113,7 +113,7 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
     return finished(p, std::move(value));
   }
   // a mask, or integers: their values say how they are held
-  const bool alone = Py_REFCNT(object) == 1;
+  const bool alone = Py_REFCNT(object) <= p->alone;
   const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && version == 0 && !alone);
   if (!as_it_is || t.scalar_type() == at::kLong || t.is_view()) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);

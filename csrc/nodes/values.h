@@ -24,7 +24,7 @@ struct Names {
   PyObject LEANNORM_NAME(why), LEANNORM_NAME(alone), LEANNORM_NAME(frees), LEANNORM_NAME(sort), LEANNORM_NAME(spec);
   PyObject LEANNORM_NAME(original), LEANNORM_NAME(seen), LEANNORM_NAME(_largest), LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed);
   PyObject LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(_rebuilt), LEANNORM_NAME(rebuilds), LEANNORM_NAME(kind);
-  PyObject LEANNORM_NAME(inputs), LEANNORM_NAME(captured), LEANNORM_NAME(then_act), LEANNORM_NAME(flags);
+  PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow);
 #undef LEANNORM_NAME
   PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
   PyObject* registry = PyUnicode_InternFromString("leannorm");

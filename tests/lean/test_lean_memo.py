@@ -158,7 +158,51 @@ def _eps(m, x, other):
     return m[1](F.silu(y)).square().sum()
 
 
+def _with_itself(m, x, other):
+    """A product of a tensor with itself, and one of two tensors that are alike."""
+    a, b = m[0](x), m[1](x)
+    return m[2](a * (b if other else a)).square().sum() + m[3](b).sum()
+
+
+def _two_apart(m, x, other):
+    a, b = m[0](x), m[1](x)
+    return m[2](a * (a if other else b)).square().sum() + m[3](b).sum()
+
+
+def _sum_with_itself(m, x, other):
+    """A sum saves none of its inputs: what they are stands behind its edges."""
+    a, b = m[0](x), m[1](x)
+    u = F.silu(a) + F.silu(b)
+    return m[2](torch.relu(a + (b if other else a))).square().sum() + m[3](u).sum()
+
+
+def _two_of_one_node(m, x, other):
+    """Steps within the step, of outputs that no node saved: twice of one node, or of two."""
+    a, b = m[0](x), m[1](x)
+    s, t = a * 0.5, b * 0.5
+    return m[2](torch.relu(s + (t if other else s))).square().sum() + m[3](F.silu(a) + F.silu(b)).sum()
+
+
+def _two_nodes(m, x, other):
+    a, b = m[0](x), m[1](x)
+    s, t = a * 0.5, b * 0.5
+    return m[2](torch.relu(s + (s if other else t))).square().sum() + m[3](F.silu(a) + F.silu(b)).sum()
+
+
+def _edited_before_its_reader(m, x, other):
+    """A version above 0: by a node that says so, or with no word."""
+    a = m[0](x)
+    b = F.silu(a)
+    if other:
+        with torch.no_grad():
+            b.mul_(2)
+    else:
+        b.mul_(2)
+    return m[1](torch.relu(b)).square().sum() + m[2](b).sum()
+
+
 _GUARDED = [
+    *(_with_itself, _two_apart, _sum_with_itself, _two_of_one_node, _two_nodes, _edited_before_its_reader),
     *(_choice, _read_before_edit, _edited_behind, _schedule, _edited_output, _address, _flags_within),
     *(_read_before_a_saved_edit, _edited_unseen_between_two_readers),
     *(_other_sort, _frozen_bias, _scaled, _eps),

@@ -29,7 +29,7 @@ from leannorm.saving.graph import (
     kind_of,
     saved,
 )
-from leannorm.saving.narrowed import WIDENS
+from leannorm.saving.narrowed import WIDENS, references_when_alone
 from leannorm.saving.policy import Policy, is_bias, needs_no_norm
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act
@@ -185,6 +185,7 @@ class _Learning:
             raise _UnlikeError
         self.kind = {
             "checks": [self._check(visit) for visit in self._visits],
+            "same": self._same(),
             "templates": self._templates,
             "why": value.why,
             "seconds": value.seconds,
@@ -217,6 +218,17 @@ class _Learning:
             "fields": [-1 if field is None else sort_of(field) for field in fields],
             "edges": edges,
         }
+
+    def _same(self) -> list[int]:
+        """Of each field and edge, the first that has the same value."""
+        seen = list[Any]()
+        for visit in self._visits:
+            seen += [saved(visit.node, name) for name in NODES.fields(visit.node)]
+            for i, edge in enumerate(visit.node.next_functions):
+                how, _ = self._edge(visit, i, *edge)
+                seen.append(edge[0].variable if how == _LEAF else visit.given[i] if how == _VALUE else None)
+        at = list(map(id, seen))
+        return [i if one is None else at.index(id(one)) for i, one in enumerate(seen)]
 
     def _edge(self, visit: Visit, i: int, producer: Any, output: int) -> tuple[int, int]:
         if i not in visit.given:
@@ -339,6 +351,7 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "apply": calls.APPLY,
         "seen": packing.seen,
         "smallest": smallest,
+        "alone": references_when_alone(NODES.references),
         "much_larger": MUCH_LARGER,
         "smaller": reasons.SMALLER,
         "everything": policy.everything,
