@@ -47,25 +47,28 @@ inline bool fills_its_memory(const at::Tensor& v) {
   return extent == v.numel();
 }
 
-// Some of the bytes, as evidence.py says which; false where there are none to read.
+// The size and some of the bytes, as evidence.py says which; false where there are none to read.
 constexpr int64_t kRuns = 4, kRun = 256, kPlaces = 256, kPlace = 8;
 
 inline bool sample_into(const at::Tensor& v, std::string& found) {
   found.clear();
+  const int64_t numel = v.numel();
+  const auto with_size = [&] { found.append(reinterpret_cast<const char*>(&numel), sizeof numel); };
   const bool read = v.is_cpu() && v.layout() == at::kStrided && v.has_storage();
   if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) return false;
   if (v.storage().nbytes() == 0) return false;
   const char* const start = static_cast<const char*>(v.const_data_ptr());
-  const int64_t nbytes = v.numel() * v.itemsize();
+  const int64_t nbytes = numel * v.itemsize();
   if (start == nullptr && nbytes) return false;
-  if (nbytes <= kRuns * kRun) return found.assign(start, nbytes), true;
-  found.reserve(kRuns * kRun);
+  if (nbytes <= kRuns * kRun) return with_size(), found.append(start, nbytes), true;
+  found.reserve(sizeof numel + kRuns * kRun);
+  with_size();
   const auto take = [&](int64_t count, int64_t length) {
     const int64_t step = (nbytes - length) / (count - 1);
     for (int64_t i = 0; i < count; ++i) found.append(start + i * step, length);
   };
   take(kRuns, kRun);
-  if (found.find_first_not_of('\0') == std::string::npos) take(kPlaces, kPlace);
+  if (found.find_first_not_of('\0', sizeof numel) == std::string::npos) take(kPlaces, kPlace);
   return true;
 }
 
@@ -75,6 +78,15 @@ inline PyObject* sample(PyObject*, PyObject* object) {
   std::string found;
   if (!THPVariable_CheckExact(object) || !sample_into(THPVariable_Unpack(object), found)) Py_RETURN_NONE;
   return PyBytes_FromStringAndSize(found.data(), found.size());
+  END_HANDLE_TH_ERRORS
+}
+
+// storage(tensor): where its storage is, and its bytes.
+inline PyObject* storage(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(THPVariable_Check(object));
+  const c10::Storage& of = THPVariable_Unpack(object).storage();
+  return Py_BuildValue("KK", reinterpret_cast<unsigned long long>(of.unsafeGetStorageImpl()), static_cast<unsigned long long>(of.nbytes()));
   END_HANDLE_TH_ERRORS
 }
 

@@ -178,11 +178,11 @@ inline PyObject* unpack(PyObject*, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_lean(Value, Step, Sample, Packed, unpack)
+// set_lean(Value, Step, Packed, unpack)
 inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   Classes& of = classes();
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &of.value, &of.step, &of.sample, &of.packed, &unpack_by_python)) return nullptr;
-  Py_INCREF(of.value), Py_INCREF(of.step), Py_INCREF(of.sample), Py_INCREF(of.packed), Py_INCREF(unpack_by_python);
+  if (!PyArg_ParseTuple(arguments, "OOOO", &of.value, &of.step, &of.packed, &unpack_by_python)) return nullptr;
+  Py_INCREF(of.value), Py_INCREF(of.step), Py_INCREF(of.packed), Py_INCREF(unpack_by_python);
   Py_RETURN_NONE;
 }
 

@@ -355,6 +355,7 @@ PyMethodDef functions[] = {
     {"this_thread", &this_thread, METH_NOARGS, nullptr},
     {"in_view", &in_view, METH_O, nullptr},
     {"sample", &sample, METH_O, nullptr},
+    {"storage", &storage, METH_O, nullptr},
     {"version_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&version_of)), METH_FASTCALL, nullptr},
     {"scale_and_shift", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&scale_and_shift)), METH_FASTCALL, nullptr},
     {"told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&told)), METH_FASTCALL, nullptr},

@@ -27,7 +27,10 @@ struct Names {
   PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow);
 #undef LEANNORM_NAME
   PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
-  PyObject* registry = PyUnicode_InternFromString("leannorm");
+  PyObject* registry[8];  // the keys of a node's metadata, by output; as graph.py
+  Names() {
+    for (int i = 0; i < 8; ++i) registry[i] = PyUnicode_InternFromString(("leannorm " + std::to_string(i)).c_str());
+  }
 };
 inline const Names& names() {
   static const Names made;
@@ -55,7 +58,7 @@ inline void set_number(PyObject* object, PyObject* name, long to) { set(object, 
 
 // The classes of these objects; set once by memo.py.
 struct Classes {
-  PyObject *value = nullptr, *step = nullptr, *sample = nullptr, *packed = nullptr;
+  PyObject *value = nullptr, *step = nullptr, *packed = nullptr;
 };
 inline Classes& classes() {
   static Classes known;
@@ -69,24 +72,19 @@ inline const Tensor* tensor_of(PyObject* object) {
 
 // ---------------------------------------------------------------- samples
 
-// A Sample, or None.
+// Bytes, or None.
 inline Ref sample_of(const Tensor& v) {
   std::string content;
   if (!sample_into(v, content)) return borrowed(Py_None);
-  auto* const type = reinterpret_cast<PyTypeObject*>(classes().sample);
-  Ref made = checked(type->tp_alloc(type, 2));
-  PyTuple_SET_ITEM(made.get(), 0, checked(PyLong_FromLongLong(v.numel())).release());
-  PyTuple_SET_ITEM(made.get(), 1, checked(PyBytes_FromStringAndSize(content.data(), content.size())).release());
-  return made;
+  return checked(PyBytes_FromStringAndSize(content.data(), content.size()));
 }
-// Does the tensor still hold the bytes of this Sample (or is it None)?
+// Does the tensor still hold the bytes of this sample (or is it None)?
 inline bool matches(PyObject* sample, const Tensor& v) {
   if (sample == Py_None) return true;
   std::string now;
-  if (!sample_into(v, now) || PyLong_AsLongLong(PyTuple_GET_ITEM(sample, 0)) != v.numel()) return false;
-  PyObject* const content = PyTuple_GET_ITEM(sample, 1);
-  const size_t size = PyBytes_GET_SIZE(content);
-  return now.size() == size && std::memcmp(PyBytes_AS_STRING(content), now.data(), size) == 0;
+  if (!PyBytes_CheckExact(sample) || !sample_into(v, now)) return false;
+  const size_t size = PyBytes_GET_SIZE(sample);
+  return now.size() == size && std::memcmp(PyBytes_AS_STRING(sample), now.data(), size) == 0;
 }
 
 // ---------------------------------------------------------------- values
@@ -96,7 +94,8 @@ inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_T
 // Value(tensor, version, step, name); None for no tensor and no step.
 inline Ref new_value(PyObject* tensor, long version, PyObject* step, PyObject* name) {
   auto* const type = reinterpret_cast<PyTypeObject*>(classes().value);
-  Ref value = checked(type->tp_alloc(type, 0));
+  static PyObject* const nothing = PyTuple_New(0);
+  Ref value = checked(type->tp_new(type, nothing, nullptr));  // attributes without a dict, as tp_alloc would not
   const auto& n = names();
   set(value.get(), n.tensor, tensor), set_number(value.get(), n.version, version);
   set(value.get(), n.step, step), set(value.get(), n.name, name);
@@ -142,30 +141,23 @@ struct Registered {
   Ref value;  // alive
   bool is_packed = false;
 };
+inline PyObject* registry_key(uint32_t output) {
+  if (output >= std::size(names().registry)) throw Unusual();
+  return names().registry[output];
+}
 inline Registered registered(Node* node, uint32_t output) {
   Registered found;
-  PyObject* const known = PyDict_GetItemWithError(metadata_of(node), names().registry);
-  if (known == nullptr) return found;
-  const Ref key(PyLong_FromUnsignedLong(output));
-  PyObject* const lookup = PyDict_GetItemWithError(known, key.get());
+  PyObject* const lookup = PyDict_GetItemWithError(metadata_of(node), registry_key(output));
   if (lookup == nullptr) return found;
   found.any = true;
   if (!PyWeakref_CheckRef(lookup)) throw Unusual();
   found.is_packed = reinterpret_cast<PyObject*>(Py_TYPE(lookup)) == classes().packed;
-  found.value = checked(PyObject_CallNoArgs(lookup));
-  if (found.value.get() == Py_None) found.value = Ref();
+  PyObject* const value = PyWeakref_GetObject(lookup);
+  if (value != Py_None) found.value = borrowed(value);
   return found;
 }
 inline void record(Node* node, uint32_t output, const Ref& lookup) {
-  PyObject* const metadata = metadata_of(node);
-  PyObject* known = PyDict_GetItemWithError(metadata, names().registry);
-  if (known == nullptr) {
-    const Ref made = checked(PyDict_New());
-    if (PyDict_SetItem(metadata, names().registry, made.get()) != 0) throw Unusual();
-    known = PyDict_GetItemWithError(metadata, names().registry);
-  }
-  const Ref key(PyLong_FromUnsignedLong(output));
-  if (PyDict_SetItem(known, key.get(), lookup.get()) != 0) throw Unusual();
+  if (PyDict_SetItem(metadata_of(node), registry_key(output), lookup.get()) != 0) throw Unusual();
 }
 inline void record_packed(Node* node, uint32_t output, PyObject* value, PyObject* sample) {
   const Ref lookup = checked(PyObject_CallOneArg(classes().packed, value));

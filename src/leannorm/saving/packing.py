@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from leannorm.saving import memo, reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
-from leannorm.saving.evidence import Sample, version_of
+from leannorm.saving.evidence import matches, sample_of, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
     Packed,
@@ -143,7 +143,7 @@ class Packing(CountingHook):
             return self._again(known, local)
         unedited = as_made(node, output, version)
         before = lookup.sample if known is None and type(lookup) is Packed else None
-        if before is not None and not before.matches(local):  # the nodes that saved it are gone
+        if not matches(before, local):  # the nodes that saved it are gone
             unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
@@ -169,7 +169,7 @@ class Packing(CountingHook):
         step = from_narrow or found
         if isinstance(step, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
-            value.watch, value.sample, value.spec = version_of(tensor), Sample.of(local), spec
+            value.watch, value.sample, value.spec = version_of(tensor), sample_of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
             if self._makes_a_plan:
                 value.price = of_rebuild(step, local.shape, tensor.dtype, tensor.device)
@@ -181,7 +181,7 @@ class Packing(CountingHook):
                 self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
-            value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
+            value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
             elif size >= SMALLEST:
@@ -216,7 +216,7 @@ class Packing(CountingHook):
         this reader needs it when weights that a rebuild reads are freed: each gets what stock would give."""
         if known.step is None or known.memory is not None:
             return known
-        edited = known.sample is not None and not known.sample.matches(tensor)
+        edited = not matches(known.sample, tensor)
         if edited or (self._sharded and self.units.freed(known.step) is not None):
             known.memory = tensor.detach()
         return known
@@ -292,7 +292,7 @@ class Packing(CountingHook):
             # a norm's weight has one dim; a leaf that is no parameter may be in this pass for the first time
             plain = type(tensor) is Tensor or value.spec is not None
             if tensor.dim() == 1 or self.policy.reads_weights or plain:
-                value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
+                value.sample = sample_of(tensor)  # an edit through .data may come before a step reads it
             if self._sharded and tensor.dim() == 1 and value.tensor is not None:
                 value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
             return value
@@ -311,7 +311,7 @@ class Packing(CountingHook):
                 value.name, value.why = name_of(frame), reasons.KEPT
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or large:
-                value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
+                value.sample = sample_of(tensor)  # what a norm in training keeps, nobody else has
             return value
         value = self._hold(tensor)
         value.alone = alone
@@ -357,7 +357,7 @@ class Packing(CountingHook):
             value.whole = whole = held(base, kind_of(base.grad_fn))
             whole.as_made = as_made(base.grad_fn, base.output_nr, base._version) is True
             whole.provenance, whole.order = self.search.provenance, self.seen
-            whole.seen_at, whole.sample = value.seen_at, Sample.of(base)
+            whole.seen_at, whole.sample = value.seen_at, sample_of(base)
             register(base.grad_fn, base.output_nr, weakref.ref(whole))
             self._retry(base.grad_fn, base.output_nr)
         return True
@@ -383,7 +383,7 @@ class Packing(CountingHook):
             if value.origin is None or not value.current:
                 continue
             tensor = value.look()  # rebuilt, if it is held in fewer bytes
-            if value.sample is not None and not value.sample.matches(tensor):
+            if not matches(value.sample, tensor):
                 continue  # edited unseen: what its own node reads cannot be rebuilt
             step = self.search.step(*value.origin, value.shared(tensor))
             if isinstance(step, Step):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.saving.device import asynchronous, capturing, synchronize
-from leannorm.saving.evidence import Sample, bits
+from leannorm.saving.evidence import bits, sample_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import exact
 from leannorm.saving.steps import Owner, Step, run
@@ -31,13 +31,13 @@ class _Tried(NamedTuple):
     """The outcome for one kind of step: the seconds of a rebuild, None if the bits differed, and on what."""
 
     seconds: float | None
-    on: tuple[Sample | None, ...] = ()
+    on: tuple[bytes | None, ...] = ()
 
     def speaks_for(self, tensor: Tensor) -> bool:
         """Is no further trial needed for this tensor?"""
         if self.seconds is None or len(self.on) == _ENOUGH:
             return True
-        sample = Sample.of(tensor)
+        sample = sample_of(tensor)
         return sample is not None and sample in self.on
 
 
@@ -71,7 +71,7 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
             _store(key, _Tried(None))
     elif middle.bits_told and _tells_of_others(tensor):
         on = () if tried is None else tried.on
-        _store(key, _Tried(found, (*on, Sample.of(tensor))[-_ENOUGH:]))
+        _store(key, _Tried(found, (*on, sample_of(tensor))[-_ENOUGH:]))
     return found
 
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving.evidence import Sample
 from leannorm.saving.flags import current
 from leannorm.saving.graph import Packed
 from leannorm.saving.rows import unbuilt
@@ -42,5 +41,5 @@ def _unpack(value: Value | Kept) -> Tensor:
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack
 if NODES is not None:  # gives back what is held, and asks Python for the rest
-    NODES.set_lean(Value, Step, Sample, Packed, _unpack)
+    NODES.set_lean(Value, Step, Packed, _unpack)
     unpack = NODES.unpack
