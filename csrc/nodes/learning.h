@@ -98,7 +98,8 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->ledger = object_of(from["ledger"]), made->values = object_of(from["values"]);
   made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]);
   made->read = object_of(from["read"]), made->apply = object_of(from["apply"]), made->call = borrowed(Py_None);
-  made->smaller = object_of(from["smaller"]);
+  made->norms = object_of(from["norms"]), made->arguments = object_of(from["arguments"]);
+  made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]);
   made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
                made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false};
   made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();

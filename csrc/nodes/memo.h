@@ -43,7 +43,8 @@ inline uint64_t key_of(const std::type_info* type, uint32_t output, long version
 // One forward pass.
 struct State {
   std::shared_ptr<Memo> memo;
-  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, apply, call, smaller;
+  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
+  Ref smaller, edited;  // reasons
   Now now;
   long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
@@ -71,6 +72,44 @@ inline bool flags_as_before(State* p) {
   return true;
 }
 
+// What a norm's call tells in `frame`; as _of_norm in calls.py.
+inline Ref norm_call(State* p, PyFrameObject* frame) {
+  const Ref given(PyFrame_GetLocals(frame));
+  if (!given || !PyDict_CheckExact(given.get())) throw Unusual();
+  static PyObject* const keys[] = {
+      PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias"), PyUnicode_InternFromString("running_mean"),
+      PyUnicode_InternFromString("running_var"), PyUnicode_InternFromString("training"),
+      PyUnicode_InternFromString("use_input_stats"), PyUnicode_InternFromString("eps")};
+  PyObject* of[std::size(keys)];
+  for (size_t i = 0; i < std::size(keys); ++i) of[i] = PyDict_GetItemWithError(given.get(), keys[i]);
+  const Tensor* tensors[4];
+  for (size_t i = 0; i < 4; ++i) {
+    tensors[i] = tensor_of(of[i]);
+    if (tensors[i] == nullptr && of[i] != Py_None && (i < 2 || of[i] != nullptr)) throw Unusual();
+    if (tensors[i] != nullptr && !plain(*tensors[i])) throw Unusual();
+  }
+  PyObject* const mode = of[4] != nullptr ? of[4] : of[5];
+  const int trains = mode == nullptr ? 1 : PyObject_IsTrue(mode);
+  if (trains < 0 || of[6] == nullptr) throw Unusual();
+  const Tensor *const weight = tensors[0], *const bias = tensors[1];
+  const auto frozen = [](const Tensor* v) { return v != nullptr && !v->requires_grad(); };
+  const auto share = [](const Tensor* a, const Tensor* b) { return a != nullptr && b != nullptr && a->is_alias_of(*b); };
+  bool moves_affine = false;
+  for (const Tensor* moved : {tensors[2], tensors[3]}) moves_affine |= trains && (share(moved, weight) || share(moved, bias));
+  Ref copy = borrowed(Py_None);
+  if (bias != nullptr) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    copy = checked(THPVariable_Wrap(bias->detach().clone()));
+  }
+  auto* const type = reinterpret_cast<PyTypeObject*>(p->arguments.get());
+  Ref made = checked(type->tp_alloc(type, 4));
+  PyTuple_SET_ITEM(made.get(), 0, borrowed(of[6]).release());
+  PyTuple_SET_ITEM(made.get(), 1, copy.release());
+  PyTuple_SET_ITEM(made.get(), 2, borrowed(!trains || frozen(weight) || frozen(bias) ? Py_True : Py_False).release());
+  PyTuple_SET_ITEM(made.get(), 3, borrowed(moves_affine ? Py_True : Py_False).release());
+  return made;
+}
+
 // The call that saves the tensor, as Packing._call_of: None where its frame tells nothing.
 inline PyObject* call_of(State* p) {
   if (p->called == p->now.next) return p->call.get();
@@ -78,9 +117,12 @@ inline PyObject* call_of(State* p) {
   if (frame == nullptr || p->apply.get() == Py_None) throw Unusual();
   const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
+  const int is_norm = PySet_Contains(p->norms.get(), code.get());
+  if (is_norm < 0) throw Unusual();
   const bool telling = PyDict_Contains(p->read.get(), code.get()) == 1 || code.get() == p->apply.get() ||
                        PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
-  if (telling) {
+  if (is_norm) p->call = norm_call(p, frame);
+  else if (telling) {
     const Ref next = checked(PyLong_FromUnsignedLongLong(p->now.next));
     PyObject* const given[] = {p->packing.get(), reinterpret_cast<PyObject*>(frame), next.get()};
     p->call = checked(PyObject_VectorcallMethod(names()._call_of, given, 3, nullptr));
@@ -102,6 +144,21 @@ inline void in_ledger(State* p, PyObject* value) {
   if (PyList_Append(p->values.get(), reference.get()) != 0) throw Unusual();
 }
 
+// As is_parameter of values.py, of a base.
+inline bool is_leaf_or_parameter(at::TensorBase of) {
+  const Tensor base(std::move(of));
+  if (base.requires_grad() && base.is_leaf()) return true;
+  const Ref object = checked(THPVariable_Wrap(base));
+  if (!THPVariable_CheckExact(object.get())) throw Unusual();
+  return Py_TYPE(object.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
+}
+
+// A view of a leaf that was edited before, such as a layer's transposed weight after the first step: nothing is asked.
+inline bool views_edited_leaf(const Tensor& t, const Node* node, const NodeClass& of, long version) {
+  if (version == 0 || !of.alias || !t.is_view() || node->next_edges().empty()) return false;
+  return as<torch::autograd::AccumulateGrad>(node->next_edge(0).function.get()) != nullptr;
+}
+
 // Parameters, inputs, statistics.
 inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   static PyObject* const unnamed = PyUnicode_InternFromString("");
@@ -114,14 +171,14 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   }
   // a mask, or integers: their values say how they are held
   const bool alone = Py_REFCNT(object) <= p->alone;
-  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && version == 0 && !alone);
-  if (!as_it_is || t.scalar_type() == at::kLong || t.is_view()) throw Unusual();
+  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && !alone);
+  if (!as_it_is || t.scalar_type() == at::kLong) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);
   PyObject* const call = call_of(p);
   set(value.get(), names().call, call);
   if (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True) set(value.get(), names().sample, sample_of(t));
   value = finished(p, std::move(value));
-  if (!is_parameter) in_ledger(p, value.get());
+  if (!is_parameter && !(t.is_view() && is_leaf_or_parameter(t._base()))) in_ledger(p, value.get());
   return value;
 }
 
@@ -231,14 +288,15 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   Registered known = registered(node, output);
   if (Ref value = again(p, object, t, known)) return value;
   const long version = t._version(), size = t.numel();
-  as_made(p, node, output, version);
+  const bool edited = views_edited_leaf(t, node, of, version);
+  if (!edited) as_made(p, node, output, version);
   const bool newest = node->sequence_nr() + 1 == p->now.next, large = size >= p->smallest;
   Ref value;
   PyObject* why = nullptr;
   std::shared_ptr<const Kind> learned;
   const Template* step_template = nullptr;
   const bool worth = large && (p->everything || size * p->much_larger > std::max(p->largest, size));
-  if (worth && of.searched) {
+  if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
     if (found == p->memo->kinds.end()) throw Unusual();
     const std::shared_ptr<const Memo::Kinds> kinds = found->second;
@@ -257,12 +315,15 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   } else {
     call_of(p);
     value = held(p, t, of.name.get());
-    if (large) set(value.get(), names().why, worth ? of.why.get() : p->smaller.get());
+    if (large || edited) set(value.get(), names().why, edited ? p->edited.get() : worth ? of.why.get() : p->smaller.get());
+    if (edited) set(value.get(), names().as_made, Py_False);
   }
   const bool is_held = get(value.get(), names().step).get() == Py_None;
-  if (is_held && large && t.is_view()) throw Unusual();  // it gives access to its base
+  if (is_held && large && t.is_view() && t._base().grad_fn()) throw Unusual();  // it gives access to its base
+  const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
   Ref sample = is_held ? sample_of(t) : get(value.get(), names().sample);
-  if (is_held) set(value.get(), names().sample, sample), in_ledger(p, value.get());
+  if (is_held) set(value.get(), names().sample, sample);
+  if (is_held && counts) in_ledger(p, value.get());
   if (large) p->largest = std::max(p->largest, size);
   set(value.get(), names().layout, p->memo->layouts.of(object, t));
   set(value.get(), names().seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));

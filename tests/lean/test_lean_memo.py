@@ -315,9 +315,10 @@ def test_a_sum_goes_by_what_is_added(monkeypatch):
 
     def add(m, x, other):
         u, v = m[0](x), m[1](x)
-        w, both = F.silu(u), F.silu(v)
+        w = F.silu(u)
+        others = m[2](w).sum() + F.silu(v).sum()
         s = (w if other else u) + v
-        return m[3](F.silu(s)).square().sum() + m[2](w).sum() + both.sum()
+        return m[3](F.silu(s)).square().sum() + others
 
     def records(on):
         monkeypatch.setattr(memo, "on", on)
@@ -351,13 +352,13 @@ def test_an_edit_that_the_backward_pass_never_meets():
     assert torch.equal(gradient(contextlib.nullcontext(), True), gradient(lean(), True))
 
 
-def test_a_pass_like_those_before_asks_python_for_nothing_but_the_unusual(monkeypatch):
+def test_a_pass_like_those_before_asks_python_for_nothing(monkeypatch):
     monkeypatch.setattr(packing, "SMALLEST", 16)
     net, asked = _net(), []
     _passes(net, "norm", 5)
     _asked_python(monkeypatch, asked)
     _passes(net, "norm", 1)
-    assert [type(node).__name__ for node in asked] == ["TBackward0"]  # a view of a weight
+    assert not asked
 
 
 @pytest.mark.parametrize(

@@ -105,13 +105,14 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 
 
+NORMS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
 READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
     **dict.fromkeys(_codes(torch.nn.Linear.forward), _of_linear),
     **dict.fromkeys(
         _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3))), _of_convolution
     ),
     **dict.fromkeys(_codes(F.rms_norm), _of_rms_norm),
-    **dict.fromkeys(_codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm), _of_norm),
+    **dict.fromkeys(NORMS, _of_norm),
 }
 
 
