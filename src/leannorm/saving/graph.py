@@ -96,9 +96,15 @@ def saved_values(node: Any) -> Iterator[Value]:
 
 
 @lru_cache(maxsize=1024)
-def constant_names(kind: Any) -> tuple[str, ...]:
+def _constant_names(kind: Any) -> tuple[str, ...]:
     names = dir(kind)
     return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+
+
+def constants_of(node: Any) -> tuple[str, ...]:
+    """The attributes by which a node shows what it saved beside tensors."""
+    kind: Any = type(node)
+    return _constant_names(kind)
 
 
 def identity(node: Any) -> Hashable:
@@ -107,14 +113,14 @@ def identity(node: Any) -> Hashable:
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
     ours = isinstance(node, BackwardCFunction)
-    if NODES is not None and not ours and (told := NODES.told(node, constant_names(kind))) is not None:
+    if NODES is not None and not ours and (told := NODES.told(node, constants_of(node))) is not None:
         return kind, told
     metadata = _metadata(node)
     try:
         if ours:
             kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
         else:
-            kept = tuple([exact(getattr(node, name)) for name in constant_names(kind)])
+            kept = tuple([exact(getattr(node, name)) for name in constants_of(node)])
     except (TypeError, RuntimeError):  # torch has no Python form of it
         return None
     return kind, metadata, kept

@@ -40,7 +40,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self.references: list[weakref.ref[Value]] = []
-        self._closed: list[Any] | None = None  # the fields of all rows in a row: fewer objects for Python to collect
+        self._closed: list[Any] | None = None  # the fields of all rows: Python has fewer objects to collect
         self._plain: list[Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:

@@ -24,7 +24,7 @@ from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import (
     ACCUMULATES,
     PASSES_ON,
-    constant_names,
+    constants_of,
     find,
     kind_of,
     saved,
@@ -213,7 +213,7 @@ class _Learning:
         return {
             "node": node,
             "output": visit.output,
-            "constants": constant_names(type(node)),
+            "constants": constants_of(node),
             "newest": node._sequence_nr() + 1 == self._number,
             "fields": [-1 if field is None else sort_of(field) for field in fields],
             "edges": edges,
@@ -304,10 +304,10 @@ class _Learning:
             mean, rstd = saved(node, "result1"), saved(node, "result2")
             if mean is None or rstd is None or not isinstance(mean.call, CallArguments) or 2 in visit.given:
                 raise _UnlikeError
-            has_bias = mean.call.bias is not None
-            if not node._saved_training or (has_bias and len(mean.call.bias) != len(rstd.look())):
+            bias = mean.call.bias
+            if not node._saved_training or (bias is not None and len(bias) != len(rstd.look())):
                 raise _UnlikeError
-            return _BATCH_NORM_WITH_BIAS if has_bias else _BATCH_NORM, step.inputs, 0
+            return _BATCH_NORM if bias is None else _BATCH_NORM_WITH_BIAS, step.inputs, 0
         x = saved(node, "self") if "self" in NODES.fields(node) else visit.given.get(0)
         norm, copies = None if x is None else x.step, 0
         while norm is not None and norm.kind == "copy":
@@ -331,8 +331,8 @@ def told_of(policy: Policy, node: Any) -> tuple[str, str, bool, bool, bool, bool
 
 
 def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
-    """The object whose `pack` is the first hook of this pass: `packing`, or one in C++ that makes usual values
-    by itself and gives the rest to `packing`."""
+    """The object whose `pack` is the first hook of this pass: `packing`, or one in C++ that makes usual
+    values by itself and gives the rest to `packing`."""
     memo, search, policy = packing.memo, packing.search, packing.policy
     if memo is None:
         return packing

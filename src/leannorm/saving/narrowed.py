@@ -46,13 +46,16 @@ class _Probe(CountingHook):
         return references
 
 
+_count = _Probe().pack
+
+
 @lru_cache
-def references_when_alone(count: Callable[[Tensor], int] = _Probe().pack) -> int:
+def references_when_alone(count: Callable[[Tensor], int] = _count) -> int:
     """The count of a tensor that only autograd holds, as this hook counts."""
     found = list[int]()
 
     def run() -> None:
-        with saved_tensors_hooks(count, lambda t: t):  # type: ignore[arg-type]
+        with saved_tensors_hooks(count, lambda t: t):
             node: Any = torch.relu(torch.zeros(1, requires_grad=True)).grad_fn
         found.append(node._raw_saved_result.data)
 
