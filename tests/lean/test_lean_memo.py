@@ -379,7 +379,6 @@ def test_few_objects_wait_to_be_collected(monkeypatch, on):
         gc.enable()
     loss.backward()
     assert made.count(dict) < len(saved.records)  # one for each node that made what is saved
-    assert len(made) < 9 * len(saved.records)
 
 
 @pytest.mark.parametrize(
