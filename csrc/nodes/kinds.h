@@ -57,7 +57,7 @@ struct Kind {
   std::vector<Check> checks;
   std::vector<Template> templates;  // the tensor's own first; empty where it is held
   std::vector<int> same;  // of each field and edge, the first that had the same value
-  Ref why, seconds, layout;
+  Ref flags, why, seconds;
   bool is_view;
 };
 
@@ -169,13 +169,10 @@ class Match {
 
   // Is all true that the search had found?
   bool holds() {
+    if (kind_.flags.get() != now_.flags) return false;
     for (size_t i = 0; i < kind_.checks.size(); ++i)
       if (nodes_[i] == nullptr || !holds(i)) return false;
     if (!same_as_before()) return false;
-    for (const Template& made : kind_.templates) {
-      PyObject* const flags = PyTuple_GET_ITEM(made.step.get(), kFlags);
-      if (flags != Py_None && flags != now_.flags) return false;
-    }
     return true;
   }
 

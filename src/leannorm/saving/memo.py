@@ -111,9 +111,9 @@ on = True  # for tests
 class _Memo:
     """The kinds of one policy; of saves that become none, how often that was found out."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self) -> None:
         assert NODES is not None
-        self.policy, self.kinds = policy, NODES.memo()
+        self.kinds = NODES.memo()
         self.attempts: dict[Hashable, int] = {}
 
 
@@ -130,7 +130,7 @@ def memo_of(policy: Policy) -> _Memo | None:
     if NODES is None or not on:
         return None
     if policy not in _MEMOS:
-        _MEMOS[policy] = _Memo(policy)
+        _MEMOS[policy] = _Memo()
     return _MEMOS[policy]
 
 
@@ -141,19 +141,28 @@ _MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their i
 
 
 def learn(
-    memo: _Memo, search: Search, tensor: Tensor, number: int, value: Value, found: Step | Missing
+    memo: _Memo,
+    search: Search,
+    visits: list[Visit],
+    tensor: Tensor,
+    number: int,
+    value: Value,
+    found: Step | Missing,
 ) -> None:
     """Make a kind of what `search` has just found for `tensor`, which is packed as `value`."""
     node: Any = tensor.grad_fn
     place = type(node), tensor.output_nr, value.layout, value.version
-    searched = bool(search.visits) and search.visits[0].node is node
-    if not searched or type(tensor) not in (Tensor, torch.nn.Parameter):
+    if (
+        search.flags.only is None
+        or visits[0].node is not node
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+    ):
         return
     if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS or not _is_settled(value, found, tensor):
         return
     memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:
-        kind = _Learning(search, tensor, number, value, found).kind
+        kind = _Learning(search, visits, number, value, found).kind
     except _UnlikeError:
         return
     memo.kinds.learn(tensor, number, kind)
@@ -171,9 +180,14 @@ class _Learning:
     """Where everything is that one save depends on."""
 
     def __init__(
-        self, search: Search, tensor: Tensor, number: int, value: Value, found: Step | Missing
+        self, search: Search, visits: list[Visit], number: int, value: Value, found: Step | Missing
     ) -> None:
-        self._visits, self._number, self._policy = search.visits, number, search.policy
+        self._visits, self._number, self._policy, self._flags = (
+            visits,
+            number,
+            search.policy,
+            search.flags.only,
+        )
         self._templates: list[dict[str, Any] | None] = []
         self._made: dict[int, int] = {}  # templates, by the check of the node that made the value
         kinds = [kind_of(visit.node) for visit in self._visits]
@@ -184,6 +198,7 @@ class _Learning:
         elif not self._is_held_for_good(value, found):
             raise _UnlikeError
         self.kind = {
+            "flags": self._flags,
             "checks": [self._check(visit) for visit in self._visits],
             "same": self._same(),
             "templates": self._templates,
@@ -271,7 +286,7 @@ class _Learning:
 
     def _template(self, value: Value, check: int) -> None:
         step = value.step
-        if step is None or step.spec is not None:
+        if step is None or step.spec is not None or step.flags not in (None, self._flags):
             raise _UnlikeError
         kind = kind_of(self._visits[check].node)
         if kind == "MulBackward0" and len(step.inputs) < 2:
@@ -340,7 +355,7 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "packing": packing,
         "pack": packing.pack,
         "getters": flags.GETTERS,
-        "flags": search.flags.at_first,
+        "flags": search.flags.only,
         "before": search.leaves.before,
         "provenance": search.provenance,
         "ledger": packing.ledger,

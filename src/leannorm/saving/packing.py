@@ -51,7 +51,7 @@ from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
-from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
+from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
 from leannorm.saving.trial import layout, seconds
@@ -102,7 +102,6 @@ class Packing(CountingHook):
             return self._of_this_pass(self._hold(tensor))
 
     def _of_this_pass(self, value: Value) -> Value:
-        self.search.visits = []  # a node must not be held by what it saves
         if value.provenance is None:
             value.provenance, value.order = self.search.provenance, self.seen
         return value.used()
@@ -150,13 +149,14 @@ class Packing(CountingHook):
             worth = self.policy.is_worth(size, self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
+        visits = list[Visit]()
         self._freed = ""
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
-            found = self.search.step(node, output, tensor)
+            found = self.search.step(node, output, tensor, visits)
             if unedited is None and isinstance(found, Step):
                 found = found._replace(proved=False)
             if isinstance(found, Missing) and not self.reasons:
@@ -195,6 +195,8 @@ class Packing(CountingHook):
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
         register_packed(node, output, value)
+        if self.memo is not None and visits and known is None and spec is None:
+            memo.learn(self.memo, self.search, visits, tensor, number, value, found)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
@@ -202,8 +204,6 @@ class Packing(CountingHook):
             self._await(value, node, output, kind, missing)
         if self._anything_waits:
             self._retry(node, output)
-        if self.memo is not None and (may or worth) and known is None and spec is None:
-            memo.learn(self.memo, self.search, tensor, number, value, found)
         return value
 
     @property
@@ -378,7 +378,7 @@ class Packing(CountingHook):
             self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
-        """Try again the values that waited for this output of the node."""
+        """Try again the values that waited for this output of the node. Also called from C++."""
         for value in pop_waiting(node, output):
             if value.origin is None or not value.current:
                 continue

@@ -73,9 +73,9 @@ class FlagLog:
         self._last = -1
 
     @property
-    def at_first(self) -> Flags:
-        """The flags when the pass began."""
-        return self._flags[0]
+    def only(self) -> Flags | None:
+        """The flags of the pass until now; None where they have changed."""
+        return self._flags[0] if len(self._flags) == 1 else None
 
     def record(self, number: int) -> None:
         """Record the flags while a tensor is saved; `number` is the next node's sequence number."""

@@ -100,21 +100,25 @@ class Search:
         know_torchs_functions()
         self._base: Tensor | None = None  # of which the tensor in question is a view
         self.of_ranks = False  # has the pass a DTensor?
-        self.visits: list[Visit] = []  # the nodes of the last search
+        self._visits: list[Visit] = []
         self._communicates = False  # would a rebuild of the tensor in question?
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
         return kind in self._recipes
 
-    def step(self, node: Node, output: int, like: Tensor) -> Step | Missing:
-        """How to rebuild `like`, an output of the node that was not edited since."""
+    def step(
+        self, node: Node, output: int, like: Tensor, visits: list[Visit] | None = None
+    ) -> Step | Missing:
+        """How to rebuild `like`, an output of the node that was not edited since. The nodes that were looked
+        at are added to `visits`."""
         missing: list[tuple[Node, int]] = []
-        self._base, self._communicates, self.visits = like._base, False, []
+        self._base, self._communicates = like._base, False
+        self._visits = [] if visits is None else visits
         try:
             step = self._step(node, output, like, 0, missing)
         finally:
-            self._base = None
+            self._base, self._visits = None, []  # a node must not be held by what it saves
         return Missing(tuple(missing), self._communicates) if step is None else step
 
     def _step(
@@ -129,7 +133,7 @@ class Search:
         edges: tuple[tuple[Node | None, int], ...] = ()  # read once: torch builds a new tuple at each access
         proved = True
         visit = Visit(node, output, {})
-        self.visits.append(visit)
+        self._visits.append(visit)
 
         def given(i: int) -> Value | None:
             nonlocal edges, proved
