@@ -47,7 +47,7 @@ def dropped(forward, **settings):
         saved = lean(**settings)
         with saved:
             result = forward()
-        references = list(saved._ledger._values)
+        references = list(saved._ledger.references)
         assert references or not torch.is_tensor(result) or not result.requires_grad
         del result
         left += [value.name for value in (reference() for reference in references) if value is not None]
@@ -111,12 +111,12 @@ def test_after_an_error_and_after_a_kept_graph(program, setting):
     saved = lean(**SETTINGS[setting])
     with pytest.raises(ZeroDivisionError), saved:
         raises()
-    assert not [r() for r in saved._ledger._values if r() is not None]
+    assert not [r() for r in saved._ledger.references if r() is not None]
     for context in (saved, copy.copy(saved)):
         with context:
             loss = kept()
         loss.backward(retain_graph=True)
-        references = list(context._ledger._values)
+        references = list(context._ledger.references)
         assert any(r() is not None for r in references)
         del loss
         assert not [r() for r in references if r() is not None]
@@ -131,7 +131,7 @@ def test_memory_stays_flat_where_passes_are_dropped_within_one_context():
         for _ in range(6):
             y, r = LF.add_rms_norm(linear(torch.randn(64, 512)), torch.randn(64, 512), (512,), w)
             del y, r
-            alive.append(sum(reference() is not None for reference in saved._ledger._values))
+            alive.append(sum(reference() is not None for reference in saved._ledger.references))
     assert len(set(alive[1:])) == 1
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import InputError
-from leannorm.saving.evidence import Sample, version_of
+from leannorm.saving.evidence import sample_of, version_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -63,6 +63,6 @@ def move(value: Value, tensor: Tensor, hooks: Hooks) -> None:
     dense = torch.ops.aten.is_non_overlapping_and_dense(core)
     layout = tensor.shape, core.shape, core.stride() if dense else None
     packed = _Packed(hooks.pack(core), hooks.unpack)
-    value.watch, value.sample = version_of(tensor), Sample.of(tensor)
+    value.watch, value.sample = version_of(tensor), sample_of(tensor)
     value.shape, value.dtype, value.tensor = tensor.shape, tensor.dtype, None
     value.step = Step(_unpacked, (), (), (packed, layout), kind="held")

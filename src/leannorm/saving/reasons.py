@@ -139,7 +139,7 @@ def out_of_reach(budget: float, ratio: float) -> str:
     )
 
 
-_MODULES = ("leannorm.saving.unpacking", "torch.utils.checkpoint")
+_MODULES = ("leannorm.saving.unpacking", "leannorm._nodes", "torch.utils.checkpoint")
 
 
 def of_hooks_within(node: Any) -> list[str]:
