@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -301,3 +302,42 @@ def test_whatever_a_recurrent_layer_holds_is_said(case, monkeypatch):
     said = sum(float(reason.split(" of the bytes")[0]) for reason in saved.reasons)
     assert held > 0.5
     assert said > held - 0.15, saved.reasons
+
+
+def masked_attention(x):
+    """The sum's other operand needs no gradient, so no node keeps it."""
+    return F.scaled_dot_product_attention(x * 2, x * 3, x[..., :8], torch.zeros(64, 64))
+
+
+def written_in_part(x):
+    """As a rotation of some of the channels: what was there before is gone."""
+    y = x * 2
+    y[..., :8] = y[..., 8:].neg()
+    return y.sin()
+
+
+NOT_AT_HAND = {masked_attention: "SafeSoftmaxBackward0, made of outputs of AddBackward0"}
+NOT_AT_HAND[written_in_part] = "CopySlices"
+
+
+@pytest.mark.parametrize("program", NOT_AT_HAND, ids=lambda program: program.__name__)
+def test_what_cannot_be_rebuilt_is_said_though_most_is(program, monkeypatch):
+    monkeypatch.setattr(small, "SMALL", -1)
+    x = torch.randn(4, 4, 64, 16, requires_grad=True)
+    with lean("conv") as saved:
+        loss = program(F.silu(F.silu(x)).exp()).square().sum()
+    loss.backward()
+    assert saved.rebuilt_bytes > saved.kept_bytes / 2
+    said = f"{NOT_AT_HAND[program]}, and held: what it was made of is not at hand"
+    assert any(re.search(said, reason) for reason in saved.reasons), saved.reasons
+
+
+def test_what_a_setting_leaves_out_is_not_at_fault():
+    """A convolution that reads a rebuilt one, and a residual sum of norms: said by the setting's own page."""
+    model = nn.Sequential(*(nn.Conv2d(16, 16, 3, groups=16), nn.BatchNorm2d(16), nn.SiLU()) * 4)
+    with lean("conv") as saved:
+        y = model(torch.randn(8, 16, 48, 48))
+        loss = F.relu(F.batch_norm(y, None, None, training=True) + y).square().sum()
+    loss.backward()
+    assert saved.rebuilt_bytes > saved.kept_bytes
+    assert not saved.reasons

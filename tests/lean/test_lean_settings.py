@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from lean_cases import assert_as_stock
 from torch import nn
 
 from leannorm import lean
@@ -54,6 +55,7 @@ def settings():
         found[f"precision of {place}"] = own_precision(*place)
     found |= {
         "deterministic": torch.get_deterministic_debug_mode(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
         "denormals": flags._flushes(),
@@ -168,6 +170,42 @@ def test_a_rebuild_has_the_settings_of_its_forward_pass(change):
 
     stock, ours = gradients(contextlib.nullcontext), gradients(lambda: lean("conv"))
     assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+
+
+DENORMAL = {
+    "multiples": lambda h: F.silu(h) * 1e-39 * 1e30,
+    "sums": lambda h: ((a := h.sigmoid() * 1e-37) - a * 0.999) * 1e30,
+    "quotients": lambda h: F.silu(h) / 1e38 / 10 * 1e30,
+    "held before a cast": lambda h: (h.sin() * 1e-39).double(),
+    "norms": lambda h: F.layer_norm(F.silu(h) * 1e-39 * 1e30, (64,)),
+}
+
+
+@pytest.mark.parametrize("flushed", [(False, True), (True, False)], ids=["backward", "forward"])
+@pytest.mark.parametrize("made", DENORMAL)
+@pytest.mark.parametrize("settings", [{}, {"budget": 0.05}], ids=str)
+@pytest.mark.filterwarnings("ignore:leannorm. budget")
+def test_what_is_made_of_denormal_numbers(made, flushed, settings):
+    """Of no number that is denormal itself: the backward pass would read that as 0 in stock, too."""
+
+    def program(context):
+        linear, w, seen = nn.Linear(64, 64), torch.ones(64, 64, requires_grad=True), []
+        for forward, backward in ((False, False), (False, False), flushed):  # those before are remembered
+            w.grad = None
+            try:
+                torch.set_flush_denormal(forward)
+                with context() as saved:
+                    loss = (DENORMAL[made](linear(torch.randn(64, 64))) * w * 1e30).sum()
+                torch.set_flush_denormal(backward)
+                loss.backward()
+            finally:
+                torch.set_flush_denormal(False)
+            assert saved is None or saved.rebuilt_bytes > 0
+            seen.append(w.grad)
+        assert seen[0].count_nonzero()
+        return seen
+
+    assert_as_stock(program, **settings)
 
 
 # ---------------------------------------------------------------- identity

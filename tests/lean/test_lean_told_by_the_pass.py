@@ -146,6 +146,26 @@ def test_a_trial_on_zeros_tells_nothing():
     assert trial._SEEN
 
 
+@pytest.mark.parametrize("first", [0.0, 1e-42])
+def test_a_first_batch_that_is_constant(first):
+    """In this layout torch normalizes with other bits than a rebuild by scale and shift would have."""
+
+    def program(context):
+        linear, norm, last = nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64), nn.Linear(128, 64)
+        seen = []
+        nn.init.normal_(norm.weight), nn.init.normal_(norm.bias)
+        for x in (torch.full((16, 128, 64), first), torch.randn(16, 128, 64), torch.randn(16, 128, 64)):
+            linear.zero_grad()
+            with context():
+                y = norm(linear(x).transpose(1, 2))
+                loss = last(F.silu(y)).square().sum()
+            loss.backward()
+            seen.append(linear.weight.grad.clone())
+        return seen
+
+    assert_as_stock(program)
+
+
 TELL = {
     "zeros": (torch.zeros(4096), False),
     "constant": (torch.full((4096,), 3.0), False),
@@ -181,17 +201,20 @@ def test_a_kind_of_step_is_tried_on_two_tensors(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:leannorm. budget")
-def test_copies_of_other_memory_formats_in_the_middle_of_a_rebuild():
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["contiguous first", "preserved first"])
+def test_copies_of_other_memory_formats_in_the_middle_of_a_rebuild(dtype, first):
     """The node of a copy keeps no memory format, and a sum takes the elements as they lie in memory."""
 
     def program(context):
         conv, seen = nn.Conv2d(8, 16, 1).to(memory_format=torch.channels_last), []
-        for contiguous in (True, True, False):
+        for contiguous in (first, first, not first):
             x, factor = torch.randn(4, 8, 32, 33), torch.randn(4, 16, 32, 33)
             with context():
                 y = conv(x.to(memory_format=torch.channels_last))
-                copied = y.contiguous() if contiguous else y.clone()
-                mean = copied.mean((1, 2, 3), keepdim=True)
+                form = torch.contiguous_format if contiguous else torch.preserve_format
+                copied = y.to(dtype, memory_format=form) if dtype else y.clone(memory_format=form)
+                mean = copied.mean((1, 2, 3), keepdim=True).float()
                 loss = (mean * factor * 100).sin().square().sum() + y.sin().sum()
             conv.weight.grad = None
             loss.backward()

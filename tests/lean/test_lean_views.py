@@ -9,7 +9,7 @@ from lean_cases import assert_as_stock, without_nodes
 from torch import nn
 
 from leannorm import lean
-from leannorm.saving import reasons, small, trial
+from leannorm.saving import graph, reasons, small, trial
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,9 @@ IN_PLACE = {
 @pytest.mark.parametrize("activation", IN_PLACE)
 @pytest.mark.parametrize("norm", NORMS)
 def test_an_activation_in_place_behind_a_norm_of_volumes(norm, activation):
-    """nnU-Net's block. Instance norm puts out a view, of which the activation hides the node."""
+    """nnU-Net's block. Instance norm puts out a view, of which the activation hides the node; one that saves
+    its input, not its output, is told by the C++ nodes alone."""
+    untold = norm.startswith("instance") and activation in ("silu", "elu", "hardswish")
 
     def program(context):
         blocks = [(nn.Conv3d(8, 8, 3), NORMS[norm](8), IN_PLACE[activation](inplace=True)) for _ in range(3)]
@@ -50,14 +52,16 @@ def test_an_activation_in_place_behind_a_norm_of_volumes(norm, activation):
                 loss = model(torch.randn(2, 8, 14, 14, 14)).square().mean()
             loss.backward()
             seen += [p.grad.clone() for p in model.parameters()]
-        if saved is not None:
+        if saved is not None and graph.NODES is None and untold:
+            assert any("AsStridedBackward0" in reason and "CopySlices" in reason for reason in saved.reasons)
+        elif saved is not None:
             assert saved.kept_bytes < 0.7 * (saved.kept_bytes + saved.rebuilt_bytes)
         return seen
 
     assert_as_stock(program)
 
 
-@pytest.mark.parametrize("activation", ["leaky relu", "relu", "celu"])
+@pytest.mark.parametrize("activation", IN_PLACE)
 def test_without_the_nodes_the_call_tells_what_was_done_to_a_view(activation, monkeypatch):
     without_nodes(monkeypatch)
     test_an_activation_in_place_behind_a_norm_of_volumes("instance", activation)

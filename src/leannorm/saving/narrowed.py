@@ -130,7 +130,7 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     narrow = cast.detach().to(dtype)
     if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, cast)):
         return None
-    step = Step(cast_to, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,))
+    step = Step(cast_to, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,), flags=current())
     if cast is tensor:
         return step
     value = Value(None, 0, step, name=kind_of(cast.grad_fn))

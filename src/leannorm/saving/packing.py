@@ -249,10 +249,9 @@ class Packing(CountingHook):
         if found.communicates:
             return reasons.COLLECTIVE
         at_fault: Any = found.outputs[0][0] if found.outputs else node
-        if self.search.considers(kind_of(at_fault)):
-            return reasons.NOT_AT_HAND
-        has_recipe = kind_of(at_fault) in RECIPES
-        why = reasons.NOT_REPEATED if has_recipe else reasons.NO_RECIPE
+        why = reasons.NOT_REPEATED if kind_of(at_fault) in RECIPES else reasons.NO_RECIPE
+        if self.search.considers(kind_of(at_fault)) and not found.ruled_out:
+            why = reasons.NOT_AT_HAND
         return why if at_fault is node else f"{why}: {at_fault.name()}"
 
     def _accepts(self, step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:

@@ -71,6 +71,7 @@ _ALWAYS_SAID = (
     KEPT,
     SMALLER,
     NO_RECIPE,
+    NOT_AT_HAND,
     OTHER_BITS,
     EDITED,
     COLLECTIVE,

@@ -34,7 +34,7 @@ from leannorm.saving.provenance import FlagLog, Provenance, sequence_number
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.activations import ACTIVATIONS
 from leannorm.saving.recipes.norms import NORMS
-from leannorm.saving.recipes.products import CONVOLUTIONS
+from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS
 from leannorm.saving.recipes.resampled import NEAREST
 from leannorm.saving.recipes.selected import BY_POSITION
 from leannorm.saving.recipes.shards import LOCAL, REDISTRIBUTE, TELLING, know_torchs_functions, told_by
@@ -68,7 +68,7 @@ _IN_ANY_LAYOUT = {
     *("LeakyReluBackward0", "LeakyReluBackward1", "HardtanhBackward0", "ConstantPadNdBackward0"),
 }
 _CONTIGUOUS = torch.empty(())
-_WITHOUT_FLAGS = {"view", "copy", "scale", "sum"}  # kinds whose bits depend on no global flag
+_WITHOUT_FLAGS = {"view", "copy"}  # kinds that move elements; any arithmetic may flush denormal numbers
 
 
 class Missing(NamedTuple):
@@ -76,6 +76,7 @@ class Missing(NamedTuple):
 
     outputs: tuple[tuple[Node, int], ...] = ()
     communicates: bool = False  # a rebuild would, which must not be
+    ruled_out: bool = False  # by the policy, or else something was not at hand
 
 
 class Visit(NamedTuple):
@@ -102,6 +103,7 @@ class Search:
         self.of_ranks = False  # has the pass a DTensor?
         self._visits: list[Visit] = []
         self._communicates = False  # would a rebuild of the tensor in question?
+        self._ruled_out = False  # is it, where the search first failed?
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
@@ -113,13 +115,13 @@ class Search:
         """How to rebuild `like`, an output of the node that was not edited since. The nodes that were looked
         at are added to `visits`."""
         missing: list[tuple[Node, int]] = []
-        self._base, self._communicates = like._base, False
+        self._base, self._communicates, self._ruled_out = like._base, False, False
         self._visits = [] if visits is None else visits
         try:
             step = self._step(node, output, like, 0, missing)
         finally:
             self._base, self._visits = None, []  # a node must not be held by what it saves
-        return Missing(tuple(missing), self._communicates) if step is None else step
+        return Missing(tuple(missing), self._communicates, self._ruled_out) if step is None else step
 
     def _step(
         self, node: Node, output: int, like: Tensor | None, depth: int, missing: list[tuple[Node, int]]
@@ -128,20 +130,23 @@ class Search:
         if kind in POOLS:
             self._at_pool(node)
         recipe = self._recipes.get(kind)
-        if recipe is None or depth > _MAX_DEPTH or (kind in _SUMS and not self._may_add(node)):
+        if recipe is None or depth > _MAX_DEPTH:
+            return None
+        if kind in _SUMS and not self._may_add(node):
+            self._ruled_out |= not missing
             return None
         edges: tuple[tuple[Node | None, int], ...] = ()  # read once: torch builds a new tuple at each access
-        proved = True
+        proved, lacking = True, False
         visit = Visit(node, output, {})
         self._visits.append(visit)
 
         def given(i: int) -> Value | None:
-            nonlocal edges, proved
+            nonlocal edges, proved, lacking
             edges = edges or node.next_functions
             if i >= len(edges):
                 return None
             value, sure = self._value(node, *edges[i], depth + 1, missing)
-            proved = proved and sure
+            proved, lacking = proved and sure, lacking or value is None
             visit.given[i] = value
             return value
 
@@ -152,6 +157,7 @@ class Search:
             elif given(len(edges) - 1) is None:  # the new part is mostly the last one
                 return None
         step = recipe(node, output, given, like)
+        self._ruled_out |= step is None and kind in PRODUCTS and not (lacking or missing)
         if self.of_ranks and kind not in LOCAL:
             step = self._on_local_tensors(step, kind, like)
         if step is None or (
@@ -238,6 +244,7 @@ class Search:
             return (None, True) if after is False else (known, after is True)
         step = self._step(producer, number, self._laid_out_as(reader, producer), depth, missing)
         if step is None or not (step.kind == "norm" or self.policy.allows(step)):
+            self._ruled_out |= step is not None and not missing
             missing.append((producer, number))
             return None, True
         value = Value(None, 0, step, name=kind_of(producer))
