@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
+from torch import Tensor
+
 from leannorm._catalog import Norm
 from leannorm.report.doctor.findings import LEAST_GAP
 from leannorm.report.doctor.observe import Seen
@@ -30,10 +32,16 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     mean, var = running
     if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
         return None
-    eps = norm.eps or 0.0
-    std = (var.double().cpu() + eps).sqrt().clamp_min(1e-30)
-    ratio = ((seen.std.square() + eps).sqrt().clamp_min(1e-30) / std).log()
-    apart = (seen.mean - mean.double().cpu()) / std
+    return distance(seen.mean, seen.std, mean.double().cpu(), var.double().cpu(), norm.eps or 0.0)
+
+
+def distance(
+    mean: Tensor, std: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
+) -> tuple[float, float, float]:
+    """The gap between statistics of channels, its part of the means, and the ratio; see `gap_of`."""
+    running_std = (running_var + eps).sqrt().clamp_min(1e-30)
+    ratio = ((std.square() + eps).sqrt().clamp_min(1e-30) / running_std).log()
+    apart = (mean - running_mean) / running_std
     return (
         float((apart.square() + ratio.square()).mean().sqrt()),
         float(apart.square().mean().sqrt()),
