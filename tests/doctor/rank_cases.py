@@ -460,7 +460,7 @@ def average_without_buffers(rank: int) -> tuple[Job, str, str]:
 
 
 def target_copied_late(rank: int) -> tuple[Job, str, str]:
-    """A target network that follows in its parameters, with the statistics of the step at which it was made."""
+    """A target network that follows in its parameters, with the statistics of the step that made it."""
     model = convolutions()
     target = copy.deepcopy(model)
     for step in range(30):

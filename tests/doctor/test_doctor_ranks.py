@@ -1,4 +1,4 @@
-"""`doctor` on every rank of a job: faults of ranks are found with rank and layer, set-ups without are clean."""
+"""`doctor` on every rank of a job: faults are found with rank and layer, set-ups without are clean."""
 
 import os
 import time

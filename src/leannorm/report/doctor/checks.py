@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leannorm.report.doctor import averaged, measured, parallel, running, settings, wiring
+from leannorm.report.doctor import measured, parallel, running, settings, wiring
 
 CHECKS = (
     running.nonfinite_statistics,
@@ -17,7 +17,7 @@ CHECKS = (
     measured.modes_differ,
     wiring.unsynchronized_buffers,
     parallel.rank_buffers,
-    averaged.averaged_buffers,
+    running.averaged_buffers,
     settings.half_frozen,
     running.half_precision_statistics,
     wiring.shared_norm,

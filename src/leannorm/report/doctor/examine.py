@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from math import isfinite
 from typing import Any
 
@@ -14,14 +15,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
 from leannorm._catalog import norms_of
-from leannorm._errors import InputError, SyncError
+from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
 from leannorm.report.doctor.gradients import Gradients, gradients_of
 from leannorm.report.doctor.measured import gap_of
-from leannorm.report.doctor.meeting import Meeting, meeting_of
+from leannorm.report.doctor.meeting import Meeting, meeting_of, ranks_in_words
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
-from leannorm.report.doctor.parallel import partial_gradients, same_model
+from leannorm.report.doctor.parallel import same_model, share_batches
 from leannorm.report.doctor.ranks import Rank, described
 from leannorm.report.doctor.subject import SEVERITIES, Check, Found, Subject
 
@@ -48,13 +49,13 @@ def doctor(
 
     In a job of several ranks, call it on each of them with the batches that it would train on. They then
     compare settings, modes, the groups of synchronized norms, and the copies of weights and buffers, and on
-    one small backward pass the gradients of gamma and beta. A finding names ranks and layer, and is the same
-    on all of them. Where ranks say that something is wrong, no pass is run. A rank that raises, or does not
-    come, is an error on all of them.
+    one small backward pass the gradients of gamma and beta. All have the same findings, and what not all
+    found says on which rank. Where ranks say that something is wrong, no pass is run.
 
     Args:
         batches: a tensor or a mapping is one batch; of an iterable, such as a DataLoader, the first eight are
-            taken. They should be those of training. Of a tuple what the model's forward must have is taken.
+            taken, and of ranks as many as all have. They should be those of training. Of a tuple what the
+            model's forward must have is taken.
         optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
         forward: called as `forward(model, batch)`, where a batch is passed otherwise.
         backward: of several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
@@ -64,8 +65,8 @@ def doctor(
         group: the ranks with this rank's model, whole or cut; by default all. A pipeline gives its stage's.
 
     Raises: `SyncError` on every rank where ranks have other models, one raises or dies, or does not come
-        within the group's timeout. `InputError` for no batch, and for batches where lazy layers have no parameters yet; and what the
-        model's forward pass raises.
+        within the group's timeout. `InputError` for no batch, for batches where lazy layers have no
+        parameters yet, and for an optimizer's step in the backward pass; and what the model's passes raise.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.9))
@@ -75,17 +76,15 @@ def doctor(
     >>> report.findings[0].remedy
     'model.get_submodule("1").momentum = 0.1'
     """
-    _checks.module(model, "doctor")
-    if averaged is not None:
-        _checks.module(averaged, "doctor(averaged=)")
-    others = {"backward": backward, "averaged": averaged, "group": group, "ranks": True}
-    return examine(model, batches, () if optimizer is None else _optimizers(optimizer), forward, **others)
+    return examine(
+        model, batches, optimizer, forward, backward=backward, averaged=averaged, group=group, ranks=True
+    )
 
 
 def examine(
     model: Module,
     batches: Any = None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizer: Any = None,
     forward: Callable[[Module, Any], Any] | None = None,
     checks: Sequence[Check] = CHECKS,
     *,
@@ -95,25 +94,24 @@ def examine(
     ranks: bool = False,
 ) -> DoctorReport:
     """`doctor` by some of the checks; `ranks`: with the other ranks of the group."""
-    norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
-    subject = Subject(model, norms, optimizers, averaged=averaged)
-    meeting = meeting_of(group) if ranks else None
-    try:
+    with (meeting_of(group) if ranks else None) or nullcontext() as meeting:
+        _checks.module(model, "doctor")
+        if averaged is not None:
+            _checks.module(averaged, "doctor(averaged=)")
+        norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
+        subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged)
         taken = _taken(model, batches)
-        common = Common(meeting, subject, taken) if meeting else None
-        taken = common.batches if common else taken
+        common = None if meeting is None else Common(meeting, subject, taken, backward is not None)
+        taken = taken if common is None else common.batches
+        gradients: Gradients = {}
         if taken and subject.norms:
             subject.batches = len(taken)
             subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
-            if common:
-                common.compare_gradients(gradients_of(model, subject.norms, taken[0], forward, backward))
-        found = common.found if common else []
-        found += [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
-    except BaseException as error:
-        said = None if meeting is None or meeting.told else meeting.fail(error)
-        if said:
-            raise SyncError(said) from error
-        raise
+            if common and common.compares:
+                gradients = gradients_of(model, subject.norms, taken[0], forward, backward)
+        found = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
+        if common:
+            found = common.joined(found, gradients)
     findings = [
         Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
         for check, one in found
@@ -126,33 +124,51 @@ def examine(
 
 
 class Common:
-    """What the ranks of a meeting find together, the same on each; `batches` are those to run."""
+    """What the ranks of a meeting find together, the same on each.
 
-    def __init__(self, meeting: Meeting, subject: Subject, batches: list[Any] | None) -> None:
+    `batches` are those to run, none where something is wrong; `compares`: are gradients to be compared?
+    """
+
+    def __init__(self, meeting: Meeting, subject: Subject, batches: list[Any] | None, steps: bool) -> None:
         self._meeting, self._subject = meeting, subject
 
         def decide(posts: list[Any]) -> Any:
-            subject.ranks = [Rank.posted(post) for post in posts]
-            same_model(subject.ranks)
-            found = self._found(lambda check: check is not partial_gradients)
-            runs = not any(CHECKS[place].severity == "error" for place, _ in found)
-            return found, min(rank.batches or 0 for rank in subject.ranks) if runs else 0
+            subject.ranks = ranks = [Rank.posted(post) for post in posts]
+            same_model(ranks)
+            found = self._found()
+            runs = all((one.severity or check.severity) != "error" for check, one in found)
+            return min(rank.batches or 0 for rank in ranks) if runs else 0, steps or share_batches(ranks)
 
-        found, count = meeting.decide(described(subject, batches), decide)
-        self.found = [(CHECKS[place], Found(*one)) for place, one in found]
+        count, self.compares = meeting.decide(described(subject, batches, steps), decide)
         self.batches = (batches or [])[:count]
 
-    def compare_gradients(self, gradients: Gradients) -> None:
+    def _found(self) -> list[tuple[Check, Found]]:
+        return [(check, one) for check in CHECKS if check.of_ranks for one in check.find(self._subject)]
+
+    def joined(self, found: list[tuple[Check, Found]], gradients: Gradients) -> list[tuple[Check, Found]]:
+        """What ranks found together and each by itself; of one fault of several ranks the largest."""
+
         def decide(posts: list[Any]) -> Any:
-            self._subject.gradients = posts
-            return self._found(lambda check: check is partial_gradients)
+            subject = self._subject
+            subject.gradients = [post[1] for post in posts]
+            own: dict[tuple[str, str], list[tuple[Found, int]]] = {}
+            for rank, post in zip(subject.ranks, posts, strict=True):
+                for name, one in post[0]:
+                    own.setdefault((name, one[0]), []).append((Found(*one), rank.number))
+            return [(check.name, one) for check, one in self._found()] + [
+                (name, _of_some(several, len(posts))) for (name, _), several in own.items()
+            ]
 
-        found = self._meeting.decide(gradients, decide)
-        self.found += [(CHECKS[place], Found(*one)) for place, one in found]
+        checks = {check.name: check for check in CHECKS}
+        told = self._meeting.decide([[(check.name, one) for check, one in found], gradients], decide)
+        return [(checks[name], Found(*one)) for name, one in told]
 
-    def _found(self, asked: Callable[[Check], bool]) -> list[Any]:
-        of_ranks = [(place, check) for place, check in enumerate(CHECKS) if check.of_ranks and asked(check)]
-        return [(place, one) for place, check in of_ranks for one in check.find(self._subject)]
+
+def _of_some(found: list[tuple[Found, int]], ranks: int) -> Found:
+    one = max((one for one, _ in found), key=_size)
+    if len(found) == ranks:
+        return one
+    return one._replace(consequence=f"on {ranks_in_words([n for _, n in found])}: {one.consequence}")
 
 
 def _taken(model: Module, batches: Any) -> list[Any] | None:
@@ -176,6 +192,8 @@ def _is_lazy(module: Module) -> bool:
 
 
 def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizers is None:
+        return ()
     several = (optimizers,) if hasattr(optimizers, "param_groups") else tuple(optimizers)
     for one in several:
         if not hasattr(one, "param_groups"):
@@ -185,7 +203,7 @@ def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
     return several
 
 
-def _size(one: Any) -> float:
+def _size(one: Found) -> float:
     if one.size is not None:
         return float(one.size)
     return float(one.value) if isinstance(one.value, (int, float)) else 0.0

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from leannorm._batch import call
 from leannorm._catalog import Norm
+from leannorm._errors import InputError
 from leannorm.nn.conv import _ConvBatchNorm
-from leannorm.report.doctor.observe import Forward, eager, moved, reshard, tensors_of, unwrapped
+from leannorm.report.doctor.observe import Forward, eager, moved, tensors_of, unwrapped
 from leannorm.report.doctor.ranks import digest_of, part_of
 from leannorm.report.doctor.subject import values_of
 from leannorm.report.doctor.untouched import untouched
+from leannorm.report.doctor.values import one_value_passes
 
-_NUMBERS = (
-    4  # by which a gradient is told: products with signs, whose sum over ranks is that of the gradients
-)
+# by which a gradient is told: products with signs, whose sum over ranks is that of the gradients
+_STEPS = (0, 997, 1913, 2731)
 Gradients = dict[str, tuple[str, list[float]]]
 
 
@@ -32,70 +36,125 @@ def gradients_of(
     forward: Forward | None,
     backward: Callable[[Module, Any], Any] | None,
 ) -> Gradients:
-    """Of every gamma and beta: which copies of its gradient are to be equal, and the gradient in a few numbers.
+    """Of every gamma and beta: which copies of its gradient are to be equal, and it in a few numbers.
 
     With `backward`, a step's own, all ranks' copies are; else those of ranks with equal batches, as what sums
     over the others, such as DistributedDataParallel, does not take part. Dropout is off, batch norms train.
     """
     core = unwrapped(model)
     training = {n.module for n in norms if n.kind == "batch" and (n.module.training or not core.training)}
-    whose = "" if backward else f"{digest_of(batch):x}"
-    with torch.enable_grad(), eager(core), untouched(model, parameters=False):
-        for module in model.modules():
-            own = module in training or (isinstance(module, _ConvBatchNorm) and module.bn in training)
-            module.training = own
-            if isinstance(module, DistributedDataParallel):
-                module.require_forward_param_sync = False  # else it sends its buffers, which are the model's
-        for parameter in model.parameters():
-            parameter.grad = None
-        place = next((p.device for p in model.parameters()), None)
-        if backward is None:
-            _loss((forward or call)(core, moved(batch, place))).backward()  # type: ignore[no-untyped-call]
-        else:
-            backward(model, moved(batch, place))
-        reshard(core)
-        told: Gradients = {}
-        for norm in norms:
-            for name, parameter in norm.affine:
-                if parameter.grad is not None:
-                    path = f"{norm.path}.{name}" if norm.path else name
-                    told[path] = f"{whose} {part_of(parameter)}", _numbers(_summed(parameter.grad))
-    return told
+    whose = "" if backward else f"{digest_of(batch)}"
+    with torch.enable_grad(), eager(core), untouched(model, parameters=False), _kept(model):
+        with one_value_passes(norms):
+            for module in model.modules():
+                own = module in training or (isinstance(module, _ConvBatchNorm) and module.bn in training)
+                module.training = own
+                if isinstance(module, DistributedDataParallel):
+                    module.require_forward_param_sync = False  # else it sends its buffers: the model's
+            for parameter in model.parameters():
+                parameter.grad = None
+            place = next((p.device for p in model.parameters()), None)
+            _seed(place)
+            if backward is not None:
+                backward(model, moved(batch, place))
+            else:
+                _backward(model, _loss((forward or call)(core, moved(batch, place))))
+        return dict(_told(norms, whose))
+
+
+def _told(norms: list[Norm], whose: str) -> Iterator[tuple[str, tuple[str, list[float]]]]:
+    for norm in norms:
+        for name, parameter in norm.affine:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else _summed(parameter.grad)
+            values = values_of(gradient)
+            if values is not None and parameter.requires_grad:
+                path = f"{norm.path}.{name}" if norm.path else name
+                yield path, (f"{whose} {part_of(parameter)}", _numbers(values))
+
+
+def _backward(model: Module, loss: Tensor) -> None:
+    """`loss.backward()`, but unseen by DistributedDataParallel, which may wait for one of its own."""
+    if not any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        loss.backward()
+        return
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        if gradient is not None:
+            p.grad = gradient
+            for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(p)
+
+
+@contextmanager
+def _kept(model: Module) -> Iterator[None]:
+    """At its end parameters and gradients have the values that they had; an optimizer may not step in it."""
+    had = [
+        (tensor, tensor.data, values, values.clone())
+        for parameter in model.parameters()
+        for tensor in (parameter, parameter.grad)
+        if tensor is not None and (values := values_of(tensor)) is not None
+    ]
+
+    def refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+        raise InputError(
+            "doctor's backward pass must leave gradients and change nothing, but in it "
+            f"{type(optimizer).__name__} takes a step; pass backward=, a step without optimizer.step()"
+        )
+
+    refusal = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        refusal.remove()
+        with torch.no_grad():
+            for tensor, data, values, copy in had:
+                if not torch.equal(values, copy):
+                    values.copy_(copy)
+                if type(tensor) is torch.nn.Parameter and tensor.data_ptr() != data.data_ptr():
+                    tensor.data = data
+
+
+def _seed(place: torch.device | None) -> None:
+    """What a forward pass draws is the same on all ranks, as gradients of equal batches are compared."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if place is not None and place.type == "cuda":
+        index = torch.cuda.current_device() if place.index is None else place.index
+        torch.cuda.default_generators[index].manual_seed(0)
 
 
 def _loss(output: Any) -> Tensor:
     """The output's own loss, or a sum with fixed weights: a square would be constant behind a norm."""
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
-        return own.full_tensor() if hasattr(own, "full_tensor") else own
-    total: Any = 0.0
+        return _whole(own)
+    total = torch.zeros((), requires_grad=True)
     for tensor in tensors_of(output):
         if tensor.requires_grad:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            whole = _whole(tensor)
             weights = torch.linspace(0, 7 * whole.numel() ** 0.5, whole.numel(), device=whole.device).cos()
-            total = total + (whole.float() * weights.view(whole.shape)).sum()
-    if not isinstance(total, Tensor):
-        return torch.zeros((), requires_grad=True)
+            total = total.to(whole.device) + (whole.float() * weights.view(whole.shape)).sum()
     return total
 
 
-def _summed(gradient: Tensor) -> Tensor:
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _summed(gradient: Any) -> Tensor:
     """A DTensor that says itself that it is a part of a sum is summed by the optimizer."""
     if hasattr(gradient, "placements") and any(p.is_partial() for p in gradient.placements):
         from torch.distributed.tensor import Replicate
 
         whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)  # type: ignore[attr-defined]
-    return gradient
+        gradient = gradient.redistribute(placements=whole)
+    summed: Tensor = gradient
+    return summed
 
 
-def _numbers(gradient: Tensor) -> list[float]:
-    values = values_of(gradient)
-    if values is None:
-        return [0.0] * _NUMBERS
+def _numbers(values: Tensor) -> list[float]:
     flat = values.double().flatten()
     places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
-    of = [float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in (0, 997, 1913, 2731)]
-    with suppress(OverflowError):
-        return [value if abs(value) < float("inf") else 0.0 for value in of]
-    return of
+    return [float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in _STEPS]

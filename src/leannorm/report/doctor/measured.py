@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isfinite
 
-from torch import Tensor
-
 from leannorm._catalog import Norm
 from leannorm.report.doctor.findings import LEAST_GAP
 from leannorm.report.doctor.observe import Seen
+from leannorm.report.doctor.running import distance
 from leannorm.report.doctor.settings import SHARE
 from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
@@ -33,20 +32,6 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
         return None
     return distance(seen.mean, seen.std, mean.double().cpu(), var.double().cpu(), norm.eps or 0.0)
-
-
-def distance(
-    mean: Tensor, std: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
-) -> tuple[float, float, float]:
-    """The gap between statistics of channels, its part of the means, and the ratio; see `gap_of`."""
-    running_std = (running_var + eps).sqrt().clamp_min(1e-30)
-    ratio = ((std.square() + eps).sqrt().clamp_min(1e-30) / running_std).log()
-    apart = (mean - running_mean) / running_std
-    return (
-        float((apart.square() + ratio.square()).mean().sqrt()),
-        float(apart.square().mean().sqrt()),
-        float(ratio.mean().exp()),
-    )
 
 
 @check("warning", "Few values behind each statistic", "values")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -21,30 +21,39 @@ from leannorm.distributed.communicator import seconds_allowed
 
 _POLL = 0.01
 _READING = 10.0  # seconds for which the store's keeper may wait for ranks that read the answer
-_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # of each group: the calls of doctor so far
+_NAMED = 8  # ranks that a sentence names
 
 
 class Meeting:
     """The ranks of a group in one call of `doctor`; `ranks` are their global numbers.
 
-    Calls are numbered on each rank. A call that ranks gave up is left out by those that come later. `told`:
-    has an error been raised that all of them raise?
+    Calls are counted in the store, which may outlive a group. A call that ranks gave up is left out by those
+    that come later. Where the `with` statement of a rank ends with an error, all ranks raise one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.told = False
+        self._told = False  # has an error been raised that all ranks raise?
         self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self._place = dist.get_rank(group)
+        self.place = dist.get_rank(group)
         self._seconds = seconds_allowed(group)
         c10d = dist.distributed_c10d
-        root = c10d.PrefixStore("leannorm/doctor", c10d._get_process_group_store(group))
-        number = _calls.get(group, 0)
+        whose = f"leannorm/doctor/{zlib.crc32(repr(self.ranks).encode()):x}"
+        root = c10d.PrefixStore(whose, c10d._get_process_group_store(group))
+        calls = f"calls/{self.place}"
         with self._named_errors():
+            number = root.add(calls, 1)
             while root.check([key := f"{number}/1/answer"]) and "late" in json.loads(root.get(key)):
-                number += 1
-        _calls[group] = number + 1
+                number = root.add(calls, 1)
         self._store = c10d.PrefixStore(str(number), root)
         self._step = 0
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        said = None if error is None or self._told else self._fail(error)
+        if said is not None:
+            raise SyncError(said) from error
 
     def decide(self, post: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """What `decide` makes, on the first rank, of the posts of all ranks, in their order.
@@ -53,27 +62,27 @@ class Meeting:
         """
         with self._named_errors():
             store = self._begin()
-            store.set(f"of/{self._place}", json.dumps(post))
-            if self._place == 0:
+            store.set(f"of/{self.place}", json.dumps(post))
+            if self.place == 0:
                 answer = self._answer(store, self._presided(store, decide))
             else:
                 try:
                     store.wait(["answer"], timedelta(seconds=self._seconds))
                 except RuntimeError:
-                    self._answer(store, self._late(self._missing(store)))
+                    self._answer(store, self._late(self._missing(store, range(len(self.ranks)))))
                 answer = self._answer(store)
         if "error" in answer:
-            self.told = True
+            self._told = True
             raise SyncError(answer["error"])
         return answer["decided"]
 
-    def fail(self, error: BaseException) -> str | None:
+    def _fail(self, error: BaseException) -> str | None:
         """Tell the others that this rank failed; what the first rank said that failed, if it was another."""
         text = f"{type(error).__name__}: {error}".split("\n")[0]
-        mine = {"error": f"doctor failed on {ranks_in_words([self.ranks[self._place]])} ({text})"}
+        mine = {"error": f"doctor failed on {ranks_in_words([self.ranks[self.place]])} ({text})"}
         with self._named_errors():
             answer = self._answer(self._begin(), mine)
-        return None if answer == mine else str(answer.get("error"))
+        return None if answer == mine else answer.get("error")
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -81,7 +90,7 @@ class Meeting:
         try:
             yield
         except RuntimeError as error:
-            self.told = True
+            self._told = True
             raise SyncError(
                 f"the ranks that doctor compares have lost their store ({error}); the rank that served it, "
                 "often rank 0, has probably died"
@@ -97,43 +106,44 @@ class Meeting:
             store.compare_set("answer", "", json.dumps(mine))
         answer: dict[str, Any] = json.loads(store.get("answer"))
         store.add("read", 1)
+        readers = len(self.ranks) - answer.get("late", 0)
         deadline = time.monotonic() + min(_READING, self._seconds)
         with suppress(RuntimeError):
-            while self._place == 0 and store.add("read", 0) < len(self.ranks):
-                if time.monotonic() > deadline:
-                    break
+            while self.place == 0 and store.add("read", 0) < readers and time.monotonic() < deadline:
                 time.sleep(_POLL)
         return answer
 
     def _presided(self, store: Any, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         deadline = time.monotonic() + self._seconds
-        missing = self._missing(store)
+        missing = self._missing(store, range(len(self.ranks)))
         while missing and not store.check(["answer"]) and time.monotonic() < deadline:
             time.sleep(_POLL)
             missing = self._missing(store, missing)
         if missing:
             return self._late(missing)  # where a rank has answered, its answer is the first
+        posts = [json.loads(store.get(f"of/{place}")) for place in range(len(self.ranks))]
+        for place in range(len(self.ranks)):
+            store.delete_key(f"of/{place}")
         try:
-            return {"decided": decide([json.loads(store.get(f"of/{p}")) for p in range(len(self.ranks))])}
+            return {"decided": decide(posts)}
         except SyncError as error:
             return {"error": str(error)}
 
-    def _missing(self, store: Any, places: Any = None) -> list[int]:
-        places = range(len(self.ranks)) if places is None else places
+    def _missing(self, store: Any, places: Any) -> list[int]:
         return [place for place in places if not store.check([f"of/{place}"])]
 
     def _late(self, missing: list[int]) -> dict[str, Any]:
-        who = ranks_in_words([self.ranks[p] for p in missing])
+        who = ranks_in_words([self.ranks[place] for place in missing])
         text = (
-            f"doctor is called on every rank of a job, but {who} "
-            f"did not come within {self._seconds:g} s: not called there, busy in a collective of the model, "
-            "or dead. Call it on every rank, or pass group= of those that do"
+            f"doctor is called on every rank of a job, but {who} did not come within {self._seconds:g} s: "
+            "not called there, busy in a collective of the model, or dead. Call it on every rank, or pass "
+            "group= of those that do"
         )
-        return {"error": text, "late": True}
+        return {"error": text, "late": len(missing)}
 
 
 def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:
-    """The meeting of a group, by default of all ranks; None where there are not several.
+    """The meeting of a group, by default of all ranks; None where there are not several processes.
 
     Raises: `InputError` for a group that this rank is not in, or without torch.distributed.
     """
@@ -150,12 +160,16 @@ def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:
             f"group must be a process group with this rank, got {group!r} on rank {dist.get_rank()}; every "
             "rank passes the group of the ranks that have its model"
         )
-    return Meeting(group) if dist.get_world_size(group) > 1 else None
+    pretended = dist.get_backend(group) == "fake"  # torch's, of one process that plans for many
+    return None if pretended or dist.get_world_size(group) == 1 else Meeting(group)
 
 
 def ranks_in_words(ranks: list[int]) -> str:
     """
     >>> ranks_in_words([2]), ranks_in_words([0, 3])
     ('rank 2', 'ranks 0, 3')
+    >>> ranks_in_words([*range(16)])
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more'
     """
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"

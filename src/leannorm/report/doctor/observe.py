@@ -108,7 +108,6 @@ def observe(
             for batch in batches:
                 begin()
                 run(core, moved(batch, place))
-            reshard(core)
         seen = {name: one for name, one in seen.items() if one.calls}
         outputs = []
         for trained in ([], by_batch):
@@ -119,7 +118,6 @@ def observe(
                     if module in trained or (isinstance(module, _ConvBatchNorm) and module.bn in trained):
                         module.training = True
                 outputs.append([t.double() for t in tensors_of(run(core, moved(batches[0], place)))])
-                reshard(core)
     return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
 
 
@@ -133,13 +131,6 @@ def unwrapped(model: Module) -> Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
-
-
-def reshard(model: Module) -> None:
-    """What FSDP2 has gathered and would keep for a backward pass is freed: the model has its shards again."""
-    for module in model.modules():
-        if hasattr(module, "reshard") and hasattr(module, "set_reshard_after_forward"):
-            module.reshard()
 
 
 def eager(model: Module) -> AbstractContextManager[Any]:

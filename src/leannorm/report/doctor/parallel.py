@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import isfinite, sqrt
 from typing import Any
 
 from leannorm._errors import SyncError
@@ -11,76 +12,81 @@ from leannorm.report.doctor.ranks import Held, Rank
 from leannorm.report.doctor.subject import Found, Subject, check, layer
 
 SAME = 0.01  # of a gradient's size: copies of it that a rank computed in another order
+ROUNDING = 1e-5  # of the layer's largest gradient: what is smaller is a sum of which only rounding is left
 
 
 def same_model(ranks: Sequence[Rank]) -> None:
-    """Raises: `SyncError` where ranks have other layers, or some have batches and others none."""
+    """Raises: `SyncError` where ranks have other layers, or some have batches or a step and others none."""
     first = ranks[0]
     for other in ranks[1:]:
-        for mine, theirs in zip(first.layers, other.layers, strict=False):
+        pairs = zip(first.layers, other.layers, strict=False)
+        told = [(f"{a[0]!r} ({a[1]})", f"{b[0]!r} ({b[1]})", _ONE) for a, b in pairs]
+        told += [(_counts(first), _counts(other), _ONE)]
+        told += [
+            (_given(first.batches is not None), _given(other.batches is not None), _ALL.format("batches"))
+        ]
+        told += [(_given(first.steps), _given(other.steps), _ALL.format("backward"))]
+        for mine, theirs, rule in told:
             if mine != theirs:
-                have = [
-                    f"rank {r.number} has {one[0]!r} ({one[1]})"
-                    for r, one in ((first, mine), (other, theirs))
-                ]
-                raise SyncError(f"doctor compares ranks that have one model, but {', '.join(have)}; {_GROUP}")
-        counts = len(first.layers), len(other.layers), len(first.modes), len(other.modes)
-        if counts[0] != counts[1] or counts[2] != counts[3]:
-            have = [
-                f"rank {r.number} has {len(r.layers)} norms in {len(r.modes)} modules" for r in (first, other)
-            ]
-            raise SyncError(f"doctor compares ranks that have one model, but {', '.join(have)}; {_GROUP}")
-        if (first.batches is None) != (other.batches is None):
-            have = [f"rank {r.number} has {'no' if r.batches is None else 'some'}" for r in (first, other)]
-            raise SyncError(f"batches must be given on all ranks or on none, but {', '.join(have)}")
+                raise SyncError(f"{rule} (rank {first.number} has {mine}, rank {other.number} has {theirs})")
 
 
-_GROUP = "pass group= of the ranks with this one's model, such as those of a pipeline's stage"
+_ONE = (
+    "doctor compares ranks that have one model; pass group= of those, such as the ranks of a pipeline's stage"
+)
+_ALL = "{} must be given on all ranks or on none"
+
+
+def _counts(rank: Rank) -> str:
+    return f"{len(rank.layers)} norms in {len(rank.modes)} modules"
+
+
+def _given(given: bool) -> str:
+    return "some" if given else "none"
+
+
+def share_batches(ranks: Sequence[Rank]) -> bool:
+    """Have two of them the same batch, so that their gradients are to be the same?"""
+    known = [rank.batch for rank in ranks if rank.batch is not None]
+    return len(set(known)) < len(known)
 
 
 @check("error", "Ranks have other settings", of_ranks=True)
 def rank_settings(subject: Subject) -> Iterator[Found]:
-    """Class, eps, momentum, groups or modes that are not those of the other ranks."""
+    """Class, eps, momentum, groups, frozen parameters or modes that are not those of the other ranks."""
     for norm in subject.norms:
-        told = [(rank.number, rank.settings[norm.name]) for rank in subject.ranks]
-        ranks, usual = _odd(told)
-        if ranks:
-            mine = dict(told)[ranks[0]]
+        told = [(rank.number, rank.settings[norm.name].split(", ")) for rank in subject.ranks]
+        common = set(told[0][1]).intersection(*(one for _, one in told))
+        sides = _sides([(number, ", ".join(w for w in one if w not in common)) for number, one in told])
+        if sides:
             yield Found(
                 norm.name,
-                f"{ranks_in_words(ranks)}: {_apart(mine, usual)}",
-                "one layer computes two things: ranks send gradients of different functions, and which of them "
-                "a checkpoint's weights fit depends on the rank that wrote it",
+                sides,
+                "one layer computes two things: ranks send gradients of different functions, and to which of "
+                "them a checkpoint's weights belong depends on the rank that wrote it",
                 "make the model by the same arguments on every rank",
-                len(ranks),
+                1.0,
             )
-    names = [(name or "(model)") for name, _ in subject.model.named_modules(remove_duplicate=True)]
     above: tuple[str, ...] = ()
-    for place, name in enumerate(names):
-        ranks, usual = _odd([(rank.number, rank.modes[place]) for rank in subject.ranks])
-        if ranks and not (name.startswith(above) if above else False):
-            above = ("",) if name == "(model)" else (*above, f"{name}.")
+    for place, (name, _) in enumerate(subject.model.named_modules()):
+        words = {"t": "training", "f": "evaluation"}
+        sides = _sides([(rank.number, words[rank.modes[place]]) for rank in subject.ranks])
+        if sides and not (above and name.startswith(above)):
+            above = (*above, f"{name}." if name else "")
             yield Found(
-                name,
-                f"{ranks_in_words(ranks)}: {'evaluation' if usual == 't' else 'training'} mode",
-                "these ranks normalize by other statistics, or drop other values; where norms are synchronized "
-                "the others wait for them",
+                name or "(model)",
+                f"mode, {sides}",
+                "these ranks normalize by other statistics, or drop other values; where norms are "
+                "synchronized the others wait for them",
                 f"{layer(name)}.train() or .eval(), on every rank",
-                len(ranks),
+                1.0,
             )
 
 
-def _apart(mine: str, usual: str) -> str:
-    here, there = mine.split(", "), usual.split(", ")
-    own = ", ".join(one for one in here if one not in there) or "fewer settings"
-    return f"{own} (elsewhere {', '.join(one for one in there if one not in here) or 'none of these'})"
-
-
-@check("error", "SyncBatchNorm shares with the wrong ranks", "ranks", of_ranks=True)
+@check("error", "SyncBatchNorm shares with the wrong ranks", of_ranks=True)
 def sync_group(subject: Subject) -> Iterator[Found]:
     """A group that its ranks do not agree on, or that is not of data-parallel ranks, or of one rank alone."""
     ranks = {rank.number: rank for rank in subject.ranks}
-    batches = {rank.batch for rank in subject.ranks}
     for norm in subject.norms:
         groups = {
             n: _members(rank, norm.name, subject.ranks)
@@ -89,30 +95,43 @@ def sync_group(subject: Subject) -> Iterator[Found]:
         }
         agree = all(n in g and all(groups.get(m) == g for m in g if m in ranks) for n, g in groups.items())
         for number, group in groups.items():
-            inside = [n for n in group if n in ranks]
-            given = [ranks[n].batch for n in inside if ranks[n].batch is not None]
-            parallel = ranks[number].wrapped
-            if not agree:
-                why = "its ranks have other groups: each waits for sums that the others do not send"
-            elif parallel is not None and not set(group) <= set(parallel):
-                why = (
-                    f"data-parallel are the {ranks_in_words(parallel)}: the others have parts of the same "
-                    "samples, or other layers, and their statistics do not belong together"
+            fault = _wrong(group, ranks, ranks[number].wrapped or []) if agree else _OTHERS
+            if fault:
+                yield Found(
+                    norm.name,
+                    f"rank {number} with {ranks_in_words(group) if group else 'a group that it is not in'}",
+                    fault[0],
+                    f"{layer(norm.name)}.process_group = the data-parallel group, such as "
+                    'mesh.get_group("dp")',
+                    len(group),
+                    fault[1],
                 )
-            elif len(set(given)) < len(given) and len(batches) > 1:
-                why = "some of them have the same batch, so they are no data-parallel ranks: samples count twice"
-            elif len(group) == 1 and (len(parallel or ()) > 1 or (not parallel and len(batches) > 1)):
-                why = "it shares with no other rank, and is batch norm of each rank's own samples"
-            else:
-                continue
-            yield Found(
-                norm.name,
-                f"{len(group)} on rank {number}: {', '.join(map(str, group)) or 'not its own'}",
-                why,
-                f'{layer(norm.name)}.process_group = the data-parallel group, such as mesh.get_group("dp")',
-                len(group),
-            )
-            break
+                break
+
+
+_OTHERS = "its ranks have other groups: each waits for sums that the others do not send", "error"
+
+
+def _wrong(group: list[int], ranks: dict[int, Rank], parallel: list[int]) -> tuple[str, str] | None:
+    """What is wrong with a group that its ranks agree on, and how bad it is.
+
+    Ranks with one batch are no data-parallel ones. Ranks with parts of one sample have different ones: their
+    statistics belong together, though DistributedDataParallel's group does not have them all.
+    """
+    batches = {rank.batch for rank in ranks.values()}
+    inside = [ranks[n] for n in group if n in ranks]
+    outside = bool(parallel) and not set(group) <= set(parallel)
+    if len(group) == 1 and (len(parallel) > 1 or (not parallel and len(batches) > 1)):
+        return "it shares with no other rank, and is batch norm of each rank's own samples", "error"
+    if share_batches(inside) and (outside or len(batches) > 1):
+        apart = f"; data-parallel are the {ranks_in_words(parallel)}" if outside else ""
+        return f"some of them have the same batch, so samples count twice{apart}", "error"
+    if outside and batches == {None}:
+        return (
+            f"data-parallel are the {ranks_in_words(parallel)}: unless the others have parts of the same "
+            "samples, cut in space, their statistics do not belong together (with batches that is seen)"
+        ), "warning"
+    return None
 
 
 def _members(rank: Rank, name: str, ranks: Iterable[Rank]) -> list[int]:
@@ -122,102 +141,143 @@ def _members(rank: Rank, name: str, ranks: Iterable[Rank]) -> list[int]:
 
 @check("error", "Weights that differ between ranks", of_ranks=True)
 def rank_weights(subject: Subject) -> Iterator[Found]:
-    """Parameters whose copies are not equal on the ranks that hold the same part."""
-    names = {name for name, _ in subject.model.named_parameters(remove_duplicate=False)}
+    """Parameters whose copies are not equal on the ranks that hold the same part.
+
+    A norm's, a DTensor's and those in a wrapper are copies. Of other plain tensors nobody knows: a warning.
+    """
     yield from _copies(
         subject,
-        names,
+        {name for name, _ in subject.model.named_parameters(remove_duplicate=False)},
         "ranks train different models, and gradients are summed at weights that they do not belong to",
         "torch.distributed.broadcast({0}.data, src) from one rank, and find what changed it alone: a seed, a "
         "checkpoint, an optimizer, a gradient that is not summed",
+        "if this is a part that was cut by hand, or an expert of this rank, say so: "
+        "{0}.tensor_model_parallel = True; else ",
     )
 
 
 @check("warning", "Buffers that differ between ranks", of_ranks=True)
 def rank_buffers(subject: Subject) -> Iterator[Found]:
-    """Running statistics, and other buffers, whose copies are not equal; of DDP only those it does not send."""
-    names = {name for name, _ in subject.model.named_buffers(remove_duplicate=False)}
+    """Running statistics and other buffers whose copies are not equal; not those that DDP sends."""
     yield from _copies(
         subject,
-        names,
+        {name for name, _ in subject.model.named_buffers(remove_duplicate=False)},
         "evaluation differs from rank to rank, and a checkpoint holds those of one",
         'leannorm.convert(model, to="sync") before training; now torch.distributed.broadcast({0}, src)',
     )
 
 
-def _copies(subject: Subject, names: set[str], why: str, remedy: str) -> Iterator[Found]:
+def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: str = "") -> Iterator[Found]:
     """The tensors of these names that differ, by layer."""
-    layers: dict[str, list[tuple[str, list[int], float, str]]] = {}
-    for name in subject.ranks[0].held:
-        if name not in names:
-            continue
+    norms = {norm.path for norm in subject.norms}
+    layers: dict[str, list[tuple[str, str, float, bool]]] = {}
+    for name in dict.fromkeys(name for rank in subject.ranks for name in rank.held if name in names):
         parts: dict[str, list[tuple[int, Held]]] = {}
         for rank in subject.ranks:
             if name in rank.held:
                 parts.setdefault(rank.held[name].part, []).append((rank.number, rank.held[name]))
         for told in parts.values():
-            ranks, usual = _odd([(number, held.digest) for number, held in told])
-            if ranks:
-                held, other = dict(told)[ranks[0]], next(h for _, h in told if h.digest == usual)
-                apart = abs(held.norm - other.norm) / max(other.norm, 1e-30)
-                size = f"of norm {held.norm:.6g} ({other.norm:.6g} elsewhere)"
+            if len({held.digest for _, held in told}) > 1:
                 path, _, own = name.rpartition(".")
-                layers.setdefault(path or "(model)", []).append((own, ranks, apart, size))
+                sizes = [held.norm for _, held in told]
+                apart = (max(sizes) - min(sizes)) / max(*sizes, 1e-30)
+                by = _sides([(n, held.digest) for n, held in told], {h.digest: h.norm for _, h in told})
+                layers.setdefault(path, []).append((own, by, apart, told[0][1].known or path in norms))
                 break
     for path, several in layers.items():
-        own, ranks, apart, size = several[0]
-        whose = ", ".join(one[0] for one in several)
+        own, by, apart, known = several[0]
+        doubt = "" if known else unknown
         yield Found(
-            path,
-            f"{ranks_in_words(ranks)}: {whose}, {size}",
+            path or "(model)",
+            f"{', '.join(one[0] for one in several)}: {by}",
             why,
-            remedy.format(f"{layer(path)}.{own}"),
+            (doubt + remedy).format(f"{layer(path)}.{own}"),
             apart,
+            "warning" if doubt else None,
         )
 
 
-@check("error", "Gradients of norms are parts of a sum", "of the gradient", of_ranks=True)
+@check("error", "Gradients of norms are parts of a sum", of_ranks=True)
 def partial_gradients(subject: Subject) -> Iterator[Found]:
     """Gamma and beta that ranks hold whole, and whose gradients differ: each has a summand, none the sum."""
-    for name in subject.gradients[0] if subject.gradients else ():
-        parts: dict[str, list[tuple[int, list[float]]]] = {}
-        for rank, told in zip(subject.ranks, subject.gradients, strict=True):
-            if name in told:
-                part, values = told[name]
-                parts.setdefault(part, []).append((rank.number, values))
-        for told in parts.values():
-            first = told[0][1]
-            size = max(_length(values) for _, values in told)
-            apart = max(_length(_minus(values, first)) for _, values in told)
-            if len(told) > 1 and apart > SAME * size:
-                whole = [sum(column) for column in zip(*(values for _, values in told), strict=True)]
-                off = _length(_minus(first, whole)) / max(_length(whole), 1e-30)
-                path, _, own = name.rpartition(".")
-                each = ", ".join(f"{_length(values):.3g}" for _, values in told[:4])
-                yield Found(
-                    path or "(model)",
-                    off,
-                    f"the gradient of {own} on {ranks_in_words([n for n, _ in told])} has the sizes {each}, the sum "
-                    f"{_length(whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and "
-                    "the copies part",
-                    f"sum {layer(path)}.{own}.grad over these ranks after the backward pass (Megatron-LM: "
-                    "sequence_parallel=True on the weight; torch: SequenceParallel)",
-                )
+    told: dict[str, dict[str, list[tuple[int, list[float]]]]] = {}
+    largest: dict[str, float] = {}
+    for rank, gradients in zip(subject.ranks, subject.gradients, strict=False):
+        for name, (part, values) in gradients.items():
+            told.setdefault(name, {}).setdefault(part, []).append((rank.number, values))
+            path = name.rpartition(".")[0]
+            largest[path] = max(largest.get(path, 0.0), _length(values))
+    for name, parts in told.items():
+        path, _, own = name.rpartition(".")
+        for copies in parts.values():
+            found = _partial(path, own, copies, ROUNDING * largest[path]) if len(copies) > 1 else None
+            if found:
+                yield found
                 break
 
 
+def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: float) -> Found | None:
+    lost = [number for number, values in copies if not isfinite(_length(values))]
+    if lost:
+        return Found(
+            path or "(model)",
+            f"not finite on {ranks_in_words(lost)}",
+            f"the gradient of {own} is NaN or infinite, and cannot be compared",
+            "look at what the batch, or the dtype, makes of the pass: torch.autograd.detect_anomaly()",
+            0.0,
+            "warning",
+        )
+    first = copies[0][1]
+    size = max(_length(values) for _, values in copies)
+    apart = max(_length(_minus(values, first)) for _, values in copies)
+    if size <= least or apart <= SAME * size:
+        return None
+    whole = [sum(column) for column in zip(*(values for _, values in copies), strict=True)]
+    each = ", ".join(f"{_length(values):.3g}" for _, values in copies[:4])
+    off = _length(_minus(first, whole)) / max(_length(whole), 1e-30)
+    return Found(
+        path or "(model)",
+        f"off by {off:.2g} of the sum",
+        f"the gradient of {own} on {ranks_in_words([n for n, _ in copies])} has the sizes {each}, the sum "
+        f"{_length(whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and the "
+        "copies part",
+        f"sum {layer(path)}.{own}.grad over these ranks after the backward pass (Megatron-LM: "
+        "sequence_parallel=True on the weight; torch: SequenceParallel)",
+        off,
+    )
+
+
 def _length(values: Sequence[float]) -> float:
-    return float(sum(v * v for v in values)) ** 0.5
+    return sqrt(sum(v * v for v in values))
 
 
 def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-def _odd(told: Sequence[tuple[int, Any]]) -> tuple[list[int], Any]:
-    """The ranks that have not what most have (the first of equals), and what most have."""
-    counts: dict[Any, int] = {}
-    for _, value in told:
-        counts[value] = counts.get(value, 0) + 1
-    usual = max(counts, key=lambda value: counts[value])
-    return [number for number, value in told if value != usual], usual
+def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, Any] | None = None) -> str:
+    """Who has what, where not all have the same: the odd ones first, and by name what most others have.
+
+    >>> _sides([(0, "eps=1e-05"), (1, "eps=1e-06")])
+    'rank 0: eps=1e-05; rank 1: eps=1e-06'
+    >>> _sides([(0, "a"), (1, "b"), (2, "a")])
+    'rank 1: b (elsewhere a)'
+    >>> _sides([(0, "a"), (1, "a")])
+    ''
+    """
+    sides: dict[Any, list[int]] = {}
+    for number, value in told:
+        sides.setdefault(value, []).append(number)
+    if len(sides) < 2:
+        return ""
+    said = {value: _word(value if words is None else words[value]) for value in sides}
+    usual = max(sides, key=lambda value: len(sides[value]))
+    most = 2 * len(sides[usual]) > len(told)
+    odd = [value for value in sides if not (most and value == usual)]
+    each = "; ".join(f"{ranks_in_words(sides[value])}: {said[value]}" for value in odd[:4])
+    more = f"; {len(odd) - 4} more" if len(odd) > 4 else ""
+    return each + more + (f" (elsewhere {said[usual]})" if most else "")
+
+
+def _word(value: Any) -> str:
+    return f"norm {value:.6g}" if isinstance(value, float) else value or "none of these"

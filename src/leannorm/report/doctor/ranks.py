@@ -1,4 +1,4 @@
-"""What a rank tells the others of its model: its layers, their settings, and what its tensors hold, in digests.
+"""What a rank tells the others of its model: its layers, their settings, and digests of its tensors.
 
 `Rank` is what one rank posts. Tensors are compared between ranks that hold the same part: all that have the
 model, the ranks of a `DistributedDataParallel`, or of a DTensor's mesh those with the same shard.
@@ -6,11 +6,13 @@ model, the ranks of a `DistributedDataParallel`, or of a DTensor's mesh those wi
 
 from __future__ import annotations
 
+import math
 import socket
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,18 +28,23 @@ _BLOCK = 2**20
 
 
 class Held(NamedTuple):
-    """A tensor on one rank: whose copies are to be equal (ranks with one `part`), its digest and its norm."""
+    """A tensor on one rank: whose copies are to be equal (ranks with one `part`), its digest and its norm.
+
+    `known`: a wrapper or a DTensor says that these are copies.
+    """
 
     part: str
     digest: int
     norm: float
+    known: bool
 
 
 class Rank(NamedTuple):
     """What one rank has. `layers` and `modes` are by the model's order, `held` by name.
 
     `sharing` has the ranks of each synchronized norm ("node" for those of the host), `wrapped` the ranks of
-    DistributedDataParallel. `batch` is the first one's digest, `batches` their number.
+    DistributedDataParallel. `batch` is the first one's digest, `batches` their number. `steps`: is there a
+    step of its own?
     """
 
     number: int
@@ -50,6 +57,7 @@ class Rank(NamedTuple):
     wrapped: list[int] | None
     batch: int | None
     batches: int | None
+    steps: bool
 
     @classmethod
     def posted(cls, post: list[Any]) -> Rank:
@@ -58,7 +66,7 @@ class Rank(NamedTuple):
         return rank._replace(held={name: Held(*held) for name, held in rank.held.items()})
 
 
-def described(subject: Subject, batches: list[Any] | None) -> Rank:
+def described(subject: Subject, batches: list[Any] | None, steps: bool) -> Rank:
     """What this rank posts."""
     model = subject.model
     wrapper = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
@@ -73,13 +81,14 @@ def described(subject: Subject, batches: list[Any] | None) -> Rank:
         None if wrapper is None else dist.get_process_group_ranks(wrapper.process_group),
         None if not batches else digest_of(batches[0]),
         None if batches is None else len(batches),
+        steps,
     )
 
 
 def part_of(tensor: Tensor) -> str:
     """Which part of a tensor this rank has: "" for all of it, else of which mesh, and where it is cut."""
     mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
+    if mesh is None or mesh.get_coordinate() is None:
         return ""
     cut = [p.is_shard() or p.is_partial() for p in tensor.placements]  # type: ignore[attr-defined]
     places = [c if along else "*" for c, along in zip(mesh.get_coordinate(), cut, strict=True)]
@@ -90,6 +99,7 @@ def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
     """The tensors that another rank may have, too: those whose wrapper cuts or sends them are left out."""
     statistics = {id(n.module): n for n in subject.norms if n.mean is not None}
     seen: set[Module] = set()
+    ignored: set[str] = set()
 
     def of(path: str, module: Module, group: str, sent: bool, own: bool) -> Iterator[tuple[str, Held]]:
         if module in seen or type(module).__name__ == "FullyShardedDataParallel":
@@ -98,16 +108,17 @@ def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
         if isinstance(module, DistributedDataParallel):
             group = str(dist.get_process_group_ranks(module.process_group))
             sent, own = module.broadcast_buffers, True
+            ignored.update(f"{path}module.{name}" for name in module.parameters_to_ignore)
         norm = statistics.get(id(module))
         told = norm is not None and own and not isinstance(module, SYNCHRONIZED)  # unsynchronized_buffers
         tables: list[Mapping[str, Any]] = [module._parameters]
         tables += [] if sent or told else [module._buffers]
         for name, tensor in ((name, t) for table in tables for name, t in table.items()):
-            if isinstance(tensor, Tensor) and not _cut_by_hand(tensor):
-                values = values_of(tensor)
-                if values is not None:
+            if isinstance(tensor, Tensor) and not _cut_by_hand(tensor) and path + name not in ignored:
+                values, digest = values_of(tensor), digest_of(tensor)
+                if values is not None and digest is not None:
                     part = f"{group} {part_of(tensor)}"
-                    yield path + name, Held(part, digest_of(values), _norm(values))
+                    yield path + name, Held(part, digest, _norm(values), part != " ")
         for name, child in module._modules.items():
             if child is not None:
                 yield from of(f"{path}{name}.", child, group, sent, own)
@@ -116,7 +127,7 @@ def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
 
 
 def _cut_by_hand(tensor: Tensor) -> bool:
-    """Megatron-LM marks weights that are cut over tensor-parallel ranks, and those of experts."""
+    """Megatron-LM and DeepSpeed mark weights that are cut over ranks, and those of experts."""
     return getattr(tensor, "tensor_model_parallel", False) or not getattr(tensor, "allreduce", True)
 
 
@@ -129,7 +140,7 @@ def _settings(norm: Norm) -> str:
     names = ("track_running_stats", "num_groups", "group_size", "elementwise_affine", "affine")
     parts = [f"eps={norm.eps}", f"momentum={norm.momentum}"]
     parts += [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
-    dtypes = [f"{name}={p.dtype}" for name, p in norm.affine]
+    dtypes = [f"{name}={p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in norm.affine]
     return ", ".join([f"{type(module).__module__}.{type(module).__name__}", *parts, *dtypes])
 
 
@@ -143,29 +154,46 @@ def _sharing(module: Any) -> Any:
 
 
 def _norm(values: Tensor) -> float:
-    if not (values.is_floating_point() or values.is_complex()):
-        values = values.double()
-    return float(torch.linalg.vector_norm(values, dtype=None if values.is_complex() else torch.float64))
+    flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
+    return math.sqrt(sum(float(block.double().square().sum()) for block in flat.split(_BLOCK)))
 
 
-def digest_of(value: Any) -> int:
-    """A number of 64 bits, made where the tensors are: equal tensors, or batches of them, have equal ones."""
-    total = 0
-    for tensor in _tensors(value):
-        flat = tensor.detach().contiguous().view(-1)
+def digest_of(value: Any) -> int | None:
+    """A number of 64 bits, made where the tensors are: equal tensors, or batches of them, have equal ones.
+
+    None where that cannot be told: for objects that are not looked into, and where nothing has a value.
+    """
+    total, told = 0, False
+    for tensor in _leaves(value):
+        if tensor is None:
+            return None
+        flat = tensor.contiguous().view(-1)
         raw = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
-        total = total * 31 + raw.numel()
+        total, told = total * 31 + raw.numel(), True
         for block in raw.split(_BLOCK):
             places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
             mixed = (block.long() + 0x9E3779B9) * places
             total = total * 31 + int((mixed ^ (mixed >> 29)).mul(0x2545F4914F6CDD1D).sum())
-    return total & (2**64 - 1)
+    return total & (2**64 - 1) if told else None
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
+def _leaves(value: Any) -> Iterator[Tensor | None]:
+    """The tensors of a batch, and what can be made one; None for what cannot."""
+    if isinstance(value, Tensor) and value.is_nested:
+        value = value.values() if value.layout == torch.jagged else object()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(value)
+    if isinstance(value, Tensor) and value.layout == torch.strided:
         local = values_of(value)
-        return [] if local is None else [local]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [t for part in value for t in _tensors(part)] if isinstance(value, (tuple, list)) else []
+        if local is not None:
+            yield local
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, (str, bytes, int, float)):
+        yield torch.tensor(zlib.crc32(repr(value).encode()))
+    elif value is not None:
+        yield None
