@@ -148,7 +148,7 @@ def averaged_buffers(subject: Subject) -> Iterator[Found]:
                 norm.name,
                 gap,
                 f"parameters are averaged or copied, buffers are not: in evaluation mode it has {whose}",
-                "copy or average its buffers too, as torch's AveragedModel(use_buffers=True) does, or "
+                "copy or average its buffers too, as torch's AveragedModel does, or "
                 "leannorm.recalibrate(averaged, batches)",
                 severity=None if made else "warning",
             )
