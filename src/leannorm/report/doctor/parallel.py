@@ -181,6 +181,7 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: s
                 path, _, own = name.rpartition(".")
                 sizes = [held.norm for _, held in told]
                 apart = (max(sizes) - min(sizes)) / max(*sizes, 1e-30)
+                apart = apart if isfinite(apart) else 1.0
                 by = _sides([(n, held.digest) for n, held in told], {h.digest: h.norm for _, h in told})
                 layers.setdefault(path, []).append((own, by, apart, told[0][1].known or path in norms))
                 break

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from leannorm._catalog import Norm
@@ -24,7 +25,7 @@ from leannorm.nn.sync import Synchronized
 from leannorm.report.doctor.subject import Subject, values_of
 
 SYNCHRONIZED = (Synchronized, torch.nn.SyncBatchNorm)
-_BLOCK = 2**20
+_BLOCK = 2**21  # bytes, and elements
 
 
 class Held(NamedTuple):
@@ -155,7 +156,7 @@ def _sharing(module: Any) -> Any:
 
 def _norm(values: Tensor) -> float:
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-    return math.sqrt(sum(float(block.double().square().sum()) for block in flat.split(_BLOCK)))
+    return math.hypot(*(float(torch.linalg.vector_norm(block.float())) for block in flat.split(_BLOCK)))
 
 
 def digest_of(value: Any) -> int | None:
@@ -167,13 +168,14 @@ def digest_of(value: Any) -> int | None:
     for tensor in _leaves(value):
         if tensor is None:
             return None
-        flat = tensor.contiguous().view(-1)
-        raw = flat.view(torch.uint8) if flat.element_size() % 4 else flat.view(torch.int32)
+        raw = tensor.contiguous().view(-1).view(torch.uint8)
         total, told = total * 31 + raw.numel(), True
+        places = torch.arange(1, _BLOCK // 4, 2, device=raw.device)
         for block in raw.split(_BLOCK):
-            places = torch.arange(1, 2 * block.numel(), 2, device=block.device)
-            mixed = (block.long() + 0x9E3779B9) * places
-            total = total * 31 + int((mixed ^ (mixed >> 29)).mul(0x2545F4914F6CDD1D).sum())
+            words = pad(block, (0, -len(block) % 8)) if len(block) % 8 else block
+            words = (words.clone() if words.storage_offset() % 8 else words).view(torch.int64)
+            mixed = (words + 0x9E3779B9).mul_(places[: len(words)])
+            total = total * 31 + int(mixed.bitwise_xor_(mixed >> 29).mul_(0x2545F4914F6CDD1D).sum())
     return total & (2**64 - 1) if told else None
 
 
