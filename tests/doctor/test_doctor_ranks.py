@@ -1,5 +1,13 @@
 """`doctor` on every rank of a job: faults are found with rank and layer, set-ups without are clean."""
 
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +105,40 @@ def test_a_gradient_of_which_only_rounding_is_left_is_not_compared():
     rounding = [(0, [1e-8, 2e-8]), (1, [-1e-8, 3e-8])]
     assert _partial("norm", "bias", rounding, ROUNDING * 1.0) is None
     assert _partial("norm", "bias", rounding, ROUNDING * 1e-6) is not None
+
+
+EXAMPLE = re.search(
+    r"^## On every rank.*?^```python\n(.*?)^```$.*?^```console\n(.*?)^```$",
+    (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(),
+    re.M | re.S,
+)
+
+
+def _example(rank):
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        exec(EXAMPLE[1], {})
+    return told.getvalue()
+
+
+def test_the_example_of_the_page():
+    told = ranks(2, _example)
+    assert " ".join(EXAMPLE[2].split()) in " ".join(told[0].split())
+    assert told[1] == ""
+
+
+@pytest.mark.conformance
+def test_the_example_of_the_page_under_torchrun(tmp_path):
+    (tmp_path / "example.py").write_text(EXAMPLE[1])
+    torchrun = "torch.distributed.run --nnodes 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0"
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun.split(), "--nproc-per-node", "2", str(tmp_path / "example.py")],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0: eps=1e-05; rank 1: eps=0.001" in done.stdout
 
 
 # ------------------------------------------------ training goes on as without it

@@ -60,7 +60,8 @@ def doctor(
         forward: called as `forward(model, batch)`, where a batch is passed otherwise.
         backward: of several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
             forward and backward pass, and the sums that a trainer makes after it. Without it gradients are
-            compared between ranks with equal batches, those that cut one model's work.
+            compared between ranks with equal batches, those that cut one model's work. Not between a forward
+            and its backward pass: under DistributedDataParallel it is a step.
         averaged: a model that follows this one (an `AveragedModel`, a target network, a federated server's).
         group: the ranks with this rank's model, whole or cut; by default all. A pipeline gives its stage's.
 
