@@ -157,4 +157,5 @@ def _summed(gradient: Any) -> Tensor:
 def _numbers(values: Tensor) -> list[float]:
     flat = values.double().flatten()
     places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
-    return [float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in _STEPS]
+    sums = (float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in _STEPS)
+    return [value / 2**0.5 for value in sums]  # so that their length is about the gradient's

@@ -182,7 +182,7 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: s
                 sizes = [held.norm for _, held in told]
                 apart = (max(sizes) - min(sizes)) / max(*sizes, 1e-30)
                 apart = apart if isfinite(apart) else 1.0
-                by = _sides([(n, held.digest) for n, held in told], {h.digest: h.norm for _, h in told})
+                by = _sides([(n, held.digest) for n, held in told], _sizes(held for _, held in told))
                 layers.setdefault(path, []).append((own, by, apart, told[0][1].known or path in norms))
                 break
     for path, several in layers.items():
@@ -235,11 +235,11 @@ def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: 
         return None
     whole = [sum(column) for column in zip(*(values for _, values in copies), strict=True)]
     each = ", ".join(f"{_length(values):.3g}" for _, values in copies[:4])
-    off = _length(_minus(first, whole)) / max(_length(whole), 1e-30)
+    off = max(_length(_minus(values, whole)) for _, values in copies) / max(_length(whole), 1e-30)
     return Found(
         path or "(model)",
         f"off by {off:.2g} of the sum",
-        f"the gradient of {own} on {ranks_in_words([n for n, _ in copies])} has the sizes {each}, the sum "
+        f"the gradient of {own} on {ranks_in_words([n for n, _ in copies])} has the size {each}, the sum "
         f"{_length(whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and the "
         "copies part",
         f"sum {layer(path)}.{own}.grad over these ranks after the backward pass (Megatron-LM: "
@@ -256,7 +256,7 @@ def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
     return [x - y for x, y in zip(a, b, strict=True)]
 
 
-def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, Any] | None = None) -> str:
+def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, str] | None = None) -> str:
     """Who has what, where not all have the same: the odd ones first, and by name what most others have.
 
     >>> _sides([(0, "eps=1e-05"), (1, "eps=1e-06")])
@@ -271,7 +271,7 @@ def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, Any] | None = None)
         sides.setdefault(value, []).append(number)
     if len(sides) < 2:
         return ""
-    said = {value: _word(value if words is None else words[value]) for value in sides}
+    said = {value: (words[value] if words else value) or "none of these" for value in sides}
     usual = max(sides, key=lambda value: len(sides[value]))
     most = 2 * len(sides[usual]) > len(told)
     odd = [value for value in sides if not (most and value == usual)]
@@ -280,5 +280,10 @@ def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, Any] | None = None)
     return each + more + (f" (elsewhere {said[usual]})" if most else "")
 
 
-def _word(value: Any) -> str:
-    return f"norm {value:.6g}" if isinstance(value, float) else value or "none of these"
+def _sizes(held: Iterable[Held]) -> dict[int, str]:
+    """Tensors in words, by their digests: the norm, and where norms look the same some of the digest."""
+    words = {one.digest: f"norm {one.norm:.6g}" for one in held}
+    alike = len(set(words.values())) < len(words)
+    return {
+        digest: f"{word} (bits {digest % 2**16:04x})" if alike else word for digest, word in words.items()
+    }
