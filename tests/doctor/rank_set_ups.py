@@ -151,6 +151,33 @@ def slabs(rank: int) -> Job:
     return Job(DistributedDataParallel(convolutions("all"), process_group=parallel[mine]), images(rank))
 
 
+class Cut(nn.Module):
+    """A network whose ranks take parts of one batch, along an axis: ranks with even numbers the first."""
+
+    def __init__(self, inner: nn.Module, axis: int) -> None:
+        super().__init__()
+        self.inner, self.axis = inner, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x.chunk(2, self.axis)[dist.get_rank() % 2])
+        return y
+
+
+def slabs_of_one_batch(rank: int) -> Job:
+    """As before, but the model cuts the images, which two ranks have each."""
+    both = torch.cat([images(rank - rank % 2), images(rank - rank % 2 + 1)], 2)
+    return Job(DistributedDataParallel(Cut(convolutions("all"), 2)), both)
+
+
+def parts_of_one_sequence(rank: int) -> Job:
+    """Context parallelism: the gradients of parts are summed by DistributedDataParallel, over both ranks."""
+    return Job(DistributedDataParallel(Cut(blocks(), 1)), tokens())
+
+
+def lazy(rank: int) -> Job:
+    return Job(nn.Sequential(nn.LazyLinear(4), nn.LayerNorm(4)), None)
+
+
 def mesh_of_two_dimensions(rank: int, group: Any = "dp") -> Job:
     """FSDP2 over one dimension of a mesh, whose other one cuts the work; statistics are of the first."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -234,6 +261,9 @@ CLEAN = {
     average_that_copies_buffers: 2,
     sequence_and_data_parallel: 4,
     slabs: 4,
+    slabs_of_one_batch: 4,
+    parts_of_one_sequence: 2,
+    lazy: 2,
     mesh_of_two_dimensions: 4,
     noise: 2,
     steep_gradients: 2,

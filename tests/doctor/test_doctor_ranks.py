@@ -32,13 +32,18 @@ def _told(report):
 
 
 def _local(tensor):
-    return None if tensor is None else getattr(tensor, "_local_tensor", tensor)
+    """A rank's values; None where there are none yet."""
+    if tensor is None or isinstance(tensor, nn.UninitializedParameter):
+        return None
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _state(model):
     """Values, gradients and modes."""
     tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
-    values = [None if t is None else _local(t).double().nan_to_num().tolist() for t in tensors]
+    values = [
+        None if values is None else values.double().nan_to_num().tolist() for values in map(_local, tensors)
+    ]
     return values, [m.training for m in model.modules()], torch.get_rng_state().tolist()
 
 

@@ -22,8 +22,8 @@ from leannorm.report.doctor.gradients import Gradients, gradients_of
 from leannorm.report.doctor.measured import gap_of
 from leannorm.report.doctor.meeting import Meeting, meeting_of, ranks_in_words
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
-from leannorm.report.doctor.parallel import same_model, share_batches
-from leannorm.report.doctor.ranks import Rank, described
+from leannorm.report.doctor.parallel import cut_one_model, same_model
+from leannorm.report.doctor.ranks import Rank, described, shown_by
 from leannorm.report.doctor.subject import SEVERITIES, Check, Found, Subject
 
 
@@ -104,15 +104,16 @@ def examine(
         taken = _taken(model, batches)
         common = None if meeting is None else Common(meeting, subject, taken, backward is not None)
         taken = taken if common is None else common.batches
-        gradients: Gradients = {}
+        gradients, shown = Gradients(), dict[str, list[float]]()
         if taken and subject.norms:
             subject.batches = len(taken)
             subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
+            shown = shown_by(subject)
             if common and common.compares:
                 gradients = gradients_of(model, subject.norms, taken[0], forward, backward)
         found = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
         if common:
-            found = common.joined(found, gradients)
+            found = common.joined(found, gradients, shown)
     findings = [
         Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
         for check, one in found
@@ -138,7 +139,7 @@ class Common:
             same_model(ranks)
             found = self._found()
             runs = all((one.severity or check.severity) != "error" for check, one in found)
-            return min(rank.batches or 0 for rank in ranks) if runs else 0, steps or share_batches(ranks)
+            return min(rank.batches or 0 for rank in ranks) if runs else 0, steps or cut_one_model(ranks)
 
         count, self.compares = meeting.decide(described(subject, batches, steps), decide)
         self.batches = (batches or [])[:count]
@@ -146,12 +147,14 @@ class Common:
     def _found(self) -> list[tuple[Check, Found]]:
         return [(check, one) for check in CHECKS if check.of_ranks for one in check.find(self._subject)]
 
-    def joined(self, found: list[tuple[Check, Found]], gradients: Gradients) -> list[tuple[Check, Found]]:
+    def joined(
+        self, found: list[tuple[Check, Found]], gradients: Gradients, shown: dict[str, list[float]]
+    ) -> list[tuple[Check, Found]]:
         """What ranks found together and each by itself; of one fault of several ranks the largest."""
 
         def decide(posts: list[Any]) -> Any:
             subject = self._subject
-            subject.gradients = [post[1] for post in posts]
+            subject.gradients, subject.shown = [post[1] for post in posts], [post[2] for post in posts]
             own: dict[tuple[str, str], list[tuple[Found, int]]] = {}
             for rank, post in zip(subject.ranks, posts, strict=True):
                 for name, one in post[0]:
@@ -161,7 +164,8 @@ class Common:
             ]
 
         checks = {check.name: check for check in CHECKS}
-        told = self._meeting.decide([[(check.name, one) for check, one in found], gradients], decide)
+        own = [(check.name, one) for check, one in found]
+        told = self._meeting.decide([own, gradients, shown], decide)
         return [(checks[name], Found(*one)) for name, one in told]
 
 

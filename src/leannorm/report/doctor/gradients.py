@@ -19,13 +19,11 @@ from leannorm._catalog import Norm
 from leannorm._errors import InputError
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.report.doctor.observe import Forward, eager, moved, tensors_of, unwrapped
-from leannorm.report.doctor.ranks import digest_of, part_of
+from leannorm.report.doctor.ranks import digest_of, in_numbers, part_of
 from leannorm.report.doctor.subject import values_of
 from leannorm.report.doctor.untouched import untouched
 from leannorm.report.doctor.values import one_value_passes
 
-# by which a gradient is told: products with signs, whose sum over ranks is that of the gradients
-_STEPS = (0, 997, 1913, 2731)
 Gradients = dict[str, tuple[str, list[float]]]
 
 
@@ -39,7 +37,7 @@ def gradients_of(
     """Of every gamma and beta: which copies of its gradient are to be equal, and it in a few numbers.
 
     With `backward`, a step's own, all ranks' copies are; else those of ranks with equal batches, as what sums
-    over the others, such as DistributedDataParallel, does not take part. Dropout is off, batch norms train.
+    over the others, DistributedDataParallel, does not take part. Dropout is off, batch norms train.
     """
     core = unwrapped(model)
     training = {n.module for n in norms if n.kind == "batch" and (n.module.training or not core.training)}
@@ -69,7 +67,7 @@ def _told(norms: list[Norm], whose: str) -> Iterator[tuple[str, tuple[str, list[
             values = values_of(gradient)
             if values is not None and parameter.requires_grad:
                 path = f"{norm.path}.{name}" if norm.path else name
-                yield path, (f"{whose} {part_of(parameter)}", _numbers(values))
+                yield path, (f"{whose} {part_of(parameter)}", in_numbers(values))
 
 
 def _backward(model: Module, loss: Tensor) -> None:
@@ -152,10 +150,3 @@ def _summed(gradient: Any) -> Tensor:
         gradient = gradient.redistribute(placements=whole)
     summed: Tensor = gradient
     return summed
-
-
-def _numbers(values: Tensor) -> list[float]:
-    flat = values.double().flatten()
-    places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
-    sums = (float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in _STEPS)
-    return [value / 2**0.5 for value in sums]  # so that their length is about the gradient's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations
 from math import isfinite, sqrt
 from typing import Any
 
@@ -12,6 +13,7 @@ from leannorm.report.doctor.ranks import Held, Rank
 from leannorm.report.doctor.subject import Found, Subject, check, layer
 
 SAME = 0.01  # of a gradient's size: copies of it that a rank computed in another order
+TWIN = 1e-4  # of the size of statistics: those of one batch that two ranks computed
 ROUNDING = 1e-5  # of the layer's largest gradient: what is smaller is a sum of which only rounding is left
 
 
@@ -45,10 +47,18 @@ def _given(given: bool) -> str:
     return "some" if given else "none"
 
 
-def share_batches(ranks: Sequence[Rank]) -> bool:
-    """Have two of them the same batch, so that their gradients are to be the same?"""
-    known = [rank.batch for rank in ranks if rank.batch is not None]
-    return len(set(known)) < len(known)
+def cut_one_model(ranks: Sequence[Rank]) -> bool:
+    """Have two of them the same batch, so that they are to have the same gradients?
+
+    Not where DistributedDataParallel sums over both.
+    """
+    known = {(rank.batch, _summing(rank)) for rank in ranks if rank.batch is not None}
+    return len({batch for batch, _ in known}) < len(known)
+
+
+def _summing(rank: Rank) -> tuple[int, ...]:
+    """The ranks over which a wrapper sums gradients that were told without it."""
+    return (rank.number,) if rank.steps or rank.wrapped is None else tuple(rank.wrapped)
 
 
 @check("error", "Ranks have other settings", of_ranks=True)
@@ -87,15 +97,17 @@ def rank_settings(subject: Subject) -> Iterator[Found]:
 def sync_group(subject: Subject) -> Iterator[Found]:
     """A group that its ranks do not agree on, or that is not of data-parallel ranks, or of one rank alone."""
     ranks = {rank.number: rank for rank in subject.ranks}
+    shown = dict(zip(ranks, subject.shown, strict=False))
     for norm in subject.norms:
         groups = {
             n: _members(rank, norm.name, subject.ranks)
             for n, rank in ranks.items()
             if norm.name in rank.sharing
         }
+        seen = {n: told[norm.name] for n, told in shown.items() if norm.name in told}
         agree = all(n in g and all(groups.get(m) == g for m in g if m in ranks) for n, g in groups.items())
         for number, group in groups.items():
-            fault = _wrong(group, ranks, ranks[number].wrapped or []) if agree else _OTHERS
+            fault = _wrong(group, ranks, seen, ranks[number].wrapped or []) if agree else _OTHERS
             if fault:
                 yield Found(
                     norm.name,
@@ -112,26 +124,34 @@ def sync_group(subject: Subject) -> Iterator[Found]:
 _OTHERS = "its ranks have other groups: each waits for sums that the others do not send", "error"
 
 
-def _wrong(group: list[int], ranks: dict[int, Rank], parallel: list[int]) -> tuple[str, str] | None:
+def _wrong(
+    group: list[int], ranks: dict[int, Rank], seen: dict[int, list[float]], parallel: list[int]
+) -> tuple[str, str] | None:
     """What is wrong with a group that its ranks agree on, and how bad it is.
 
-    Ranks with one batch are no data-parallel ones. Ranks with parts of one sample have different ones: their
-    statistics belong together, though DistributedDataParallel's group does not have them all.
+    Ranks whose norm sees the same are no data-parallel ones. Ranks with parts of one sample see other values:
+    their statistics belong together, though DistributedDataParallel's group does not have them all.
     """
     batches = {rank.batch for rank in ranks.values()}
-    inside = [ranks[n] for n in group if n in ranks]
     outside = bool(parallel) and not set(group) <= set(parallel)
     if len(group) == 1 and (len(parallel) > 1 or (not parallel and len(batches) > 1)):
         return "it shares with no other rank, and is batch norm of each rank's own samples", "error"
-    if share_batches(inside) and (outside or len(batches) > 1):
+    inside = [n for n in group if n in seen and ranks[n].batch is not None]
+    twins = [(a, b) for a, b in combinations(inside, 2) if ranks[a].batch == ranks[b].batch]
+    same = [pair for pair in twins if _near(seen[pair[0]], seen[pair[1]])]
+    if same and (outside or len(batches) > 1):
         apart = f"; data-parallel are the {ranks_in_words(parallel)}" if outside else ""
-        return f"some of them have the same batch, so samples count twice{apart}", "error"
+        return f"{ranks_in_words([*same[0]])} have the same samples, which count twice{apart}", "error"
     if outside and batches == {None}:
         return (
             f"data-parallel are the {ranks_in_words(parallel)}: unless the others have parts of the same "
             "samples, cut in space, their statistics do not belong together (with batches that is seen)"
         ), "warning"
     return None
+
+
+def _near(one: list[float], other: list[float]) -> bool:
+    return _length(_minus(one, other)) <= TWIN * _length(one)
 
 
 def _members(rank: Rank, name: str, ranks: Iterable[Rank]) -> list[int]:
@@ -201,17 +221,19 @@ def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: s
 @check("error", "Gradients of norms are parts of a sum", of_ranks=True)
 def partial_gradients(subject: Subject) -> Iterator[Found]:
     """Gamma and beta that ranks hold whole, and whose gradients differ: each has a summand, none the sum."""
-    told: dict[str, dict[str, list[tuple[int, list[float]]]]] = {}
+    told: dict[str, dict[str, dict[tuple[int, ...], tuple[int, list[float]]]]] = {}
     largest: dict[str, float] = {}
     for rank, gradients in zip(subject.ranks, subject.gradients, strict=False):
         for name, (part, values) in gradients.items():
-            told.setdefault(name, {}).setdefault(part, []).append((rank.number, values))
+            sums = told.setdefault(name, {}).setdefault(part, {})
+            first, others = sums.get(_summing(rank), (rank.number, [0.0] * len(values)))
+            sums[_summing(rank)] = first, [a + b for a, b in zip(values, others, strict=True)]
             path = name.rpartition(".")[0]
             largest[path] = max(largest.get(path, 0.0), _length(values))
     for name, parts in told.items():
         path, _, own = name.rpartition(".")
         for copies in parts.values():
-            found = _partial(path, own, copies, ROUNDING * largest[path]) if len(copies) > 1 else None
+            found = _partial(path, own, list(copies.values()), ROUNDING * largest[path])
             if found:
                 yield found
                 break

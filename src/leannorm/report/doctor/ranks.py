@@ -25,6 +25,7 @@ from leannorm.nn.sync import Synchronized
 from leannorm.report.doctor.subject import Subject, values_of
 
 SYNCHRONIZED = (Synchronized, torch.nn.SyncBatchNorm)
+_STEPS = (0, 997, 1913, 2731)
 _BLOCK = 2**21  # bytes, and elements
 
 
@@ -84,6 +85,16 @@ def described(subject: Subject, batches: list[Any] | None, steps: bool) -> Rank:
         None if batches is None else len(batches),
         steps,
     )
+
+
+def shown_by(subject: Subject) -> dict[str, list[float]]:
+    """Mean and standard deviation of what synchronized norms saw on this rank, in numbers."""
+    told = {}
+    for norm in subject.norms:
+        seen = subject.seen.get(norm.name)
+        if isinstance(norm.module, SYNCHRONIZED) and seen and seen.mean is not None and seen.std is not None:
+            told[norm.name] = in_numbers(torch.cat([seen.mean, seen.std]))
+    return told
 
 
 def part_of(tensor: Tensor) -> str:
@@ -157,6 +168,14 @@ def _sharing(module: Any) -> Any:
 def _norm(values: Tensor) -> float:
     flat = (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
     return math.hypot(*(float(torch.linalg.vector_norm(block.float())) for block in flat.split(_BLOCK)))
+
+
+def in_numbers(values: Tensor) -> list[float]:
+    """A tensor in a few numbers, whose length is about its own: of a sum they are the sum."""
+    flat = values.double().flatten()
+    places = torch.arange(flat.numel(), device=flat.device, dtype=torch.float64)
+    sums = (float(flat @ ((places * step).remainder(4096) / 651.9).cos()) for step in _STEPS)
+    return [value / 2**0.5 for value in sums]
 
 
 def digest_of(value: Any) -> int | None:

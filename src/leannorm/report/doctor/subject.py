@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
@@ -43,7 +44,8 @@ class Found(NamedTuple):
 class Subject:
     """A model, its norms, its optimizers, and what the batches showed of each norm.
 
-    `averaged` is a model that follows it. `ranks` and `gradients` have what each rank told.
+    `averaged` is a model that follows it. `ranks`, `gradients` and `shown` have what each rank told: of
+    itself, of gamma's and beta's gradients, and of the statistics that its synchronized norms saw.
     """
 
     model: Module
@@ -55,6 +57,7 @@ class Subject:
     averaged: Module | None = None
     ranks: Sequence[Rank] = ()
     gradients: Sequence[Gradients] = ()
+    shown: Sequence[dict[str, list[float]]] = ()
     traces: dict[Module, list[Call] | None] = field(default_factory=dict)
 
     @property
@@ -121,7 +124,9 @@ def layer(name: str) -> str:
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """A tensor's values on this rank, detached; None where there are none to read (meta, fake)."""
+    """A tensor's values on this rank, detached; None where there are none to read (meta, fake, lazy)."""
+    if is_lazy(tensor):
+        return None
     local = tensor.detach()
     if hasattr(local, "to_local"):
         local = local.to_local()
