@@ -18,6 +18,8 @@ from rank_set_ups import (
     grid,
     mesh_of_two_dimensions,
     sequence_parallel,
+    sharded_and_sequence_parallel,
+    sharded_twice,
     steep,
     tensor_parallel,
 )
@@ -208,9 +210,21 @@ def local_weight_of_a_dtensor(rank: int) -> tuple[Job, str, str]:
             y = nn.functional.layer_norm(x.to_local(), (16,), weight, bias)
             return DTensor.from_local(y, mesh, cut)
 
-    job = sequence_parallel(rank)
+    job = sequence_parallel(rank) if dist.get_world_size() == 2 else sharded_and_sequence_parallel(rank)
     job.model[1].norm.__class__ = Local
     return job, "partial_gradients", "1.norm"
+
+
+def local_weight_over_a_mesh(rank: int) -> tuple[Job, str, str]:
+    """The same along one dimension of 2 × 2 ranks: FSDP2 sums over the other."""
+    return local_weight_of_a_dtensor(rank)
+
+
+def copy_of_a_shard(rank: int) -> tuple[Job, str, str]:
+    job = sharded_twice(rank)
+    if rank == 3:
+        job.model[1].norm.bias._local_tensor.data += 0.1
+    return job, "rank_weights", "1.norm"
 
 
 def weights_cut_by_hand_and_not_marked(rank: int) -> tuple[Job, str, str]:
@@ -277,6 +291,8 @@ FAULTS = {
     gradients_of_nan: 2,
     one_norm_not_finalized: 2,
     local_weight_of_a_dtensor: 2,
+    local_weight_over_a_mesh: 4,
+    copy_of_a_shard: 4,
     weights_cut_by_hand_and_not_marked: 2,
     average_without_buffers: 2,
     target_copied_late: 2,

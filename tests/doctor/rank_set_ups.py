@@ -56,7 +56,7 @@ def fsdp2(rank: int) -> Job:
     return Job(model, tokens(rank))
 
 
-def _cut(model: nn.Module, sequence: bool) -> nn.Module:
+def _cut(model: nn.Module, sequence: bool, mesh: Any = None) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -68,7 +68,7 @@ def _cut(model: nn.Module, sequence: bool) -> nn.Module:
     )
 
     part, whole = Shard(1), Replicate()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     by: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         by["norm"] = SequenceParallel()
@@ -180,13 +180,39 @@ def lazy(rank: int) -> Job:
 
 def mesh_of_two_dimensions(rank: int, group: Any = "dp") -> Job:
     """FSDP2 over one dimension of a mesh, whose other one cuts the work; statistics are of the first."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh()
     model = convolutions(mesh["dp"].get_group() if group == "dp" else group)
     fully_shard(model, mesh=mesh["dp"])
     return Job(model, images(rank // 2))
+
+
+def _mesh() -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def sharded_and_sequence_parallel(rank: int) -> Job:
+    """FSDP2 over one dimension, torch's sequence parallelism over the other: weights are cut by both."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = _mesh()
+    model = _cut(blocks(), True, mesh["tp"])
+    for unit in [*list(model)[:2], model]:
+        fully_shard(unit, mesh=mesh["dp"])
+    return Job(model, tokens(rank // 2))
+
+
+def sharded_twice(rank: int) -> Job:
+    """FSDP2 with copies over one dimension of a mesh and shards over the other."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = blocks(), _mesh()
+    for unit in [*list(model)[:2], model]:
+        fully_shard(unit, mesh=mesh)
+    return Job(model, tokens(rank))
 
 
 class Noisy(Block):
@@ -265,6 +291,8 @@ CLEAN = {
     parts_of_one_sequence: 2,
     lazy: 2,
     mesh_of_two_dimensions: 4,
+    sharded_and_sequence_parallel: 4,
+    sharded_twice: 4,
     noise: 2,
     steep_gradients: 2,
     own_parts: 2,

@@ -102,7 +102,7 @@ def part_of(tensor: Tensor) -> str:
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None or mesh.get_coordinate() is None:
         return ""
-    cut = [p.is_shard() or p.is_partial() for p in tensor.placements]  # type: ignore[attr-defined]
+    cut = [not p.is_replicate() for p in tensor.placements]  # type: ignore[attr-defined]
     places = [c if along else "*" for c, along in zip(mesh.get_coordinate(), cut, strict=True)]
     return f"{zlib.crc32(str(mesh.mesh.tolist()).encode()):x}|{places}"
 
