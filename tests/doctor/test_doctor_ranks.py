@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_faults import FAULTS
-from rank_models import blocks, convolutions, images, tokens
-from rank_set_ups import CLEAN, Job
+from rank_models import Megatron, blocks, convolutions, images, summed_by_hooks, tokens
+from rank_set_ups import CLEAN, Job, grid
 from ranks import ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -105,6 +105,16 @@ def test_of_two_ranks_neither_is_blamed_and_of_more_the_odd_one():
     assert four[statistics][1].startswith("on rank 3: ")  # what one rank alone has found is told on all
 
 
+def _one_value(rank):
+    report = leannorm.doctor(convolutions(), images()[:1, :, :5, :5])
+    return [(one.check, one.layer, one.severity) for one in report.findings if one.severity == "error"]
+
+
+def test_one_value_a_channel_is_a_finding_on_ranks_too():
+    """At which batch norm raises, also in the pass whose gradients are compared."""
+    assert ranks(2, _one_value) == [[("few_values", "4", "error")]] * 2
+
+
 def test_a_gradient_of_which_only_rounding_is_left_is_not_compared():
     """Such as that of a beta that the next norm removes: each rank rounds in its own way."""
     rounding = [(0, [1e-8, 2e-8]), (1, [-1e-8, 3e-8])]
@@ -161,6 +171,10 @@ def _train(rank, kind, when, **arguments):
         model, batches = blocks(), tokens
         for unit in [*list(model)[:2], model]:
             fully_shard(unit)
+    elif kind == "ddp and sequence":
+        parallel, cutting, mine, cut = grid()
+        model = DistributedDataParallel(summed_by_hooks(Megatron(cutting[cut])), process_group=parallel[mine])
+        batches, rank = tokens, cut
     else:
         model, batches = DistributedDataParallel(convolutions("all"), gradient_as_bucket_view=True), images
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -188,10 +202,12 @@ def _trainings(rank, kind):
     return [(when, bool(given)) for when, given in calls if _train(rank, kind, when, **given) != stock]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "ddp, one batch", "fsdp2"])
-def test_training_goes_on_as_without_it(kind):
+@pytest.mark.parametrize(
+    ("kind", "world"), [("ddp", 2), ("ddp, one batch", 2), ("ddp and sequence", 4), ("fsdp2", 2)]
+)
+def test_training_goes_on_as_without_it(kind, world):
     """Losses, weights, statistics and gradients to the bit, also between a forward and its backward pass."""
-    assert ranks(2, _trainings, kind) == [[], []]
+    assert ranks(world, _trainings, kind) == [[]] * world
 
 
 def _raising(rank):
