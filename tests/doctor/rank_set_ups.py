@@ -40,6 +40,11 @@ def ddp(rank: int) -> Job:
     return Job(model, images(rank + 20))
 
 
+def by_host(rank: int) -> Job:
+    """Statistics are shared by the ranks of a host."""
+    return Job(DistributedDataParallel(convolutions("node")), images(rank))
+
+
 def ddp_own_statistics(rank: int) -> Job:
     """Its buffers differ after each step, and are sent before the next."""
     model = DistributedDataParallel(convolutions())
@@ -183,7 +188,7 @@ def mesh_of_two_dimensions(rank: int, group: Any = "dp") -> Job:
     from torch.distributed.fsdp import fully_shard
 
     mesh = _mesh()
-    model = convolutions(mesh["dp"].get_group() if group == "dp" else group)
+    model = convolutions(mesh["dp"] if group == "dp" else group)
     fully_shard(model, mesh=mesh["dp"])
     return Job(model, images(rank // 2))
 
@@ -254,14 +259,14 @@ def own_parts(rank: int) -> Job:
 
 
 class Sample:
-    """A batch that nobody else can look into."""
+    """A part of a batch that nobody else can look into."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
 
 
 def objects(rank: int) -> Job:
-    return Job(blocks(), [Sample(tokens(rank))], forward=lambda model, sample: model(sample.x))
+    return Job(blocks(), [(Sample(tokens(rank)), 3)], forward=lambda model, batch: model(batch[0].x))
 
 
 def uneven(rank: int) -> Job:
@@ -275,6 +280,7 @@ def uneven(rank: int) -> Job:
 CLEAN = {
     single: 2,
     ddp: 2,
+    by_host: 2,
     ddp_own_statistics: 2,
     fsdp2: 2,
     tensor_parallel: 2,

@@ -108,7 +108,7 @@ def examine(
         if taken and subject.norms:
             subject.batches = len(taken)
             subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
-            shown = shown_by(subject)
+            shown = shown_by(subject) if common else shown
             if common and common.compares:
                 gradients = gradients_of(model, subject.norms, taken[0], forward, backward)
         found = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]

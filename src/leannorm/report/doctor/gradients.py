@@ -42,8 +42,8 @@ def gradients_of(
     core = unwrapped(model)
     training = {n.module for n in norms if n.kind == "batch" and (n.module.training or not core.training)}
     whose = "" if backward else f"{digest_of(batch)}"
-    with torch.enable_grad(), eager(core), untouched(model, parameters=False), _kept(model):
-        with one_value_passes(norms):
+    with torch.inference_mode(False), torch.enable_grad(), eager(core), untouched(model, parameters=False):
+        with _kept(model), one_value_passes(norms):
             for module in model.modules():
                 own = module in training or (isinstance(module, _ConvBatchNorm) and module.bn in training)
                 module.training = own

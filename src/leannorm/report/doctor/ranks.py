@@ -21,6 +21,8 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from leannorm._catalog import Norm
+from leannorm._errors import InputError
+from leannorm.distributed.membership import group_in_words
 from leannorm.nn.sync import Synchronized
 from leannorm.report.doctor.subject import Subject, values_of
 
@@ -156,13 +158,14 @@ def _settings(norm: Norm) -> str:
     return ", ".join([f"{type(module).__module__}.{type(module).__name__}", *parts, *dtypes])
 
 
-def _sharing(module: Any) -> Any:
-    group = module.process_group
-    if isinstance(group, str):
-        return group
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        return []  # of a group that this rank is not in
-    return dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
+def _sharing(module: Any) -> str | list[int]:
+    try:
+        words = group_in_words(module.process_group)
+    except InputError:  # a group that this rank is not in
+        return []
+    if words == "node":
+        return words
+    return [*range(dist.get_world_size())] if words == "all" else [int(rank) for rank in words.split(",")]
 
 
 def _norm(values: Tensor) -> float:
