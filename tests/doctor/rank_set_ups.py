@@ -52,6 +52,12 @@ def ddp_own_statistics(rank: int) -> Job:
     return Job(model, images(rank))
 
 
+def ddp_own_statistics_and_step(rank: int) -> Job:
+    """A step of its own sends no buffers either: they are the model's."""
+    job = ddp_own_statistics(rank)
+    return Job(job.model, job.batch, backward=lambda model, batch: model(batch).square().sum().backward())
+
+
 def fsdp2(rank: int) -> Job:
     from torch.distributed.fsdp import fully_shard
 
@@ -282,6 +288,7 @@ CLEAN = {
     ddp: 2,
     by_host: 2,
     ddp_own_statistics: 2,
+    ddp_own_statistics_and_step: 2,
     fsdp2: 2,
     tensor_parallel: 2,
     sequence_parallel: 2,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rank_faults import FAULTS
+from rank_faults import FAULTS, weights_cut_by_hand_and_not_marked
 from rank_models import Megatron, blocks, convolutions, images, summed_by_hooks, tokens
 from rank_set_ups import CLEAN, Job, grid
 from ranks import ranks
@@ -81,6 +81,17 @@ def test_every_planted_fault_is_found_in_its_layer(world):
         if (check, layer) not in own or {one[0] for one in own} != {check}:
             missed[name] = found
     assert missed == {}
+
+
+def _doubtful(rank):
+    job, _, _ = weights_cut_by_hand_and_not_marked(rank)
+    return [(one.severity, one.remedy) for one in job.report().findings]
+
+
+def test_what_may_be_cut_by_hand_is_a_warning():
+    ((severity, remedy),) = ranks(2, _doubtful)[0]
+    assert severity == "warning"
+    assert "weight.tensor_model_parallel = True; else torch.distributed.broadcast(" in remedy
 
 
 def _sentences(rank, world):

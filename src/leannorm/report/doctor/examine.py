@@ -101,9 +101,9 @@ def examine(
             _checks.module(averaged, "doctor(averaged=)")
         norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
         subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged)
-        taken = _taken(model, batches)
-        common = None if meeting is None else Common(meeting, subject, taken, backward is not None)
-        taken = taken if common is None else common.batches
+        given = _taken(model, batches)
+        common = None if meeting is None else Common(meeting, subject, given, backward is not None)
+        taken = given if common is None else common.batches
         gradients, shown = Gradients(), dict[str, list[float]]()
         if taken and subject.norms:
             subject.batches = len(taken)
@@ -121,6 +121,7 @@ def examine(
     order = {check.name: place for place, check in enumerate(CHECKS)}
     findings.sort(key=lambda f: (SEVERITIES.index(f.severity), order[f.check], -f.size))
     report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=subject.batches)
+    report.waiting = 0 if taken else len(given or ())
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
     return report
 
