@@ -53,7 +53,7 @@ def ddp_own_statistics(rank: int) -> Job:
 
 
 def ddp_own_statistics_and_step(rank: int) -> Job:
-    """A step of its own sends no buffers either: they are the model's."""
+    """Buffers that a step of its own sends are not the model's."""
     job = ddp_own_statistics(rank)
     return Job(job.model, job.batch, backward=lambda model, batch: model(batch).square().sum().backward())
 

@@ -47,8 +47,6 @@ def gradients_of(
             for module in model.modules():
                 own = module in training or (isinstance(module, _ConvBatchNorm) and module.bn in training)
                 module.training = own
-                if isinstance(module, DistributedDataParallel):
-                    module.require_forward_param_sync = False  # else it sends its buffers: the model's
             for parameter in model.parameters():
                 parameter.grad = None
             place = next((p.device for p in model.parameters()), None)
