@@ -18,8 +18,9 @@ pytestmark = [
 
 LLAMA = "hf:llama,num_hidden_layers=2,hidden_size=64,intermediate_size=128,num_attention_heads=4"
 LLAMA += ",num_key_value_heads=2,vocab_size=128"
-SMALL = [("ddp, sync", "timm:resnet18"), ("sequence", "decoder")]
+SAMPLE = ("sequence", "decoder")
 MORE = [
+    ("ddp, sync", "timm:resnet18"),
     ("fsdp2", LLAMA),
     ("ddp", "timm:resnet18"),
     ("ddp", "timm:vit_tiny_patch16_224"),
@@ -98,7 +99,7 @@ def _found(rank, kind, name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*SMALL, *(pytest.param(*one, marks=pytest.mark.conformance) for one in MORE)]
+    ("kind", "name"), [SAMPLE, *(pytest.param(*one, marks=pytest.mark.conformance) for one in MORE)]
 )
 def test_published_models(kind, name):
     first, second = ranks(2, _found, kind, name)
