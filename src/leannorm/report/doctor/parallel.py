@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import pairwise
 from math import isfinite, sqrt
 from typing import Any
+
+import torch.distributed as dist
 
 from leannorm._errors import SyncError
 from leannorm.report.doctor.meeting import ranks_in_words
@@ -99,14 +101,15 @@ def sync_group(subject: Subject) -> Iterator[Found]:
     ranks = {rank.number: rank for rank in subject.ranks}
     shown = dict(zip(ranks, subject.shown, strict=False))
     for norm in subject.norms:
-        groups = {
-            n: _members(rank, norm.name, subject.ranks)
-            for n, rank in ranks.items()
-            if norm.name in rank.sharing
-        }
+        told: dict[tuple[str, str], list[int]] = {}
+        for number, rank in ranks.items():
+            words = rank.sharing.get(norm.name)
+            if words is not None:
+                told.setdefault((words, rank.host if words == "node" else ""), []).append(number)
+        groups = [(_members(*words, subject.ranks), have) for words, have in told.items()]
         seen = {n: told[norm.name] for n, told in shown.items() if norm.name in told}
-        agree = all(n in g and all(groups.get(m) == g for m in g if m in ranks) for n, g in groups.items())
-        for number, group in groups.items():
+        agree = all({n for n in group if n in ranks} == set(have) for group, have in groups)
+        for group, (number, *_) in groups:
             fault = _wrong(group, ranks, seen, ranks[number].wrapped or []) if agree else _OTHERS
             if fault:
                 yield Found(
@@ -136,8 +139,8 @@ def _wrong(
     outside = bool(parallel) and not set(group) <= set(parallel)
     if len(group) == 1 and (len(parallel) > 1 or (not parallel and len(batches) > 1)):
         return "it shares with no other rank, and is batch norm of each rank's own samples", "error"
-    inside = [n for n in group if n in seen and ranks[n].batch is not None]
-    twins = [(a, b) for a, b in combinations(inside, 2) if ranks[a].batch == ranks[b].batch]
+    inside = sorted((batch, n) for n in group if n in seen and (batch := ranks[n].batch) is not None)
+    twins = [(a, b) for (one, a), (other, b) in pairwise(inside) if one == other]
     same = [pair for pair in twins if _near(seen[pair[0]], seen[pair[1]])]
     if same and (outside or len(batches) > 1):
         apart = f"; data-parallel are the {ranks_in_words(parallel)}" if outside else ""
@@ -154,9 +157,10 @@ def _near(one: list[float], other: list[float]) -> bool:
     return _length(_minus(one, other)) <= TWIN * _length(one)
 
 
-def _members(rank: Rank, name: str, ranks: Iterable[Rank]) -> list[int]:
-    group: Any = rank.sharing[name]
-    return [r.number for r in ranks if r.host == rank.host] if group == "node" else group
+def _members(words: str, host: str, ranks: Iterable[Rank]) -> list[int]:
+    if host:
+        return [rank.number for rank in ranks if rank.host == host]
+    return [*range(dist.get_world_size())] if words == "all" else [int(n) for n in words.split(",") if n]
 
 
 @check("error", "Weights that differ between ranks", of_ranks=True)

@@ -46,9 +46,9 @@ class Held(NamedTuple):
 class Rank(NamedTuple):
     """What one rank has. `layers` and `modes` are by the model's order, `held` by name.
 
-    `sharing` has the ranks of each synchronized norm ("node" for those of the host), `wrapped` the ranks of
-    DistributedDataParallel. `batch` is the first one's digest, `batches` their number. `steps`: is there a
-    step of its own?
+    `sharing` has the ranks of each synchronized norm: "all", "node" (those of the host), "0,2", or "" where
+    this rank is not in it. `wrapped` has those of DistributedDataParallel, `batch` is the first one's digest,
+    `batches` their number. `steps`: is there a step of its own?
     """
 
     number: int
@@ -57,7 +57,7 @@ class Rank(NamedTuple):
     modes: str
     settings: dict[str, str]
     held: dict[str, Held]
-    sharing: dict[str, Any]
+    sharing: dict[str, str]
     wrapped: list[int] | None
     batch: int | None
     batches: int | None
@@ -120,7 +120,7 @@ def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
             return
         seen.add(module)
         if isinstance(module, DistributedDataParallel):
-            group = str(dist.get_process_group_ranks(module.process_group))
+            group = f"{zlib.crc32(repr(dist.get_process_group_ranks(module.process_group)).encode()):x}"
             sent, own = module.broadcast_buffers, True
             ignored.update(f"{path}module.{name}" for name in module.parameters_to_ignore)
         norm = statistics.get(id(module))
@@ -158,14 +158,11 @@ def _settings(norm: Norm) -> str:
     return ", ".join([f"{type(module).__module__}.{type(module).__name__}", *parts, *dtypes])
 
 
-def _sharing(module: Any) -> str | list[int]:
+def _sharing(module: Any) -> str:
     try:
-        words = group_in_words(module.process_group)
+        return group_in_words(module.process_group)
     except InputError:  # a group that this rank is not in
-        return []
-    if words == "node":
-        return words
-    return [*range(dist.get_world_size())] if words == "all" else [int(rank) for rank in words.split(",")]
+        return ""
 
 
 def _norm(values: Tensor) -> float:
