@@ -42,33 +42,35 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Messages one after another, and the bytes that the busiest rank sends."""
+    """Messages one after another, the bytes that the busiest rank sends, and those one after another."""
 
     messages: int
     bytes: float
+    path: float
 
     def seconds(self, latency: float, bandwidth: float) -> float:
-        return self.messages * latency + self.bytes / bandwidth
+        return self.messages * latency + self.path / bandwidth
 
 
 def ring(of: Collective, ranks: int) -> Cost:
     """Around a ring: what gloo does, and NCCL for large messages. A broadcast goes by a binomial tree."""
     if of.kind == "broadcast":
         return tree(of, ranks)
-    gather = Cost(ranks - 1, of.bytes * (ranks - 1))
+    of_others = of.bytes * (ranks - 1)
     if of.kind == "all_gather":
-        return gather
-    return Cost(2 * gather.messages, 2 * gather.bytes / ranks)  # reduce-scatter, then all-gather
+        return Cost(ranks - 1, of_others, of_others)
+    both = 2 * of_others / ranks  # a reduce-scatter, then an all-gather
+    return Cost(2 * (ranks - 1), both, both)
 
 
 def tree(of: Collective, ranks: int) -> Cost:
     """As many messages as the logarithm of the ranks: NCCL's trees; for gathers its PAT (2.23 and later)."""
     depth = (ranks - 1).bit_length()
     if of.kind == "all_gather":  # what is sent doubles with each message
-        return Cost(depth, of.bytes * (ranks - 1))
+        return Cost(depth, of.bytes * (ranks - 1), of.bytes * (ranks - 1))
     if of.kind == "broadcast":
-        return Cost(depth, of.bytes * depth)
-    return Cost(2 * depth, 2 * of.bytes)
+        return Cost(depth, of.bytes * depth, of.bytes * depth)
+    return Cost(2 * depth, 2 * of.bytes, 2 * depth * of.bytes)
 
 
 def _sum(numbers: int) -> Collective:
