@@ -55,7 +55,7 @@ from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
-from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
+from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -319,7 +319,7 @@ class Packing(CountingHook):
 
     def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
-        large = type(tensor) in _PLAIN and tensor.numel() >= SMALLEST
+        large = (type(tensor) in _PLAIN or value.spec is not None) and size_of(value) >= SMALLEST
         # the caller holds parameters and their views anyway, and may edit them
         if self.hooks is not None and movable and large and not is_parameter(tensor):
             move(value, tensor, self.hooks)
