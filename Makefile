@@ -43,6 +43,7 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.lean_compiled
 	$(BIN)/python -m benchmarks.lean_host --json benchmarks/results/lean_host.json
 	$(BIN)/python -m benchmarks.examples
+	$(BIN)/python -m benchmarks.lean_ranks --json benchmarks/results/lean_ranks.json
 	$(BIN)/python -m benchmarks.scaling --json benchmarks/results/scaling.json
 	$(MAKE) pages
 

@@ -1,4 +1,4 @@
-"""DTensors whose ranks disagree, die, or are not in the mesh: a named error on every rank within the time-out."""
+"""DTensors whose ranks disagree, die, or are not in the mesh: each rank has an error with names, in time."""
 
 from __future__ import annotations
 
