@@ -118,10 +118,10 @@ class Packing(CountingHook):
             kind = kind_of(node)
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
-            if tensor.numel() >= SMALLEST:
-                self.reasons[reasons.SUBCLASSES] = 1
             value = self._hold(tensor, kind or node.name())
-            value.call = self._call_of(frame, number)
+            value.call, value.why = self._call_of(frame, number), reasons.of_collective(tensor)
+            if tensor.numel() >= SMALLEST and not value.why:
+                self.reasons[reasons.SUBCLASSES] = 1
             return value
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
