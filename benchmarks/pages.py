@@ -184,7 +184,7 @@ def span(what: str, *rows: Measured) -> str:
 
 
 def where(
-    *rows: Measured, of: str = "{threads} cores of {processor}, torch {torch}, {date} ({commit})"
+    *rows: Measured, of: str = "{threads} core{s} of {processor}, torch {torch}, {date} ({commit})"
 ) -> str:
     """The machine, the torch, the day and the commit of each run that the rows are of."""
     runs = {}
@@ -192,5 +192,5 @@ def where(
         about = dict(row.run)
         about["processor"] = about["processor"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
         about["date"] = date.fromisoformat(about["date"])
-        runs[of.format(**about)] = None
+        runs[of.format(**about, s="" if about["threads"] == 1 else "s")] = None
     return "; ".join(runs)

@@ -94,14 +94,22 @@ def _torchs(weight: Tensor, bias: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _plain(layer: Callable[[Tensor], Tensor], world: int) -> Step:
-    """Of images; the result is checked against one process with all of them."""
-    whole = torch.randn(2 * world, CHANNELS, 4, 4, generator=torch.Generator().manual_seed(0))
-    x = whole[2 * dist.get_rank() :][:2].clone().requires_grad_()
-    exact = torch.nn.functional.batch_norm(whole.double().requires_grad_(), None, None, training=True)
-    y = layer(x)
-    if not isinstance(layer, nn.BatchNorm2d) or isinstance(layer, nn.SyncBatchNorm):
-        torch.testing.assert_close(y.double(), exact[2 * dist.get_rank() :][:2], rtol=1e-5, atol=1e-5)
-    return lambda: layer(x).backward(torch.ones_like(x))
+    """Of images; output and gradient are checked against one process with all ranks' images, or its own."""
+    seed, mine = torch.Generator().manual_seed(0), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    x, dy = (torch.randn(2 * world, CHANNELS, 4, 4, generator=seed) for _ in range(2))
+    shares = type(layer) is not nn.BatchNorm2d
+    whole = (x if shares else x[mine]).double().requires_grad_()
+    exact = torch.nn.functional.batch_norm(whole, None, None, training=True)
+    exact.backward((dy if shares else dy[mine]).double())
+    leaf = x[mine].clone().requires_grad_()
+    y = layer(leaf)
+    y.backward(dy[mine])
+    for found, expected in ((y, exact), (leaf.grad, whole.grad)):
+        assert found is not None
+        assert expected is not None
+        expected = expected[mine] if shares else expected
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    return lambda: layer(leaf).backward(dy[mine])
 
 
 def _sharded(layer: torch.nn.Module, mesh: Any, local: Tensor, placement: Any, shape: Sequence[int]) -> Step:
