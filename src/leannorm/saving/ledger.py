@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving.shards import local_of
+from leannorm.saving.shards import local_of, nbytes_of
 from leannorm.saving.small import Kept
 from leannorm.saving.values import COPIED_PART, Value, is_parameter
 
@@ -48,7 +48,7 @@ class Ledger:
         if not is_parameter(tensor):
             self.references.append(weakref.ref(value))
             if value.step is not None:
-                value.frees = tensor.nbytes  # moved elsewhere
+                value.frees = nbytes_of(tensor)  # moved elsewhere
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:

@@ -56,7 +56,7 @@ from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
-from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
+from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -117,10 +117,10 @@ class Packing(CountingHook):
             kind = kind_of(node)
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
-            if tensor.numel() >= SMALLEST:
-                self.reasons[reasons.SUBCLASSES] = 1
             value = self._hold(tensor, kind or node.name())
-            value.call = self._call_of(frame, number)
+            value.call, value.why = self._call_of(frame, number), reasons.of_collective(tensor)
+            if tensor.numel() >= SMALLEST and not value.why:
+                self.reasons[reasons.SUBCLASSES] = 1
             return value
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
@@ -318,7 +318,7 @@ class Packing(CountingHook):
 
     def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
-        large = type(tensor) in _PLAIN and tensor.numel() >= SMALLEST
+        large = (type(tensor) in _PLAIN or value.spec is not None) and size_of(value) >= SMALLEST
         # the caller holds parameters and their views anyway, and may edit them
         if self.hooks is not None and movable and large and not is_parameter(tensor):
             move(value, tensor, self.hooks)
