@@ -43,6 +43,12 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.lean_compiled
 	$(BIN)/python -m benchmarks.lean_host --json benchmarks/results/lean_host.json
 	$(BIN)/python -m benchmarks.examples
+	$(BIN)/python -m benchmarks.lean_ranks --json benchmarks/results/lean_ranks.json
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps dynamic-network-architectures monai
+	$(BIN)/python -m benchmarks.volumes --json benchmarks/results/volumes.json
+	$(BIN)/python -m benchmarks.detectors --json benchmarks/results/detectors.json
+	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe --json benchmarks/results/mixtures.json
+	$(BIN)/python -m benchmarks.scaling --json benchmarks/results/scaling.json
 	$(MAKE) pages
 
 # The documentation, in build/site; a warning is an error

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks import held
 from leannorm import convert, keep_freed_memory, nn
 
 CALLS, STEPS = 100, 20
@@ -124,27 +123,27 @@ def measure_step(name: str, turns: int) -> dict[str, tuple[float, float]]:
     return {"step": alternating(sides, turns, STEPS)}
 
 
+def measured(name: str, turns: int) -> Iterator[held.Row]:
+    """The rows of a layer, one for each kind of call, or of a network's step."""
+    found = (measure_layer if name in LAYERS else measure_step)(name, turns)
+    for kind, (ours, torchs) in found.items():
+        us = {"us": round(ours, 2), "torch_us": round(torchs, 2), "ratio": round(ours / torchs, 3)}
+        yield {"call": name, "kind": kind, **us}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=[*LAYERS, *NETWORKS])
     parser.add_argument("--turns", type=int, default=15)
-    parser.add_argument("--json", type=Path)
+    held.add_json(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(keep_freed_memory())  # for both: a step's time is else that of pages that come and go
     gc.freeze()
-    report = {}
-    for name in [options.only] if options.only else [*LAYERS, *NETWORKS]:
-        report[name] = (measure_layer if name in LAYERS else measure_step)(name, options.turns)
-        cells = "  ".join(
-            f"{kind} {ours:6.1f} (torch {torchs:6.1f}, {ours / torchs:4.2f})"
-            for kind, (ours, torchs) in report[name].items()
-        )
-        print(f"{name:24s}{cells}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+    names = [options.only] if options.only else [*LAYERS, *NETWORKS]
+    held.tell(options, (row for name in names for row in measured(name, options.turns)), "call", "kind")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`lean()` on torchvision's detectors and a segmenter: held and peak, of stock's; are gradients equal?
 
-    python -m benchmarks.detectors [NETWORK ...]
+    python -m benchmarks.detectors [NETWORK ...] [--json FILE]
 
 Each in turn with the settings of `lean()` and with a checkpoint around every block of the backbone. ResNets
 are as they are fine-tuned: norms frozen, the first stage too. Torchvision's compiled operators, which few
@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
 from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import held
 from benchmarks.architectures import import_torchvision
-from benchmarks.lean_transformers import Context, checkpointed
-from leannorm.report.memory import measure_step
-from leannorm.saving import lean, small
+from leannorm.saving import small
 
 
 def _suppress(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
@@ -134,37 +132,17 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__ in ("Bottleneck", "InvertedResidual")]
 
 
-def measure(name: str) -> None:
-    """Print the rows of one network."""
+def measure(name: str) -> Iterator[held.Row]:
+    """The rows of one network."""
     model = network(name)
-    blocks, state = _blocks(model), {k: v.clone() for k, v in model.state_dict().items()}
-    settings: dict[str, Context] = {
-        "stock": nullcontext,
-        "lean()": lean,
-        'lean("conv")': lambda: lean("conv"),
-        "lean(budget=.25)": lambda: lean(budget=0.25),
-        "checkpoint": lambda: checkpointed(blocks, 1),
-    }
+    state = {k: v.clone() for k, v in model.state_dict().items()}
 
-    def forward(context: Callable[[], Any]) -> Tensor:
+    def loss() -> Tensor:
         model.load_state_dict(state)
-        with context():
-            return loss_of(model)
+        return loss_of(model)
 
-    stock: list[Any] = []
-    for setting, context in settings.items():
-        for _ in range(2):  # the first pass of a plan keeps as little as it can
-            model.zero_grad()
-            forward(context).backward()
-        found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        model.zero_grad(set_to_none=False)  # the sums of the weights' gradients are there before the step
-        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
-        stock = stock or [found, kept, peak]
-        equal = all(a is b is None or torch.equal(a, b) for a, b in zip(found, stock[0], strict=True))
-        told = "" if equal else "  GRADIENTS DIFFER"
-        print(
-            f"{name:12} {setting:17} held {kept / stock[1]:.2f}  peak {peak / stock[2]:.2f}{told}", flush=True
-        )
+    for row in held.rows(model, loss, _blocks(model), clears=False):
+        yield {"network": name, **row}
 
 
 def main() -> None:
@@ -172,12 +150,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("networks", nargs="*", choices=[*NETWORKS, []], metavar="NETWORK")
+    held.add_json(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     small.SMALL = -1
-    for name in options.networks or NETWORKS:
-        measure(name)
+    found = (row for name in options.networks or NETWORKS for row in measure(name))
+    held.tell(options, found, "network", "setting")
 
 
 if __name__ == "__main__":

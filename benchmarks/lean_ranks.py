@@ -1,17 +1,17 @@
 """`lean()` on two gloo ranks: what each holds under tensor parallelism and FSDP2, and the time of a step.
 
-    python -m benchmarks.lean_ranks [--turns 8]
+    python -m benchmarks.lean_ranks [MODEL ...] [--turns 8] [--json FILE]
 
-Each row: a model and how it is cut, and for "norm" and "conv" the bytes that rank 0 holds, of stock's on that
-rank, with the median of ratios to stock's steps, which take turns with ours. Gradients are compared with
-stock's bit by bit; a cell ends in "!" where they differ. Rows of "one rank" are the same models whole.
+Each row: a model, how it is cut, and a setting: the bytes that rank 0 holds, of stock's on that rank, and the
+median of ratios to stock's steps, which take turns with ours. Gradients are compared with stock's bit by bit.
+Rows of "one rank" are the same models whole.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import held
 from benchmarks.architectures import import_torchvision
 from leannorm.saving import lean
 from leannorm.saving.small import NEVER_SMALL
@@ -154,7 +155,8 @@ def _loss(model: nn.Module, plan: str, seed: int, mesh: Any) -> Tensor:
     return F.cross_entropy(scores, target)
 
 
-def _row(row: int, mesh: Any, turns: int) -> str:
+def _row(row: int, mesh: Any, turns: int) -> list[held.Row]:
+    """The rows of a model and a cut: one for each setting."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     name, plan, make, cut = ROWS[row]
@@ -164,7 +166,7 @@ def _row(row: int, mesh: Any, turns: int) -> str:
         cut(model, mesh, plan)
     gradients: dict[Any, list[Tensor]] = {}
     times: dict[Any, list[float]] = {}
-    held = {}
+    bytes_of = {}
     for _ in range(turns):
         for setting in (None, "norm", "conv"):
             saved: Any = nullcontext() if setting is None else lean(setting)  # type: ignore[arg-type]
@@ -180,37 +182,59 @@ def _row(row: int, mesh: Any, turns: int) -> str:
             found = [p.grad for p in model.parameters() if p.grad is not None]
             gradients[setting] = [getattr(g, "_local_tensor", g).clone() for g in found]
             if setting is not None:
-                held[setting] = saved.kept_bytes, saved.kept_bytes + saved.rebuilt_bytes
-    cells = []
-    for setting, (kept, stock) in held.items():
+                bytes_of[setting] = saved.kept_bytes, saved.kept_bytes + saved.rebuilt_bytes
+    rows = []
+    for setting, (kept, stock) in bytes_of.items():
         pairs = zip(times[setting][2:], times[None][2:], strict=True)
         same = all(map(torch.equal, gradients[setting], gradients[None]))
-        ratio = median(ours / theirs for ours, theirs in pairs)
-        cells.append(f"{kept / stock:.2f} of {stock / 1e6:.1f} MB, {ratio:.2f}{'' if same else ' !'}")
-    return f"| {name} | {plan} | {' | '.join(cells)} |"
+        ratio = round(median(ours / theirs for ours, theirs in pairs), 3)
+        shares = {"held": round(kept / stock, 4), "stock_mb": round(stock / 1e6, 1), "time": ratio}
+        rows.append({"model": name, "cut": plan, "setting": setting, **shares, "equal": same})
+    return rows
 
 
-def _work(rank: int, file: str, turns: int) -> None:
+def _work(rank: int, file: str, models: list[str], turns: int, end: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
-    for row in range(len(ROWS)):
-        line = _row(row, mesh, turns)
-        if rank == 0:
-            print(line, flush=True)
+    for row, (model, *_) in enumerate(ROWS):
+        if model in models:
+            found = _row(row, mesh, turns)
+            if rank == 0:
+                end.put(found)
+    if rank == 0:
+        end.put(None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--turns", type=int, default=8, help="steps of each side; the first two do not count")
-    turns = parser.parse_args().turns
-    print('| model | cut | "norm": held, time | "conv": held, time |\n|---|---|---|---|', flush=True)
+def _measured(models: list[str], turns: int) -> Iterator[held.Row]:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_work, args=(str(Path(folder) / "store"), turns), nprocs=2)
+        end = mp.get_context("spawn").SimpleQueue()
+        arguments = str(Path(folder) / "store"), models, turns, end
+        started = mp.spawn(_work, args=arguments, nprocs=2, join=False)
+        while True:
+            while end.empty():
+                if started.join(0.1):  # raises what a rank raised
+                    break
+            if end.empty() or (rows := end.get()) is None:
+                break
+            yield from rows
+        while not started.join():
+            pass
+
+
+def main() -> None:
+    names = list(dict.fromkeys(model for model, *_ in ROWS))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[*names, []], metavar="MODEL")
+    parser.add_argument("--turns", type=int, default=8, help="steps of each side; the first two do not count")
+    held.add_json(parser)
+    options = parser.parse_args()
+    found = _measured(options.models or names, options.turns)
+    held.tell(options, found, "model", "cut", "setting")
 
 
 if __name__ == "__main__":

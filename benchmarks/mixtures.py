@@ -1,6 +1,7 @@
 """`lean()` on mixtures of experts of transformers, small: held and peak, of stock's, and are gradients equal?
 
     python -m benchmarks.mixtures [FAMILY ...] [--experts grouped_mm|eager|batched_mm] [--dtype bfloat16]
+                                  [--json FILE]
 
 Each in turn with the settings of `lean()` and with a checkpoint around every block.
 """
@@ -9,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import held
 from benchmarks.architectures import import_torchvision
-from benchmarks.lean_transformers import Context, checkpointed
-from leannorm.report.memory import measure_step
-from leannorm.saving import lean, small
+from leannorm.saving import small
 
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
 _LATENT |= {"v_head_dim": 32, "head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
@@ -76,42 +75,27 @@ def mixture(family: str, experts: str) -> nn.Module:
     return model.train()
 
 
-def measure(family: str, experts: str, dtype: torch.dtype) -> None:
-    """Print the table of one family."""
-    model = mixture(family, experts).to(dtype)
+def measure(family: str, experts: str, dtype: str) -> Iterator[held.Row]:
+    """The rows of one family."""
+    model = mixture(family, experts).to(getattr(torch, dtype))
     tokens = torch.randint(3, 160, (2, 128))
-    blocks = list(model.model.layers)  # type: ignore[union-attr, arg-type]
-    settings: dict[str, Context] = {
-        "stock": nullcontext,
-        "lean()": lean,
-        'lean("conv")': lambda: lean("conv"),
-        "lean(budget=.25)": lambda: lean(budget=0.25),
-        "checkpoint": lambda: checkpointed(blocks, 1),
-    }
 
-    def forward(context: Context) -> Tensor:
+    def loss() -> Tensor:
         torch.manual_seed(1)  # some routers add noise
-        with context():
-            loss: Tensor = model(input_ids=tokens, labels=tokens).loss
-            return loss
+        found: Tensor = model(input_ids=tokens, labels=tokens).loss
+        return found
 
-    stock: list[Any] = []
-    for setting, context in settings.items():
-        for _ in range(2):  # the first pass of a plan keeps as little as it can
-            model.zero_grad()
-            forward(context).backward()
-        found = [p.grad for p in model.parameters()]
-        model.zero_grad(set_to_none=True)
-        kept, peak, _, _ = measure_step(lambda context=context: forward(context))
-        stock = stock or [found, kept, peak]
-        equal = all(
-            a is b or torch.equal(a, b) for a, b in zip(found, stock[0], strict=True) if a is not None
-        )
-        told = "" if equal else "  GRADIENTS DIFFER"
-        print(
-            f"{family:16} {setting:17} held {kept / stock[1]:.2f}  peak {peak / stock[2]:.2f}{told}",
-            flush=True,
-        )
+    of = {"family": family, "experts": experts, "dtype": dtype}
+    for row in held.rows(model, loss, list(model.model.layers)):  # type: ignore[union-attr, arg-type]
+        yield {**of, **row}
+
+
+def measured(families: Iterable[str], experts: str, dtype: str) -> Iterator[held.Row]:
+    for family in families:
+        try:
+            yield from measure(family, experts, dtype)
+        except Exception as error:
+            print(f"{family:16} {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
 
 
 def main() -> None:
@@ -121,15 +105,13 @@ def main() -> None:
     parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], metavar="FAMILY")
     parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "eager", "batched_mm"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    held.add_json(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
     warnings.simplefilter("ignore")
     small.SMALL = -1  # models this small are left alone otherwise
-    for family in options.families or FAMILIES:
-        try:
-            measure(family, options.experts, getattr(torch, options.dtype))
-        except Exception as error:
-            print(f"{family:16} {type(error).__name__}: {(str(error).splitlines() or [''])[0][:90]}")
+    found = measured(options.families or FAMILIES, options.experts, options.dtype)
+    held.tell(options, found, "family", "experts", "dtype", "setting")
 
 
 if __name__ == "__main__":

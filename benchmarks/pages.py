@@ -41,15 +41,30 @@ class Measured(NamedTuple):
         return str(self).replace(" / ", " | ")
 
 
-def find(file: str, **wanted: Any) -> list[Measured]:
+def select(file: str, **wanted: Any) -> list[dict[str, Any]]:
     """The rows of a file that have these values, in its order."""
+    rows = record.read(record.FOLDER / f"{file}.json")
+    return [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+
+
+def find(file: str, **wanted: Any) -> list[Measured]:
+    """Those rows' shares of stock's."""
     return [
         Measured(_first(row, "kept_ratio", "held_ratio", "held", "kept"),
                  _first(row, "peak_ratio", "peak"), _first(row, "ratio", "time"),
                  tuple(row["about"].items()))
-        for row in record.read(record.FOLDER / f"{file}.json")
-        if all(row[key] == value for key, value in wanted.items())
+        for row in select(file, **wanted)
     ]  # fmt: skip
+
+
+def of_run(rows: list[dict[str, Any]]) -> str:
+    """The machine, the day and the commit that the rows are of."""
+    return where(*(Measured(0, 0, 0, tuple(row["about"].items())) for row in rows))
+
+
+def thousands(number: float) -> str:
+    """With commas, and without a part that four digits hide."""
+    return f"{number:,.0f}"
 
 
 def _first(row: dict[str, Any], *keys: str) -> float:
@@ -94,8 +109,7 @@ def example(script: str, setting: str = "norm") -> str:
 
 def of_examples() -> str:
     """The machine, the day and the commit of `python -m benchmarks.examples`."""
-    rows = record.read(record.FOLDER / "examples.json")
-    return where(*(Measured(0, 0, 0, tuple(row["about"].items())) for row in rows))
+    return of_run(select("examples"))
 
 
 def batch(setting: str) -> str:
@@ -104,15 +118,13 @@ def batch(setting: str) -> str:
 
 
 def _example(script: str, setting: str) -> dict[str, Any]:
-    rows = record.read(record.FOLDER / "examples.json")
-    (row,) = (row for row in rows if (row["script"], row["setting"]) == (script, setting))
+    (row,) = select("examples", script=script, setting=setting)
     return row
 
 
 def first_step(model: str, setting: str, file: str = "models_compile_cpu") -> float:
     """The seconds of the first step, compiling included, of `python -m benchmarks.models`."""
-    rows = record.read(record.FOLDER / f"{file}.json")
-    (row,) = (row for row in rows if (row["model"], row["setting"]) == (model, setting))
+    (row,) = select(file, model=model, setting=setting)
     return float(row["first"])
 
 
@@ -172,7 +184,7 @@ def span(what: str, *rows: Measured) -> str:
 
 
 def where(
-    *rows: Measured, of: str = "{threads} cores of {processor}, torch {torch}, {date} ({commit})"
+    *rows: Measured, of: str = "{threads} core{s} of {processor}, torch {torch}, {date} ({commit})"
 ) -> str:
     """The machine, the torch, the day and the commit of each run that the rows are of."""
     runs = {}
@@ -180,5 +192,5 @@ def where(
         about = dict(row.run)
         about["processor"] = about["processor"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
         about["date"] = date.fromisoformat(about["date"])
-        runs[of.format(**about)] = None
+        runs[of.format(**about, s="" if about["threads"] == 1 else "s")] = None
     return "; ".join(runs)

@@ -1,4 +1,4 @@
-"""The cost of SyncBatchNorm: measured on gloo ranks, and modelled for up to 10,000 ranks.
+"""The cost of SyncBatchNorm, measured on gloo ranks; on more ranks by a model: see scaling.py.
 
     python -m benchmarks.sync [--ranks 1 2 4] [--shapes 8x64x56x56] [--rounds 3] [--repeats 15] [--as-is]
                               [--json FILE]
@@ -46,13 +46,6 @@ from leannorm.ops.select import pick
 SHAPE = (8, 64, 56, 56)
 SIDES = ("alone", "bare", "floor", "shared", "gather")
 REACH = 1.15  # the goal for shared / bare, on 4 ranks
-
-# seconds per message, bytes per second: published orders of magnitude, as in docs/scaling.md
-NETWORKS = {
-    "NVLink, one host": (3e-6, 200e9),
-    "InfiniBand": (5e-6, 25e9),
-    "TCP, 10 Gbit/s": (50e-6, 1.25e9),
-}
 
 
 def merged_of(moments: Moments) -> Moments:
@@ -209,49 +202,6 @@ def measure(world: int, shape: tuple[int, ...], repeats: int, as_is: bool) -> di
     }
 
 
-def ring(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
-    """Seconds of an all-reduce around a ring, and the bytes and messages that a rank sends."""
-    messages = 2 * (ranks - 1)
-    sent = 2 * size * (ranks - 1) / ranks
-    return messages * latency + sent / bandwidth, sent, messages
-
-
-def tree(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
-    """The same for an all-reduce up a binary tree and down again."""
-    depth = (ranks - 1).bit_length()
-    return 2 * depth * (latency + size / bandwidth), 2 * size, 2 * depth
-
-
-def gathered(ranks: int, size: float, latency: float, bandwidth: float) -> tuple[float, float, int]:
-    """The same for torch's exchange: forward an all-gather by a ring, backward an all-reduce by a tree."""
-    back = tree(ranks, size, latency, bandwidth)
-    messages, sent = ranks - 1, size * (ranks - 1)
-    return messages * latency + sent / bandwidth + back[0], sent + back[1], messages + back[2]
-
-
-def model(channels: int) -> list[dict[str, Any]]:
-    """The model's rows for one layer, forward and backward; for leannorm the better of ring and tree."""
-    lines = []
-    ours, theirs = 8 * message_size(channels), 4 * (2 * channels + 1)
-    for network, (latency, bandwidth) in NETWORKS.items():
-        for ranks in (2, 8, 64, 512, 4096, 10_000):
-            best = min(ring(ranks, ours, latency, bandwidth), tree(ranks, ours, latency, bandwidth))
-            gather = gathered(ranks, theirs, latency, bandwidth)
-            lines.append(
-                {
-                    "network": network,
-                    "ranks": ranks,
-                    "microseconds": 2e6 * best[0],
-                    "bytes": 2 * best[1],
-                    "messages": 2 * best[2],
-                    "gather_microseconds": 1e6 * gather[0],
-                    "gather_bytes": gather[1],
-                    "gather_messages": gather[2],
-                }
-            )
-    return lines
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
@@ -283,19 +233,8 @@ def main() -> None:
         print(f"{'x'.join(map(str, line['shape'])):14s}{line['ranks']:5d}{times}{ratios}")
         busy = "".join(f"{line['processor_milliseconds'][name]:8.2f}" for name in SIDES)
         print(f"   processor's time{busy}{line['processor_shared_over_bare']:14.2f}")
-    modelled = model(SHAPE[1])
-    print(f"\nmodel, {SHAPE[1]} channels, a layer's two exchanges: us, bytes and messages sent by a rank")
-    print(
-        f"{'network':18s}{'ranks':>7s}{'us':>9s}{'bytes':>8s}{'msgs':>6s}{'us':>14s}{'bytes':>10s}{'msgs':>7s}"
-    )
-    for line in modelled:
-        gather = (
-            f"{line['gather_microseconds']:14.0f}{line['gather_bytes']:10.0f}{line['gather_messages']:7d}"
-        )
-        ours = f"{line['microseconds']:9.0f}{line['bytes']:8.0f}{line['messages']:6d}"
-        print(f"{line['network']:18s}{line['ranks']:7d}{ours}{gather}")
     if options.json:
-        options.json.write_text(json.dumps({"measured": measured, "model": modelled}, indent=2))
+        options.json.write_text(json.dumps({"measured": measured}, indent=2))
 
 
 if __name__ == "__main__":

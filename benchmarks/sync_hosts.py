@@ -1,12 +1,11 @@
-"""Measures the latency of the model in `sync.py`: ranks in network namespaces act as hosts on slow networks.
+"""Measures the latency of the model in `scaling.py`: network namespaces act as hosts on slow networks.
 
     sudo python -m benchmarks.sync_hosts [--ranks 2 4] [--delays 1 2 4 8] [--json FILE]
 
 Linux, as root. Every rank runs in its own network namespace, whose only device is a tun device. This process
 forwards the packets between them, each `delay` milliseconds after it was sent. The slope of a time over the
-delay is the number of consecutive packet times, without the time that the computer adds. The model has
-2 (p - 1) messages for an all-reduce around a ring of p, and p - 1 for an all-gather. With gloo each message
-takes two packet times, since the sender waits until the receiver is ready.
+delay is the number of consecutive packet times, without the time that the computer adds. With gloo each of
+the model's messages takes two packet times, since the sender waits until the receiver is ready.
 """
 
 from __future__ import annotations
@@ -31,11 +30,13 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from benchmarks.scaling import NORMS, OURS, TORCHS, Collective, over_gloo, ring
 from benchmarks.sync import Gather
 from leannorm import nn
 
 NEW_NETWORK, TUN, NO_INFORMATION, SET_INTERFACE = 0x40000000, 0x0001, 0x1000, 0x400454CA
 SHAPE = (2, 64, 8, 8)  # little to compute, so that communication dominates
+SUM = Collective("all_reduce", 4096)
 
 
 def wire(name: str) -> int:
@@ -102,7 +103,7 @@ def rank_main(rank: int, world: int, delays: list[float], repeats: int) -> None:
     )
     torch.manual_seed(rank)
     x, dy = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE)
-    layer, message = nn.SyncBatchNorm(SHAPE[1]), torch.zeros(512, dtype=torch.float64)
+    layer, message = nn.SyncBatchNorm(SHAPE[1]), torch.zeros(SUM.bytes, dtype=torch.uint8)
     weight, bias = layer.weight, layer.bias
     sides = {
         "sum": lambda: dist.all_reduce(message),
@@ -178,7 +179,8 @@ def main() -> None:
     results = {}
     for world in options.ranks:
         times = measure(world, options.delays, options.repeats)
-        model = {"sum": 4 * (world - 1), "shared": 8 * (world - 1), "gather": 6 * (world - 1)}
+        sides = {"sum": [SUM], "shared": over_gloo(OURS, world), "gather": NORMS[TORCHS]}
+        model = {name: 2 * sum(ring(c, world).messages for c in sent) for name, sent in sides.items()}
         slopes = {name: slope({d: t[name] for d, t in times.items()}) for name in model}
         results[world] = {"milliseconds": times, "wire_times": slopes, "model": model}
         print(f"{world} hosts, ms at a delay of {', '.join(f'{d:g}' for d in times)} ms; wire times in a row")

@@ -17,6 +17,26 @@
 
 namespace leannorm {
 
+// A reference to a Python object, its own.
+class Ref {
+ public:
+  explicit Ref(PyObject* object = nullptr) : object_(object) {}
+  Ref(Ref&& other) noexcept : object_(other.release()) {}
+  Ref& operator=(Ref&& other) noexcept {
+    PyObject* const before = object_;
+    object_ = other.release();
+    Py_XDECREF(before);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
 // ---------------------------------------------------------------- tensors
 
 // Do the elements lie without gaps?
@@ -27,40 +47,68 @@ inline bool fills_its_memory(const at::Tensor& v) {
   return extent == v.numel();
 }
 
-// sample(tensor, runs, run, places): so many bytes of so many places, or None as in evidence.py.
-inline PyObject* sample(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (count != 4 || !THPVariable_CheckExact(arguments[0])) Py_RETURN_NONE;
-  const at::Tensor& v = THPVariable_Unpack(arguments[0]);
-  const int64_t runs = PyLong_AsLongLong(arguments[1]), run = PyLong_AsLongLong(arguments[2]);
-  const int64_t places = PyLong_AsLongLong(arguments[3]);
+// The size and some of the bytes, as evidence.py says which; false where there are none to read.
+constexpr int64_t kRuns = 4, kRun = 256, kPlaces = 256, kPlace = 8;
+
+inline bool sample_into(const at::Tensor& v, std::string& found) {
+  found.clear();
+  const int64_t numel = v.numel();
+  const auto with_size = [&] { found.append(reinterpret_cast<const char*>(&numel), sizeof numel); };
   const bool read = v.is_cpu() && v.layout() == at::kStrided && v.has_storage();
-  if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) Py_RETURN_NONE;
-  if (v.storage().nbytes() == 0) Py_RETURN_NONE;
+  if (!read || v.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !fills_its_memory(v)) return false;
+  if (v.storage().nbytes() == 0) return false;
   const char* const start = static_cast<const char*>(v.const_data_ptr());
-  const int64_t nbytes = v.numel() * v.itemsize();
-  if (start == nullptr && nbytes) Py_RETURN_NONE;
-  if (nbytes <= runs * run) return PyBytes_FromStringAndSize(start, nbytes);
-  std::string found;
-  found.reserve(runs * run);
+  const int64_t nbytes = numel * v.itemsize();
+  if (start == nullptr && nbytes) return false;
+  if (nbytes <= kRuns * kRun) return with_size(), found.append(start, nbytes), true;
+  found.reserve(sizeof numel + kRuns * kRun);
+  with_size();
   const auto take = [&](int64_t count, int64_t length) {
     const int64_t step = (nbytes - length) / (count - 1);
     for (int64_t i = 0; i < count; ++i) found.append(start + i * step, length);
   };
-  take(runs, run);
-  if (found.find_first_not_of('\0') == std::string::npos) take(places, sizeof(double));
+  take(kRuns, kRun);
+  if (found.find_first_not_of('\0', sizeof numel) == std::string::npos) take(kPlaces, kPlace);
+  return true;
+}
+
+// sample(tensor): bytes, or None.
+inline PyObject* sample(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  std::string found;
+  if (!THPVariable_CheckExact(object) || !sample_into(THPVariable_Unpack(object), found)) Py_RETURN_NONE;
   return PyBytes_FromStringAndSize(found.data(), found.size());
   END_HANDLE_TH_ERRORS
 }
 
+// storage(tensor): where its storage is, and its bytes.
+inline PyObject* storage(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(THPVariable_Check(object));
+  const c10::Storage& of = THPVariable_Unpack(object).storage();
+  return Py_BuildValue("KK", reinterpret_cast<unsigned long long>(of.unsafeGetStorageImpl()), static_cast<unsigned long long>(of.nbytes()));
+  END_HANDLE_TH_ERRORS
+}
+
 // version_of(tensor, empty): `empty` with the version counter of `tensor`.
+inline at::Tensor sharing_version(const at::Tensor& of, const at::Tensor& empty) {
+  const auto counter = torch::autograd::impl::version_counter(of);
+  return at::Tensor(empty.unsafeGetTensorImpl()->shallow_copy_and_detach(counter, /*allow_tensor_metadata_change=*/true));
+}
 inline PyObject* version_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count == 2 && THPVariable_Check(arguments[0]) && THPVariable_Check(arguments[1]));
-  const auto counter = torch::autograd::impl::version_counter(THPVariable_Unpack(arguments[0]));
-  const auto* const empty = THPVariable_Unpack(arguments[1]).unsafeGetTensorImpl();
-  return THPVariable_Wrap(at::Tensor(empty->shallow_copy_and_detach(counter, /*allow_tensor_metadata_change=*/true)));
+  return THPVariable_Wrap(sharing_version(THPVariable_Unpack(arguments[0]), THPVariable_Unpack(arguments[1])));
   END_HANDLE_TH_ERRORS
+}
+
+// torch's CPU kernel computes fma(x, scale, fma(-mean, scale, bias)); the same with torch's operators.
+inline std::pair<at::Tensor, at::Tensor> scale_and_shift_of(const at::Tensor& mean, const at::Tensor& rstd,
+                                                            const at::Tensor& weight, const at::Tensor& bias) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::Tensor scale = weight.defined() ? at::mul(rstd, weight) : rstd;
+  at::Tensor shift = at::addcmul(bias.defined() ? bias : at::zeros_like(mean), mean, scale, -1);
+  return {std::move(scale), std::move(shift)};
 }
 
 // scale_and_shift(mean, rstd, weight, bias) of a batch norm, None for no weight or bias; as in recipes/norms.py.
@@ -71,9 +119,7 @@ inline PyObject* scale_and_shift(PyObject*, PyObject* const* arguments, Py_ssize
     TORCH_CHECK(count == 4 && (THPVariable_Check(arguments[i]) || (i > 1 && arguments[i] == Py_None)));
     if (arguments[i] != Py_None) of[i] = THPVariable_Unpack(arguments[i]);
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const at::Tensor scale = of[2].defined() ? at::mul(of[1], of[2]) : of[1];
-  const at::Tensor shift = at::addcmul(of[3].defined() ? of[3] : at::zeros_like(of[0]), of[0], scale, -1);
+  const auto [scale, shift] = scale_and_shift_of(of[0], of[1], of[2], of[3]);
   const THPObjectPtr first(THPVariable_Wrap(scale)), second(THPVariable_Wrap(shift));
   return first && second ? PyTuple_Pack(2, first.get(), second.get()) : nullptr;
   END_HANDLE_TH_ERRORS
@@ -120,6 +166,24 @@ struct Told {
       for (Py_ssize_t i = 0; all && i < PySequence_Fast_GET_SIZE(v); ++i) put(PySequence_Fast_GET_ITEM(v, i));
     } else all = false;
   }
+  // The shape, dtype and device of each output and input.
+  void put_shapes(const Node& node) {
+    raw(node.num_inputs()), raw(node.num_outputs());
+    for (uint32_t i = 0; i < node.num_inputs(); ++i) put(node.input_metadata(i));
+    for (const auto& [producer, output] : node.next_edges()) {
+      raw(producer != nullptr);
+      if (producer) put(producer->input_metadata(output));
+    }
+  }
+  // What the node behind this object shows under these names.
+  void put_constants(PyObject* object, PyObject* names) {
+    for (Py_ssize_t i = 0; all && i < PyTuple_GET_SIZE(names); ++i) {
+      const Ref kept(PyObject_GetAttr(object, PyTuple_GET_ITEM(names, i)));
+      if (!kept) PyErr_Clear();
+      if (kept) put(kept.get());
+      else all = false;
+    }
+  }
 };
 
 // told(node, names): the shape, dtype and device of each output and input, and what the node shows under these names,
@@ -131,18 +195,8 @@ inline PyObject* told(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (node == nullptr) Py_RETURN_NONE;
   Told told;
   told.bytes.reserve(512);
-  told.raw(node->num_inputs()), told.raw(node->num_outputs());
-  for (uint32_t i = 0; i < node->num_inputs(); ++i) told.put(node->input_metadata(i));
-  for (const auto& [producer, output] : node->next_edges()) {
-    told.raw(producer != nullptr);
-    if (producer) told.put(producer->input_metadata(output));
-  }
-  for (Py_ssize_t i = 0; told.all && i < PyTuple_GET_SIZE(arguments[1]); ++i) {
-    THPObjectPtr kept(PyObject_GetAttr(arguments[0], PyTuple_GET_ITEM(arguments[1], i)));
-    if (!kept) PyErr_Clear();
-    if (kept) told.put(kept.get());
-    else told.all = false;
-  }
+  told.put_shapes(*node);
+  told.put_constants(arguments[0], arguments[1]);
   if (!told.all) Py_RETURN_NONE;
   return PyBytes_FromStringAndSize(told.bytes.data(), told.bytes.size());
   END_HANDLE_TH_ERRORS

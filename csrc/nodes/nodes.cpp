@@ -9,6 +9,7 @@
 #include "calls.h"
 #include "evidence.h"
 #include "graph.h"
+#include "learning.h"
 
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -353,7 +354,8 @@ PyMethodDef functions[] = {
     {"thread_of", &thread_of, METH_O, nullptr},
     {"this_thread", &this_thread, METH_NOARGS, nullptr},
     {"in_view", &in_view, METH_O, nullptr},
-    {"sample", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&sample)), METH_FASTCALL, nullptr},
+    {"sample", &sample, METH_O, nullptr},
+    {"storage", &storage, METH_O, nullptr},
     {"version_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&version_of)), METH_FASTCALL, nullptr},
     {"scale_and_shift", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&scale_and_shift)), METH_FASTCALL, nullptr},
     {"told", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&told)), METH_FASTCALL, nullptr},
@@ -389,7 +391,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit__nodes() {
   if (module == nullptr) return nullptr;
   if (add_class<ChannelNorm>(module, "torch.autograd.function.ChannelNormBackward") &&
       add_class<ChannelAffine>(module, "torch.autograd.function.ChannelAffineBackward") &&
-      add_class<RowNorm>(module, "torch.autograd.function.RowNormBackward"))
+      add_class<RowNorm>(module, "torch.autograd.function.RowNormBackward") && add_lean(module))
     return module;
   Py_DECREF(module);
   return nullptr;

@@ -1,11 +1,15 @@
 """`leannorm doctor`: findings on the terminal, in a file, on a page, and in the exit status."""
 
+import contextlib
 import copy
+import io
 import json
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import ranks
 from torch import nn
 
 import leannorm
@@ -175,3 +179,31 @@ def test_without_plotly_it_is_refused_before_the_work(network, monkeypatch, caps
 def test_a_model_of_other_norms_and_of_none(capsys):
     assert main(["doctor", "torch.nn:Identity"]) == 0
     assert "has no norm layer that is known" in capsys.readouterr().out
+
+
+def apart():
+    """A model whose second rank has another eps."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8))
+    model[1].eps = 1e-5 if dist.get_rank() == 0 else 1e-4
+    return model
+
+
+def of_this_rank():
+    return torch.randn(16, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def _on_a_rank(rank, *arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        status = main(
+            ["doctor", "test_doctor_cli:apart", "--data", "test_doctor_cli:of_this_rank", *arguments]
+        )
+    return status, told.getvalue()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
+def test_in_a_job_the_first_rank_tells_what_all_have_found():
+    (status, told), other = ranks(2, _on_a_rank, "--fix")
+    assert "rank 0: eps=1e-05; rank 1: eps=0.0001" in told
+    assert "0 settings mended" in told
+    assert status == other[0] == 1
+    assert other[1] == ""

@@ -36,7 +36,7 @@ def test_findings_are_ranked():
 
 def test_the_table_of_checks():
     names = [check.name for check in CHECKS]
-    assert len(set(names)) == len(names) == 18
+    assert len(set(names)) == len(names) == 24
     assert [check.find.__name__ for check in CHECKS] == names
     assert {check.severity for check in CHECKS} == set(SEVERITIES)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import convert
 from leannorm import nn as lnn
-from leannorm.saving import device, lean, leaves, masks, narrowed, reasons, search, trial
+from leannorm.saving import device, lean, leaves, masks, memo, narrowed, reasons, search, trial
 from leannorm.saving import values as saved_values
 
 aten = torch.ops.aten
@@ -89,6 +89,7 @@ def test_in_a_capture_what_was_not_tried_before_is_held(monkeypatch):
     monkeypatch.setattr(trial, "capturing", lambda tensor: True)
     assert not step(model, x, lean())[1].reasons  # met before
     trial._SEEN.clear()
+    memo.forget()
     with pytest.warns(UserWarning, match="not tried before this CUDA graph's capture"):
         _, saved = step(model, x, lean())
     assert saved.rebuilt_bytes == 0
@@ -142,6 +143,7 @@ class Streams:
 
 @pytest.fixture
 def streams(monkeypatch):
+    monkeypatch.setattr(memo, "on", False)  # it serves tensors of the CPU, which has no streams
     return Streams(monkeypatch)
 
 

@@ -70,8 +70,8 @@ def left_of(forward, context, ends):
     if ends == "run backward, and kept":
         loss.backward(retain_graph=True)
     if saved is not None:
-        assert saved._ledger._values
-        references += saved._ledger._values
+        assert saved._ledger.references
+        references += saved._ledger.references
     del loss
     return [reference() for reference in references if reference() is not None]
 
@@ -173,7 +173,7 @@ def test_memory_stays_flat_where_passes_are_dropped_within_one_context():
         for _ in range(6):
             y, r = LF.add_rms_norm(linear(torch.randn(64, 512)), torch.randn(64, 512), (512,), w)
             del y, r
-            alive.append(sum(reference() is not None for reference in saved._ledger._values))
+            alive.append(sum(reference() is not None for reference in saved._ledger.references))
     assert len(set(alive[1:])) == 1
 
 

@@ -70,5 +70,5 @@ def test_of_what_has_no_memory_there_is_no_sample(nodes, monkeypatch):
     if not nodes:
         without_nodes(monkeypatch)
     zeros = torch._efficientzerotensor((64, 64))
-    assert evidence.Sample.of(zeros) is None
-    assert evidence.Sample.of(zeros[:1, :4]) is None
+    assert evidence.sample_of(zeros) is None
+    assert evidence.sample_of(zeros[:1, :4]) is None

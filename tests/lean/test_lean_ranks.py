@@ -24,6 +24,7 @@ SETTINGS: list[tuple[dict[str, Any], bool]] = [  # and whether all ranks have th
     ({"recompute": "conv"}, False),
     ({"budget": 0.3}, True),
     ({"recompute": "conv", "verify": True}, False),
+    ({"held": (Tensor.clone, Tensor.clone)}, False),
     ({"recompute": "conv"}, True),
 ]
 
@@ -218,6 +219,31 @@ def test_programs_of_dtensors_have_the_bits_of_stock_also_where_one_rank_alone_r
     held = ranks(2, programs, list(PROGRAMS), group_timeout=20.0)
     for name, most in AT_MOST.items():
         assert held[0][name] <= most, (name, held[0])
+
+
+def elsewhere(rank: int) -> dict[str, tuple[int, int]]:
+    """What hooks get of held DTensors: this rank's parts. Their bytes, and those of the largest one held."""
+    found = {}
+    for name in ("activations", "products", "moves"):
+        moved: list[int] = []
+
+        def pack(tensor: Tensor, moved: list[int] = moved) -> Tensor:
+            assert type(tensor) is Tensor
+            moved.append(tensor.nbytes)
+            return tensor.clone()
+
+        with searching({"held": (pack, torch.clone)}) as saved:
+            loss = PROGRAMS[name]()
+        loss.backward()
+        held = [r.bytes for r in saved.records if r.node and not r.rebuilt]
+        found[name] = sum(moved), max(held)
+    return found
+
+
+def test_held_dtensors_go_through_other_hooks() -> None:
+    for found in ranks(2, elsewhere):
+        for name, (moved, largest) in found.items():
+            assert moved >= largest > 4096, name
 
 
 def edits(rank: int) -> list[str]:

@@ -149,3 +149,22 @@ def test_a_decoder_cut_by_torchs_plans_holds_what_would_need_a_message_and_littl
         assert share <= most
         needs = sum(reason == reasons.COLLECTIVE for reason in why)
         assert needs >= 4 if plan != "one rank" else not needs, why
+
+
+def norm_of_a_sum_under_way(rank: int) -> tuple[list[str], list[str]]:
+    """A product by rows gives a tensor of another class, whose sum over the ranks may be under way."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    block = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64), nn.LayerNorm(64), nn.SiLU())
+    parallelize_module(block, mesh_of_all(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with searching({"recompute": "conv"}) as saved:
+        loss = block(torch.ones(64, 64)).square().sum()
+    loss.backward()
+    return saved.reasons, [r.why for r in saved.records if r.why]
+
+
+def test_what_a_collective_gave_is_told_as_that() -> None:
+    for of_pass, why in ranks(2, norm_of_a_sum_under_way):
+        assert reasons.COLLECTIVE in why
+        assert reasons.SUBCLASSES not in of_pass
+        assert any(reasons.COLLECTIVE in sentence for sentence in of_pass)

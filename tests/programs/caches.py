@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 
-from leannorm.saving import leaves, plans, small, trial
+from leannorm.saving import leaves, memo, plans, small, trial
 
 
 def forget():
@@ -19,6 +19,7 @@ def forget():
     small._STAYED_SMALL.clear()
     small.SMALL = -1  # but where a program asks for it
     leaves.Leaves._known.clear()
+    memo.forget()
 
 
 @contextlib.contextmanager

@@ -250,7 +250,7 @@ class LeanRun(Run):
 
     def _left(self):
         """Of contexts that were not opened again: what the last pass of one saved."""
-        references = [r for opened in self._opened for r in opened._ledger._values]
+        references = [r for opened in self._opened for r in opened._ledger.references]
         return sum(r() is not None for r in references)
 
     def _held_by_torch(self):

@@ -36,11 +36,13 @@ def doctor(
     """Look for what is wrong in a model's norm layers; exit status 1 for findings (see --fail-on).
 
     A package.module:callable may load weights. What a batch's values tell (the gap between the modes, dead
-    channels, padding) is asked of --data alone: of random values it says nothing.
+    channels, padding) is asked of --data alone: of random values it says nothing. Where MODEL joins a job of
+    several ranks, as under torchrun, ranks are compared, and rank 0 tells what is found.
     """
     import copy
 
     import torch
+    import torch.distributed as dist
     from rich.console import Console
 
     from leannorm._batch import call, inputs_of
@@ -72,21 +74,25 @@ def doctor(
 
     with Console().status(f"making {model}") as status:
         torch.manual_seed(0)
-        batches = [made(specs, torch.float32)] if specs else made_by(data) if data else None
+        random = [made(specs, torch.float32)] if specs else None
         network = model_named(model)
+        batches = made_by(data) if data else random  # when the model has joined its job
         status.update("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
-        report = examine(network, batches, forward=forward, checks=checks)
+        report = examine(network, batches, forward=forward, checks=checks, ranks=True)
     report.model = model
-    tell(report, json, html)
+    tells = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+    if tells:
+        tell(report, json, html)
     if fix:
         tried = copy.deepcopy(network)
         changes = mend(tried, report.findings)
         left = report.findings
         if changes:
-            print("\n".join(diff(changes)))
             again = made_by(data) if data else batches  # what was made before may be used up
             left = examine(tried, again, forward=forward, checks=checks).findings
-        print(f"{len(changes)} settings mended on a copy: {len(left)} findings left")
+        if tells:
+            lines = diff(changes) if changes else ()
+            print(*lines, f"{len(changes)} settings mended on a copy: {len(left)} findings left", sep="\n")
     if any(SEVERITIES.index(one.severity) <= SEVERITIES.index(fail_on) for one in report.findings):
         raise typer.Exit(CHECK_FELL_SHORT)

@@ -55,8 +55,9 @@ def sharing_group(process_group: dist.ProcessGroup | str | None) -> str | None:
     """
     if isinstance(process_group, str) and process_group != "node":
         raise InputError(
-            f"process_group must be a process group, 'node' or None, got {process_group!r}; "
-            "make a group of some ranks with torch.distributed.new_group(ranks)"
+            f"process_group must be a process group, a DeviceMesh, 'node' or None, got {process_group!r}; of "
+            f"a dimension of a mesh pass mesh[{process_group!r}], of some ranks "
+            "torch.distributed.new_group(ranks)"
         )
     if _local or not dist.is_available():
         return None

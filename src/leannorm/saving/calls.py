@@ -41,14 +41,14 @@ def logits_of(frame: FrameType) -> Tensor | None:
 
 
 # `Function.apply` is written in Python; from torch 2.15 on in C, and then the frame is its caller's
-_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 
 
 def is_compiled(frame: FrameType) -> bool:
     """Is `frame`, the caller of the pack hook, code that torch.compile generated?"""
-    if _APPLY is None:
+    if APPLY is None:
         return str(frame.f_globals.get("__name__")).startswith("torch._functorch.")
-    if frame.f_code is not _APPLY:
+    if frame.f_code is not APPLY:
         return False
     return str(frame.f_locals["cls"].__module__).startswith("torch._functorch.")
 
@@ -77,7 +77,7 @@ def name_of(frame: FrameType) -> str:
 
 def call_of(frame: FrameType) -> CallArguments | None:
     """The arguments of the call in `frame`, the caller of the pack hook; None if nothing is missing."""
-    read = _READ.get(frame.f_code)
+    read = READ.get(frame.f_code)
     return _of_frozen_norm(frame) if read is None else read(frame.f_locals)
 
 
@@ -105,13 +105,14 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
 
 
-_READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
+NORMS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
+READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
     **dict.fromkeys(_codes(torch.nn.Linear.forward), _of_linear),
     **dict.fromkeys(
         _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3))), _of_convolution
     ),
     **dict.fromkeys(_codes(F.rms_norm), _of_rms_norm),
-    **dict.fromkeys(_codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm), _of_norm),
+    **dict.fromkeys(NORMS, _of_norm),
 }
 
 

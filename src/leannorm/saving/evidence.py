@@ -7,8 +7,8 @@ sample if they change a sampled byte, as an optimizer's step or a weight average
 from __future__ import annotations
 
 import gc
+import sys
 from ctypes import string_at
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,26 +50,21 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
-class Sample(NamedTuple):
-    """Some of a tensor's bytes, spread over its memory."""
+def sample_of(tensor: Tensor) -> bytes | None:
+    """The tensor's size and some of its bytes, spread over its memory; None if it is not on the CPU, has gaps
+    between its elements, or no memory (in forward-mode AD)."""
+    if type(tensor) not in _PLAIN:
+        tensor = _own(tensor)
+    if NODES is not None:
+        found: bytes | None = NODES.sample(tensor)
+        return found
+    content = _content(tensor)
+    return None if content is None else tensor.numel().to_bytes(8, sys.byteorder) + content
 
-    numel: int
-    content: bytes
 
-    @staticmethod
-    def of(tensor: Tensor) -> Sample | None:
-        """A sample of the tensor; None if it is not on the CPU, has gaps between its elements, or no memory
-        (in forward-mode AD)."""
-        if type(tensor) not in _PLAIN:
-            tensor = _own(tensor)
-        content = _content(tensor)
-        return None if content is None else Sample(tensor.numel(), content)
-
-    def matches(self, tensor: Tensor) -> bool:
-        """Does the tensor still hold the sampled bytes?"""
-        if type(tensor) not in _PLAIN:
-            tensor = _own(tensor)
-        return tensor.numel() == self.numel and _content(tensor) == self.content
+def matches(sample: bytes | None, tensor: Tensor) -> bool:
+    """Does the tensor still hold the sampled bytes? True without a sample."""
+    return sample is None or sample_of(tensor) == sample
 
 
 def _own(tensor: Tensor) -> Tensor:
@@ -79,9 +74,6 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _content(tensor: Tensor) -> bytes | None:
-    if NODES is not None:
-        found: bytes | None = NODES.sample(tensor, RUNS, RUN, PLACES)
-        return found
     if type(tensor) not in _PLAIN or not tensor.is_cpu or tensor.layout != torch.strided:
         return None
     if not (tensor.is_contiguous() or _fills_its_memory(tensor)) or tensor.untyped_storage().nbytes() == 0:

@@ -124,7 +124,7 @@ if torch.backends.cuda.is_built():
         *_plain("cublas_allow_bf16_reduced_precision_reduction"),
         *_precision(("cuda", "matmul"), ("cuda", "conv")),
     ]
-_GETTERS = tuple(flag.get for flag in _FLAGS)
+GETTERS = tuple(flag.get for flag in _FLAGS)
 
 
 class Flags(tuple[Any, ...]):
@@ -157,6 +157,6 @@ _KNOWN: dict[tuple[Any, ...], Flags] = {}
 
 def current() -> Flags:
     """The flags now."""
-    now = tuple([get() for get in _GETTERS])
+    now = tuple([get() for get in GETTERS])
     known = _KNOWN.get(now)
     return known if known is not None else _KNOWN.setdefault(now, Flags(now))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.saving import reasons
+from leannorm.saving import memo, packing, reasons
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
@@ -47,6 +47,7 @@ class ForwardPass:
         self._stack = ExitStack()
         self._following = None if settings.goal is None else Following(settings.goal)
         self._packing: Packing | None = None
+        self._hook: Any = None
         self._small: SmallPass | None = None
         self._refused: str | None = None
         self._set: PassHooks | None = None
@@ -71,12 +72,15 @@ class ForwardPass:
         self._packing = Packing(
             self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
         )
-        return self._packing.pack
+        self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
+        pack: Callable[[Tensor], Any] = self._hook.pack
+        return pack
 
     def close(self) -> None:
         """Remove the hooks and close the ledger."""
         self._stack.close()
         if self._packing is not None:
+            self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
         self._ledger.close(() if self._small is None else self._small.kept)
 

@@ -13,11 +13,11 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving.evidence import Sample
 from leannorm.saving.values import Value
 
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
-_KEY, _WAITING, _IN_VIEW = "leannorm", "leannorm waiting", "leannorm in view"
+_WAITING, _IN_VIEW = "leannorm waiting", "leannorm in view"
+_KEYS = tuple([f"leannorm {output}" for output in range(8)])  # in a node's metadata, of its outputs
 _OURS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
 PASSES_ON = "leannorm.RegisterPostBackwardFunction"  # of FSDP2: its outputs are its inputs
@@ -60,7 +60,8 @@ def saved(node: Any, name: str) -> Value | None:
     was found edited without autograd's notice, before or after the node read it.
     """
     packed = getattr(node, f"_raw_saved_{name}").data
-    return packed if type(packed) is Value and packed.memory is None else None
+    as_saved = type(packed) is Value and packed.memory is None and packed.current
+    return packed if as_saved else None
 
 
 def number(node: Any, name: str) -> Any:
@@ -100,20 +101,26 @@ def _constant_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
 
 
+def constants_of(node: Any) -> tuple[str, ...]:
+    """The attributes by which a node shows what it saved beside tensors."""
+    kind: Any = type(node)
+    return _constant_names(kind)
+
+
 def identity(node: Any) -> Hashable:
     """All that a node tells of what it computes, but for tensors: its class, what it keeps, and the shape,
     dtype and device of each output and input. Nodes of one identity differ only in the values that they read
     and the layout of these. None where a node keeps what cannot be compared."""
     kind: Any = type(node)
     ours = isinstance(node, BackwardCFunction)
-    if NODES is not None and not ours and (told := NODES.told(node, _constant_names(kind))) is not None:
+    if NODES is not None and not ours and (told := NODES.told(node, constants_of(node))) is not None:
         return kind, told
     metadata = _metadata(node)
     try:
         if ours:
             kept: tuple[Any, ...] = exact(sorted(node.__dict__.items()))
         else:
-            kept = tuple([exact(getattr(node, name)) for name in _constant_names(kind)])
+            kept = tuple([exact(getattr(node, name)) for name in constants_of(node)])
     except (TypeError, RuntimeError):  # torch has no Python form of it
         return None
     return kind, metadata, kept
@@ -176,7 +183,11 @@ class Packed(weakref.ref[Value]):
     """A reference to the value of a packed tensor. The sample stays when the value is gone."""
 
     __slots__ = ("sample",)
-    sample: Sample | None
+    sample: bytes | None
+
+
+def _key(output: int) -> str:
+    return _KEYS[output] if output < len(_KEYS) else f"leannorm {output}"
 
 
 def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None:
@@ -184,21 +195,27 @@ def register(node: Any, output: int, lookup: Callable[[], Value | None]) -> None
 
     A reference to a packed value is only replaced by another one, when the tensor is packed again.
     """
-    known = node.metadata.setdefault(_KEY, {})
-    if type(lookup) is Packed or type(known.get(output)) is not Packed:
-        known[output] = lookup
+    metadata, key = node.metadata, _key(output)
+    if type(lookup) is Packed or type(metadata.get(key)) is not Packed:
+        metadata[key] = lookup
+
+
+def register_packed(node: Any, output: int, value: Value) -> None:
+    """Make `find` return this value, of a packed tensor, while it is alive."""
+    packed = Packed(value)
+    packed.sample = value.sample
+    register(node, output, packed)
 
 
 def registered(node: Any, output: int) -> Callable[[], Value | None] | None:
     """What `register` recorded for this output of the node, also if the value is gone."""
-    known = node.metadata.get(_KEY)
-    return known.get(output) if known else None
+    found: Callable[[], Value | None] | None = node.metadata.get(_key(output))
+    return found
 
 
 def find(node: Any, output: int) -> Value | None:
     """The value registered for this output of the node, if it is still alive."""
-    known = node.metadata.get(_KEY)
-    lookup = known.get(output) if known else None
+    lookup = registered(node, output)
     return lookup() if lookup else None
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from leannorm.saving.device import asynchronous
-from leannorm.saving.evidence import Sample
+from leannorm.saving.evidence import matches, sample_of
 from leannorm.saving.provenance import Provenance
 
 
@@ -27,13 +27,13 @@ class Leaves:
         self._provenance = provenance
         with self._lock:
             leaves = list(self._known)
-        self._before = {id(leaf): (leaf, leaf._version, Sample.of(leaf)) for leaf in leaves}
+        self.before = {id(leaf): (leaf, leaf._version, sample_of(leaf)) for leaf in leaves}
 
     def proves(self, node: Any, leaf: Tensor) -> bool:
         """Did the node read what the leaf holds now?"""
-        if id(leaf) in self._before:
-            _, version, sample = self._before[id(leaf)]
-            unchanged = leaf._version == version and (sample is None or sample.matches(leaf))
+        if id(leaf) in self.before:
+            _, version, sample = self.before[id(leaf)]
+            unchanged = leaf._version == version and matches(sample, leaf)
             return unchanged and self._provenance.made(node)
         with self._lock:
             self._known[leaf] = None  # sampled from the next pass on
@@ -41,4 +41,4 @@ class Leaves:
 
     def forget(self) -> None:
         """Drop what was recorded when the pass began: the pass is over."""
-        self._before.clear()
+        self.before.clear()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from leannorm.saving.shards import local_of
+from leannorm.autograd.nodes import NODES
+from leannorm.saving.shards import local_of, nbytes_of
 from leannorm.saving.small import Kept
 from leannorm.saving.values import COPIED_PART, Value, is_parameter
 
@@ -38,30 +39,30 @@ class Ledger:
     """Counts storages, not tensors. Parameters are not counted: they exist without autograd, too."""
 
     def __init__(self) -> None:
-        self._values: list[weakref.ref[Value]] = []
-        self._closed: list[Row] | None = None
+        self.references: list[weakref.ref[Value]] = []
+        self._closed: list[Any] | None = None  # the fields of all rows: Python has fewer objects to collect
         self._plain: list[Row] = []
 
     def holds(self, value: Value, tensor: Tensor) -> None:
         """Record a held tensor. Its storage is read later, when the bytes are asked for."""
         if not is_parameter(tensor):
-            self._values.append(weakref.ref(value))
+            self.references.append(weakref.ref(value))
             if value.step is not None:
-                value.frees = tensor.nbytes  # moved elsewhere
+                value.frees = nbytes_of(tensor)  # moved elsewhere
         self._closed = None
 
     def rebuilds(self, value: Value, tensor: Tensor, nbytes: int | None = None) -> None:
         """Record that `value` (of `tensor`) is rebuilt; it may have been held before."""
         root = _root(value)
         if nbytes is None:  # a view would hold its whole storage
-            nbytes = tensor.untyped_storage().nbytes() if tensor.layout == torch.strided else tensor.nbytes
+            nbytes = _storage(tensor)[1]
             for part in () if root.step is None else root.step.inputs:
                 alone = part.users == min(root.users, 1)
                 if part.name == COPIED_PART and alone and part.tensor is not None:
                     self.holds(part, part.tensor)  # copied for this concatenation
                     nbytes -= part.tensor.nbytes
         root.frees = nbytes
-        self._values.append(weakref.ref(value))
+        self.references.append(weakref.ref(value))
         self._closed = None
 
     def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
@@ -80,7 +81,7 @@ class Ledger:
         `kept` are tensors of a small pass, which were held without a value.
         """
         self._plain = [*self._plain, *_plain_rows(kept)]
-        self._closed = [*self._plain, *self._rows()]
+        self._closed = [field for row in (*self._plain, *self._rows()) for field in row]
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
@@ -95,17 +96,18 @@ class Ledger:
         return sum(row[3] for row in self.rows() if row[4])
 
     def rows(self) -> list[Row]:
-        return [*self._plain, *self._rows()] if self._closed is None else self._closed
+        if self._closed is None:
+            return [*self._plain, *self._rows()]
+        return list(zip(*[iter(self._closed)] * len(Record._fields), strict=True))
 
     def alive(self) -> dict[int, int]:
         """The bytes of every storage that is held now, by storage."""
         tensors = (value.tensor for value in self.values())
-        storages = [t.untyped_storage() for t in tensors if t is not None and t.layout == torch.strided]
-        return {storage._cdata: storage.nbytes() for storage in storages}
+        return dict(_storage(t) for t in tensors if t is not None and t.layout == torch.strided)
 
     def values(self) -> Iterator[Value]:
         """The values that are alive; one that was held first and is rebuilt now comes twice."""
-        for reference in self._values:
+        for reference in self.references:
             value = reference()
             if value is not None:
                 yield value
@@ -118,11 +120,9 @@ class Ledger:
             if tensor is not None:
                 nbytes = 0
                 if tensor.layout == torch.strided:
-                    storage = tensor.untyped_storage()
-                    place = storage._cdata
-                    if place not in storages:
-                        storages.add(place)
-                        nbytes = storage.nbytes()
+                    place, nbytes = _storage(tensor)
+                    nbytes = 0 if place in storages else nbytes
+                    storages.add(place)
                 yield value.name, tensor.shape, tensor.dtype, nbytes, False, None, value.why
             elif value not in seen:  # a value that was held first is listed twice
                 root = _root(value)
@@ -133,14 +133,25 @@ class Ledger:
                 yield value.name, value.shape, value.dtype, nbytes, not value.is_held, seconds, value.why
 
 
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """Where the tensor's storage is, and its bytes; of a sparse tensor 0, and those of its values."""
+    if tensor.layout != torch.strided:
+        return 0, tensor.nbytes
+    if NODES is not None:
+        found: tuple[int, int] = NODES.storage(tensor)
+        return found
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
 def _plain_rows(kept: Iterable[Kept]) -> Iterator[Row]:
-    seen = set()
+    seen = set[int]()
     for whole, _ in kept:
         local = local_of(whole)
         tensor = whole if local is None else local
-        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
-        nbytes = tensor.nbytes if storage is None else 0 if storage._cdata in seen else storage.nbytes()
-        seen.add(None if storage is None else storage._cdata)
+        place, nbytes = _storage(tensor)
+        nbytes = 0 if place in seen else nbytes
+        seen |= {place} if place else set()
         yield "", tensor.shape, tensor.dtype, nbytes, False, None, ""
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._errors import InputError
-from leannorm.saving.evidence import Sample, version_of
+from leannorm.saving.evidence import sample_of, version_of
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -55,14 +55,17 @@ def move(value: Value, tensor: Tensor, hooks: Hooks) -> None:
     """Hold the tensor by the hooks alone: reading the value unpacks it, once for all readers.
 
     What is expanded is packed once, and the layout is what it was, since kernels add in the order of memory.
+    Of a DTensor, the hooks get the local tensor.
     """
-    core = tensor.detach()
+    local = tensor if value.spec is None else value.tensor
+    assert local is not None
+    core = local.detach()
     for dim, stride in enumerate(core.stride()):
         if not stride and core.shape[dim] > 1:
             core = core.narrow(dim, 0, 1)
     dense = torch.ops.aten.is_non_overlapping_and_dense(core)
-    layout = tensor.shape, core.shape, core.stride() if dense else None
+    layout = local.shape, core.shape, core.stride() if dense else None
     packed = _Packed(hooks.pack(core), hooks.unpack)
-    value.watch, value.sample = version_of(tensor), Sample.of(tensor)
-    value.shape, value.dtype, value.tensor = tensor.shape, tensor.dtype, None
+    value.watch, value.sample = version_of(tensor), sample_of(tensor)
+    value.shape, value.dtype, value.tensor = local.shape, local.dtype, None
     value.step = Step(_unpacked, (), (), (packed, layout), kind="held")

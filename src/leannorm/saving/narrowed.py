@@ -4,6 +4,7 @@ as bits."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from threading import Thread
@@ -41,27 +42,28 @@ class CountingHook:
 
 
 class _Probe(CountingHook):
-    references = 0
+    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> int:
+        return references
 
-    def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Tensor:
-        self.references = references
-        return tensor.detach()
 
-    def run(self) -> None:
-        with saved_tensors_hooks(self.pack, lambda t: t):
-            torch.relu(torch.zeros(1, requires_grad=True))
+_count = _Probe().pack
 
 
 @lru_cache
-def references_when_alone() -> int:
-    """The count of a tensor that only autograd holds."""
-    probe = _Probe()
+def references_when_alone(count: Callable[[Tensor], int] = _count) -> int:
+    """The count of a tensor that only autograd holds, as this hook counts."""
+    found = list[int]()
+
+    def run() -> None:
+        with saved_tensors_hooks(count, lambda t: t):
+            node: Any = torch.relu(torch.zeros(1, requires_grad=True)).grad_fn
+        found.append(node._raw_saved_result.data)
+
     # What the first caller finds serves the whole process. A new thread is in no mode that he may be in.
-    thread = Thread(target=probe.run)
+    thread = Thread(target=run)
     thread.start()
     thread.join()
-    assert probe.references
-    return probe.references
+    return found[0]
 
 
 def narrowed(tensor: Tensor) -> Step | None:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from leannorm.saving import reasons
+from leannorm.saving import memo, reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
-from leannorm.saving.evidence import Sample, version_of
+from leannorm.saving.evidence import matches, sample_of, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
     Packed,
@@ -25,6 +25,7 @@ from leannorm.saving.graph import (
     note_in_view,
     pop_waiting,
     register,
+    register_packed,
     registered,
     saved,
     wait,
@@ -50,12 +51,12 @@ from leannorm.saving.provenance import sequence_number
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
-from leannorm.saving.search import Missing, Search, as_made, is_copied_to_edit, is_view_of_held
+from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
-from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter
+from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -74,18 +75,16 @@ class Packing(CountingHook):
         hooks: Hooks | None = None,
         from_here: bool = False,
     ) -> None:
-        self.policy, self.ledger, self.following, self.layers = policy, ledger, following, layers
-        self.hooks = hooks
-        self.calls: list[tuple[Any, ...]] = []
-        self.nodes: list[Node] = []
-        self.device = torch.device("cpu")
-        self.reasons: Counter[str] = Counter()
-        self.seen = 0
+        self.policy, self.ledger, self.following = policy, ledger, following
+        self.layers, self.hooks = layers, hooks
+        self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
+        self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self._anything_waits, self._largest = False, 0
+        self._anything_waits, self._largest, self.seen = False, 0, 0
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
+        self.memo = None if following or layers or hooks or self._sharded else memo.memo_of(policy)
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
@@ -118,10 +117,10 @@ class Packing(CountingHook):
             kind = kind_of(node)
         local = tensor if type(tensor) in _PLAIN else local_of(tensor)  # the tensor, or that of this rank
         if local is None:
-            if tensor.numel() >= SMALLEST:
-                self.reasons[reasons.SUBCLASSES] = 1
             value = self._hold(tensor, kind or node.name())
-            value.call = self._call_of(frame, number)
+            value.call, value.why = self._call_of(frame, number), reasons.of_collective(tensor)
+            if tensor.numel() >= SMALLEST and not value.why:
+                self.reasons[reasons.SUBCLASSES] = 1
             return value
         if kind == "AsStridedBackward0":
             note_in_view(tensor, node, written_by(frame, tensor))
@@ -143,20 +142,21 @@ class Packing(CountingHook):
             return self._again(known, local)
         unedited = as_made(node, output, version)
         before = lookup.sample if known is None and type(lookup) is Packed else None
-        if before is not None and not before.matches(local):  # the nodes that saved it are gone
+        if not matches(before, local):  # the nodes that saved it are gone
             unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(size, self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
+        visits = list[Visit]()
         self._freed = ""
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
-            found = self.search.step(node, output, tensor)
+            found = self.search.step(node, output, tensor, visits)
             if unedited is None and isinstance(found, Step):
                 found = found._replace(proved=False)
             if isinstance(found, Missing) and not self.reasons:
@@ -169,7 +169,7 @@ class Packing(CountingHook):
         step = from_narrow or found
         if isinstance(step, Step) and spent is not None:
             value = Value(None, version, step, name=kind)
-            value.watch, value.sample, value.spec = version_of(tensor), Sample.of(local), spec
+            value.watch, value.sample, value.spec = version_of(tensor), sample_of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
             if self._makes_a_plan:
                 value.price = of_rebuild(step, local.shape, tensor.dtype, tensor.device)
@@ -181,7 +181,7 @@ class Packing(CountingHook):
                 self._narrow(value, from_narrow, tensor)
         else:
             value = self._hold(tensor, kind or node.name())
-            value.sample = Sample.of(local)  # it may be edited through .data before a step reads it
+            value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else self._why(node, found)
             elif size >= SMALLEST:
@@ -194,9 +194,9 @@ class Packing(CountingHook):
         self._mark(value, local)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
-        packed = Packed(value)
-        packed.sample = value.sample
-        register(node, output, packed)
+        register_packed(node, output, value)
+        if self.memo is not None and visits and known is None and spec is None:
+            memo.learn(self.memo, self.search, visits, tensor, number, value, found)
         if unedited and size >= SMALLEST and (value.is_held or from_narrow is not None):
             missing = found.outputs if isinstance(found, Missing) and may else ()
             if value.is_held and self._offers(value, tensor, node, kind):
@@ -216,7 +216,7 @@ class Packing(CountingHook):
         this reader needs it when weights that a rebuild reads are freed: each gets what stock would give."""
         if known.step is None or known.memory is not None:
             return known
-        edited = known.sample is not None and not known.sample.matches(tensor)
+        edited = not matches(known.sample, tensor)
         if edited or (self._sharded and self.units.freed(known.step) is not None):
             known.memory = tensor.detach()
         return known
@@ -291,7 +291,7 @@ class Packing(CountingHook):
             # a norm's weight has one dim; a leaf that is no parameter may be in this pass for the first time
             plain = type(tensor) is Tensor or value.spec is not None
             if tensor.dim() == 1 or self.policy.reads_weights or plain:
-                value.sample = Sample.of(tensor)  # an edit through .data may come before a step reads it
+                value.sample = sample_of(tensor)  # an edit through .data may come before a step reads it
             if self._sharded and tensor.dim() == 1 and value.tensor is not None:
                 value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
             return value
@@ -310,7 +310,7 @@ class Packing(CountingHook):
                 value.name, value.why = name_of(frame), reasons.KEPT
             call = value.call = self._call_of(frame, number)
             if call is None or call.reads_buffers or large:
-                value.sample = Sample.of(tensor)  # what a norm in training keeps, nobody else has
+                value.sample = sample_of(tensor)  # what a norm in training keeps, nobody else has
             return value
         value = self._hold(tensor)
         value.alone = alone
@@ -318,7 +318,7 @@ class Packing(CountingHook):
 
     def _hold(self, tensor: Tensor, kind: str = "", movable: bool = True) -> Value:
         value = held(tensor, kind)
-        large = type(tensor) in _PLAIN and tensor.numel() >= SMALLEST
+        large = (type(tensor) in _PLAIN or value.spec is not None) and size_of(value) >= SMALLEST
         # the caller holds parameters and their views anyway, and may edit them
         if self.hooks is not None and movable and large and not is_parameter(tensor):
             move(value, tensor, self.hooks)
@@ -356,7 +356,7 @@ class Packing(CountingHook):
             value.whole = whole = held(base, kind_of(base.grad_fn))
             whole.as_made = as_made(base.grad_fn, base.output_nr, base._version) is True
             whole.provenance, whole.order = self.search.provenance, self.seen
-            whole.seen_at, whole.sample = value.seen_at, Sample.of(base)
+            whole.seen_at, whole.sample = value.seen_at, sample_of(base)
             register(base.grad_fn, base.output_nr, weakref.ref(whole))
             self._retry(base.grad_fn, base.output_nr)
         return True
@@ -377,12 +377,12 @@ class Packing(CountingHook):
             self._anything_waits = True
 
     def _retry(self, node: Node, output: int) -> None:
-        """Try again the values that waited for this output of the node."""
+        """Try again the values that waited for this output of the node. Also called from C++."""
         for value in pop_waiting(node, output):
             if value.origin is None or not value.current:
                 continue
             tensor = value.look()  # rebuilt, if it is held in fewer bytes
-            if value.sample is not None and not value.sample.matches(tensor):
+            if not matches(value.sample, tensor):
                 continue  # edited unseen: what its own node reads cannot be rebuilt
             step = self.search.step(*value.origin, value.shared(tensor))
             if isinstance(step, Step):

@@ -59,7 +59,7 @@ class Policy:
             products = products_of(step.inputs)
             if len(set(map(size_of, step.inputs))) > 1:
                 return not products or all(map(needs_no_norm, step.inputs))
-            few = products <= 1 or any(map(_is_bias, step.inputs))
+            few = products <= 1 or any(map(is_bias, step.inputs))
             return few and (self.everything or all(map(needs_no_norm, step.inputs)))
         return self.everything or not step.costly
 
@@ -75,7 +75,7 @@ def needs_no_norm(value: Value) -> bool:
     return (step.view or step.kind in ("scale", "sum")) and all(needs_no_norm(v) for v in step.inputs)
 
 
-def _is_bias(value: Value) -> bool:
+def is_bias(value: Value) -> bool:
     """A parameter, or rows of it, such as an expert's bias: added to a product, it is part of that."""
     while value.step is not None:
         if value.products or not (value.step.view or value.step.kind == "scale"):

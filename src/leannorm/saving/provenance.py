@@ -72,6 +72,11 @@ class FlagLog:
         self._while_next: dict[int, Flags] = {}  # flags at saves, by the number of the next node
         self._last = -1
 
+    @property
+    def only(self) -> Flags | None:
+        """The flags of the pass until now; None where they have changed."""
+        return self._flags[0] if len(self._flags) == 1 else None
+
     def record(self, number: int) -> None:
         """Record the flags while a tensor is saved; `number` is the next node's sequence number."""
         if number == self._last:  # the same node saves another tensor

@@ -112,6 +112,11 @@ def by_bytes(rows: Iterable[Row]) -> Iterator[str]:
             yield f"{share:.2f} of the bytes are {whose} {node}{made_of}, and held: {reason}"
 
 
+def of_collective(tensor: Tensor) -> str:
+    """The reason, if it is what a DTensor gives as its local tensor while a collective is under way."""
+    return COLLECTIVE if hasattr(type(tensor), "trigger_wait") else ""
+
+
 def sharded(unit: str, around: str) -> str:
     """A rebuild would read weights that sharding has freed by then; with the wrap that keeps them."""
     wrap = (
@@ -141,7 +146,7 @@ def out_of_reach(budget: float, ratio: float) -> str:
     )
 
 
-_MODULES = ("leannorm.saving.unpacking", "torch.utils.checkpoint")
+_MODULES = ("leannorm.saving.unpacking", "leannorm._nodes", "torch.utils.checkpoint")
 
 
 def of_hooks_within(node: Any) -> list[str]:

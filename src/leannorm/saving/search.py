@@ -79,6 +79,14 @@ class Missing(NamedTuple):
     ruled_out: bool = False  # by the policy, or else something was not at hand
 
 
+class Visit(NamedTuple):
+    """A node that a search looked at, and the values of the inputs that its recipe asked for."""
+
+    node: Any
+    output: int
+    given: dict[int, Value | None]
+
+
 class Search:
     """Finds steps by one policy, during one forward pass; `at_pool` is called with each max pooling node."""
 
@@ -86,13 +94,14 @@ class Search:
         self, policy: Policy, at_pool: Callable[[Node], None], found: Counter[str], from_here: bool = False
     ) -> None:
         """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons."""
-        self._policy, self._at_pool, self._reasons = policy, at_pool, found
+        self.policy, self._at_pool, self._reasons = policy, at_pool, found
         self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
         self.provenance, self.from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
         know_torchs_functions()
         self._base: Tensor | None = None  # of which the tensor in question is a view
         self.of_ranks = False  # has the pass a DTensor?
+        self._visits: list[Visit] = []
         self._communicates = False  # would a rebuild of the tensor in question?
         self._ruled_out = False  # is it, where the search first failed?
 
@@ -100,14 +109,18 @@ class Search:
         """Has this kind of node a recipe that the policy allows?"""
         return kind in self._recipes
 
-    def step(self, node: Node, output: int, like: Tensor) -> Step | Missing:
-        """How to rebuild `like`, an output of the node that was not edited since."""
+    def step(
+        self, node: Node, output: int, like: Tensor, visits: list[Visit] | None = None
+    ) -> Step | Missing:
+        """How to rebuild `like`, an output of the node that was not edited since. The nodes that were looked
+        at are added to `visits`."""
         missing: list[tuple[Node, int]] = []
         self._base, self._communicates, self._ruled_out = like._base, False, False
+        self._visits = [] if visits is None else visits
         try:
             step = self._step(node, output, like, 0, missing)
         finally:
-            self._base = None
+            self._base, self._visits = None, []  # a node must not be held by what it saves
         return Missing(tuple(missing), self._communicates, self._ruled_out) if step is None else step
 
     def _step(
@@ -124,6 +137,8 @@ class Search:
             return None
         edges: tuple[tuple[Node | None, int], ...] = ()  # read once: torch builds a new tuple at each access
         proved, lacking = True, False
+        visit = Visit(node, output, {})
+        self._visits.append(visit)
 
         def given(i: int) -> Value | None:
             nonlocal edges, proved, lacking
@@ -132,11 +147,12 @@ class Search:
                 return None
             value, sure = self._value(node, *edges[i], depth + 1, missing)
             proved, lacking = proved and sure, lacking or value is None
+            visit.given[i] = value
             return value
 
         if kind == "CatBackward0" and like is not None:
             edges = node.next_functions
-            if self._policy.may_copy(len(edges)):
+            if self.policy.may_copy(len(edges)):
                 recipe = cat_of_copied_parts
             elif given(len(edges) - 1) is None:  # the new part is mostly the last one
                 return None
@@ -197,7 +213,7 @@ class Search:
         return all(
             producer is None
             or kind_of(producer) not in _COSTLY_TO_ADD
-            or self._policy.may_add(find(producer, number))
+            or self.policy.may_add(find(producer, number))
             for producer, number in node.next_functions
         )
 
@@ -227,7 +243,7 @@ class Search:
             after = known.as_made or self.provenance.made_after(reader, known)
             return (None, True) if after is False else (known, after is True)
         step = self._step(producer, number, self._laid_out_as(reader, producer), depth, missing)
-        if step is None or not (step.kind == "norm" or self._policy.allows(step)):
+        if step is None or not (step.kind == "norm" or self.policy.allows(step)):
             self._ruled_out |= step is not None and not missing
             missing.append((producer, number))
             return None, True

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.saving.device import asynchronous, capturing, synchronize
-from leannorm.saving.evidence import Sample, bits
+from leannorm.saving.evidence import bits, sample_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import exact
 from leannorm.saving.steps import Owner, Step, run
@@ -31,13 +31,13 @@ class _Tried(NamedTuple):
     """The outcome for one kind of step: the seconds of a rebuild, None if the bits differed, and on what."""
 
     seconds: float | None
-    on: tuple[Sample | None, ...] = ()
+    on: tuple[bytes | None, ...] = ()
 
     def speaks_for(self, tensor: Tensor) -> bool:
         """Is no further trial needed for this tensor?"""
         if self.seconds is None or len(self.on) == _ENOUGH:
             return True
-        sample = Sample.of(tensor)
+        sample = sample_of(tensor)
         return sample is not None and sample in self.on
 
 
@@ -54,9 +54,9 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
     """The time of one rebuild, measured at the first of its kind; None if its bits differ."""
     if isinstance(tensor, FakeTensor):
         return 0.0
-    key = (_key(step), seen_as, tensor.device)
-    proved, tried = _proved(step), _SEEN.get(key)
-    if tried is not None and proved and tried.speaks_for(tensor):
+    key = (key_of(step), seen_as, tensor.device)
+    is_proved, tried = proved(step), _SEEN.get(key)
+    if tried is not None and is_proved and tried.speaks_for(tensor):
         return tried.seconds
     if capturing(tensor):
         raise NotTriedError(
@@ -67,12 +67,18 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         middle = _middle(step)
         found = _try(step, tensor) if middle.as_told else None
     if found is None:
-        if proved or asynchronous(tensor):  # else the step may be exact, its input stale
+        if is_proved or asynchronous(tensor):  # else the step may be exact, its input stale
             _store(key, _Tried(None))
     elif middle.bits_told and _tells_of_others(tensor):
         on = () if tried is None else tried.on
-        _store(key, _Tried(found, (*on, Sample.of(tensor))[-_ENOUGH:]))
+        _store(key, _Tried(found, (*on, sample_of(tensor))[-_ENOUGH:]))
     return found
+
+
+def is_settled(step: Step, tensor: Tensor, seen_as: Hashable) -> bool:
+    """Does it rebuild every tensor that is made and laid out like this one, without another trial?"""
+    tried = _SEEN.get((key_of(step), seen_as, tensor.device))
+    return proved(step) and tried is not None and tried.seconds is not None and len(tried.on) == _ENOUGH
 
 
 def _store(key: Hashable, tried: _Tried) -> None:
@@ -174,24 +180,24 @@ def _timed(rebuilt: Callable[[], Tensor], like: Tensor) -> tuple[float, Tensor]:
     return perf_counter() - start, again
 
 
-def _key(step: Step) -> Hashable:
+def key_of(step: Step) -> Hashable:
     """All that decides the bits of a rebuild, except its inputs' values; and all that its node tells."""
     captured = tuple([None if t is None else layout(t) for t in step.captured])
-    inputs = tuple([_signature_of(value) for value in step.inputs])
+    inputs = tuple([signature_of(value) for value in step.inputs])
     return step.function, exact(step.constants), captured, inputs, step.flags, step.identity
 
 
-def _signature_of(value: Value) -> Hashable:
+def signature_of(value: Value) -> Hashable:
     """The layout of a packed value, which was compared itself; for another value, the key of its step."""
     if value.layout is not None:
         return value.layout
     if value.step is not None:
-        return _key(value.step)
+        return key_of(value.step)
     return layout(value.tensor) if value.tensor is not None else None
 
 
-def _proved(step: Step) -> bool:
+def proved(step: Step) -> bool:
     """Is it proved that every tensor that the step depends on holds what its node read?"""
     return step.proved and all(
-        value.step is None or value.layout is not None or _proved(value.step) for value in step.inputs
+        value.step is None or value.layout is not None or proved(value.step) for value in step.inputs
     )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving.flags import current
+from leannorm.saving.graph import Packed
 from leannorm.saving.rows import unbuilt
 from leannorm.saving.small import Kept, read
+from leannorm.saving.steps import Step
 from leannorm.saving.trial import without_autocast
 from leannorm.saving.values import Value
 from leannorm.saving.verify import check_equal
 
 
-def unpack(value: Value | Kept) -> Tensor:
+def _unpack(value: Value | Kept) -> Tensor:
     """The unpack hook."""
     if isinstance(value, tuple):
         return read(value)
@@ -32,3 +37,9 @@ def unpack(value: Value | Kept) -> Tensor:
     if value.original is not None:
         check_equal(tensor, value.original, value)
     return value.shared(tensor)
+
+
+unpack: Callable[[Value | Kept], Tensor] = _unpack
+if NODES is not None:  # gives back what is held, and asks Python for the rest
+    NODES.set_lean(Value, Step, Packed, _unpack)
+    unpack = NODES.unpack

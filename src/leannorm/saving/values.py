@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from leannorm.saving.device import share, stream_of
-from leannorm.saving.evidence import Sample, owner_of, version_of
+from leannorm.saving.evidence import matches, owner_of, sample_of, version_of
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.shards import local_of, shared_as, spec_of
 from leannorm.saving.steps import Owner, Step, run
@@ -59,10 +59,11 @@ class Value:
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
     spec: Any = None  # of the DTensor whose local tensor this is
     local_version = 0  # of that local tensor
-    sample: Sample | None = None  # of the packed tensor's bytes
+    sample: bytes | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
+    sort: int | None = None  # a number for all that searches ask of it (memo.py)
     in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
     device = torch.device("cpu")  # where it is in rows
     stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
@@ -105,8 +106,8 @@ class Value:
         """Free the tensor, if it is held: from now on `step` rebuilds it."""
         if self.tensor is not None:
             self.watch = version_of(tensor) if self.watch is None else self.watch
-            self.sample = Sample.of(tensor)
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+            self.sample = sample_of(tensor)
+        self.shape, self.dtype, self.sort = tensor.shape, tensor.dtype, None
         self.step, self.tensor, self.origin, self.from_narrow = step, None, None, False
         self._made_by(step)
         if self.users:
@@ -125,7 +126,7 @@ class Value:
         for value in step.inputs:
             value.used()
             if value.step is None and value.sample is None and value.tensor is not None:
-                value.sample = Sample.of(value.tensor)
+                value.sample = sample_of(value.tensor)
 
     @property
     def is_held(self) -> bool:
@@ -228,7 +229,7 @@ class Value:
         if self.sample is None and (tensor.requires_grad or self.spec is not None):
             _check_there(tensor, self.name)
         unseen = self.spec is not None and tensor._version != self.local_version
-        if unseen or (self.sample is not None and not self.sample.matches(tensor)):
+        if unseen or not matches(self.sample, tensor):
             _check_there(tensor, self.name)
             raise error(
                 f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
@@ -278,6 +279,15 @@ class Value:
             " for the backward pass: edit a copy of it, or edit it after backward()."
         )
 
+
+# Python keeps 30 names of attributes in a class, those that come first. An instance with others gets a dict
+# of its own, which takes longer to make and to collect. Most values have these, or get them later.
+_OFTEN = """provenance order layout seen_at as_made call sample place copied_to_edit why watch shape dtype
+seconds frees products sort from_narrow origin _rebuilt _rebuilt_version _rebuilt_on"""
+_first = Value(None)
+for _name in _OFTEN.split():
+    setattr(_first, _name, getattr(_first, _name))
+del _first, _name
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 MUCH_LARGER = 32

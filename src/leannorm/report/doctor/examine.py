@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from math import isfinite
 from typing import Any
 
@@ -17,9 +18,13 @@ from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
 from leannorm.report.doctor.findings import DoctorReport, Finding, LayerState
+from leannorm.report.doctor.gradients import Gradients, gradients_of
 from leannorm.report.doctor.measured import gap_of
+from leannorm.report.doctor.meeting import Meeting, meeting_of, ranks_in_words
 from leannorm.report.doctor.observe import first_batches, observe, unwrapped
-from leannorm.report.doctor.subject import SEVERITIES, Check, Subject
+from leannorm.report.doctor.parallel import cut_one_model, same_model
+from leannorm.report.doctor.ranks import Rank, described, shown_by
+from leannorm.report.doctor.subject import SEVERITIES, Check, Found, Subject
 
 
 def doctor(
@@ -28,6 +33,9 @@ def doctor(
     *,
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     forward: Callable[[Module, Any], Any] | None = None,
+    backward: Callable[[Module, Any], Any] | None = None,
+    averaged: Module | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> DoctorReport:
     """Look at every norm layer of a model, and say what is wrong, where, by which number, and what mends it.
 
@@ -37,16 +45,29 @@ def doctor(
 
     A model in training mode is taken with the modes that its layers have. One in evaluation mode is run in
     the modes that its `train()` gives, and its layers' modes are not judged. Passes run without gradients, on
-    copies of parameters and buffers. Over several ranks, call it on each of them with batches of its own.
+    copies of parameters and buffers.
+
+    In a job of several ranks, call it on each of them with the batches that it would train on. They then
+    compare settings, modes, the groups of synchronized norms, and the copies of weights and buffers, and on
+    one small backward pass the gradients of gamma and beta. All have the same findings, and what not all
+    found says on which rank. Where ranks say that something is wrong, no pass is run.
 
     Args:
         batches: a tensor or a mapping is one batch; of an iterable, such as a DataLoader, the first eight are
-            taken. They should be those of training. Of a tuple what the model's forward must have is taken.
+            taken, and of ranks as many as all have. They should be those of training. Of a tuple what the
+            model's forward must have is taken.
         optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
         forward: called as `forward(model, batch)`, where a batch is passed otherwise.
+        backward: of several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
+            forward and backward pass, and the sums that a trainer makes after it. Without it gradients are
+            compared between ranks with equal batches, those that cut one model's work. Not between a forward
+            and its backward pass: under DistributedDataParallel it is a step.
+        averaged: a model that follows this one (an `AveragedModel`, a target network, a federated server's).
+        group: the ranks with this rank's model, whole or cut; by default all. A pipeline gives its stage's.
 
-    Raises: `InputError` for no batch, and for batches where lazy layers have no parameters yet; and what the
-        model's forward pass raises.
+    Raises: `SyncError` on every rank where ranks have other models, one raises or dies, or does not come
+        within the group's timeout. `InputError` for no batch, for batches where lazy layers have no
+        parameters yet, and for an optimizer's step in the backward pass; and what the model's passes raise.
 
     >>> import torch, leannorm
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8, momentum=0.9))
@@ -56,45 +77,120 @@ def doctor(
     >>> report.findings[0].remedy
     'model.get_submodule("1").momentum = 0.1'
     """
-    _checks.module(model, "doctor")
-    return examine(model, batches, () if optimizer is None else _optimizers(optimizer), forward)
+    return examine(
+        model, batches, optimizer, forward, backward=backward, averaged=averaged, group=group, ranks=True
+    )
 
 
 def examine(
     model: Module,
     batches: Any = None,
-    optimizers: Sequence[torch.optim.Optimizer] = (),
+    optimizer: Any = None,
     forward: Callable[[Module, Any], Any] | None = None,
     checks: Sequence[Check] = CHECKS,
+    *,
+    backward: Callable[[Module, Any], Any] | None = None,
+    averaged: Module | None = None,
+    group: Any = None,
+    ranks: bool = False,
 ) -> DoctorReport:
-    """`doctor` by some of the checks."""
-    norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
-    subject = Subject(model, norms, optimizers)
-    taken: list[Any] = []
-    if batches is not None:
-        for name, module in model.named_modules():
-            if _is_lazy(module):
-                raise InputError(
-                    f"{name!r} has no parameters yet: run the model once before doctor, or give no batches"
-                )
-        taken = first_batches(batches, model)
-        if not taken:
-            raise InputError(
-                "batches must have at least one batch, got none; leave them out to check without data"
-            )
-        subject.batches = len(taken)
-        if subject.norms:
+    """`doctor` by some of the checks; `ranks`: with the other ranks of the group."""
+    with (meeting_of(group) if ranks else None) or nullcontext() as meeting:
+        _checks.module(model, "doctor")
+        if averaged is not None:
+            _checks.module(averaged, "doctor(averaged=)")
+        norms = [norm for norm in norms_of(model) if not _is_lazy(norm.module)]
+        subject = Subject(model, norms, _optimizers(optimizer), averaged=averaged)
+        given = _taken(model, batches)
+        common = None if meeting is None else Common(meeting, subject, given, backward is not None)
+        taken = given if common is None else common.batches
+        gradients, shown = Gradients(), dict[str, list[float]]()
+        if taken and subject.norms:
+            subject.batches = len(taken)
             subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
+            shown = shown_by(subject) if common else shown
+            if common and common.compares:
+                gradients = gradients_of(model, subject.norms, taken[0], forward, backward)
+        found = [(check, one) for check in checks if not check.of_ranks for one in check.find(subject)]
+        if common:
+            found = common.joined(found, gradients, shown)
     findings = [
         Finding(check.name, *one[:4], one.severity or check.severity, _size(one), check.title, check.unit)
-        for check in checks
-        for one in check.find(subject)
+        for check, one in found
     ]
     order = {check.name: place for place, check in enumerate(CHECKS)}
     findings.sort(key=lambda f: (SEVERITIES.index(f.severity), order[f.check], -f.size))
-    report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=len(taken))
+    report = DoctorReport(type(unwrapped(model)).__name__, findings, batches=subject.batches)
+    report.waiting = 0 if taken else len(given or ())
     report.layers, report.difference = _layers(subject, findings), _finite(subject.difference)
     return report
+
+
+class Common:
+    """What the ranks of a meeting find together, the same on each.
+
+    `batches` are those to run, none where something is wrong; `compares`: are gradients to be compared?
+    """
+
+    def __init__(self, meeting: Meeting, subject: Subject, batches: list[Any] | None, steps: bool) -> None:
+        self._meeting, self._subject = meeting, subject
+
+        def decide(posts: list[Any]) -> Any:
+            subject.ranks = ranks = [Rank.posted(post) for post in posts]
+            same_model(ranks)
+            found = self._found()
+            runs = all((one.severity or check.severity) != "error" for check, one in found)
+            return min(rank.batches or 0 for rank in ranks) if runs else 0, steps or cut_one_model(ranks)
+
+        count, self.compares = meeting.decide(described(subject, batches, steps), decide)
+        self.batches = (batches or [])[:count]
+
+    def _found(self) -> list[tuple[Check, Found]]:
+        return [(check, one) for check in CHECKS if check.of_ranks for one in check.find(self._subject)]
+
+    def joined(
+        self, found: list[tuple[Check, Found]], gradients: Gradients, shown: dict[str, list[float]]
+    ) -> list[tuple[Check, Found]]:
+        """What ranks found together and each by itself; of one fault of several ranks the largest."""
+
+        def decide(posts: list[Any]) -> Any:
+            subject = self._subject
+            subject.gradients, subject.shown = [post[1] for post in posts], [post[2] for post in posts]
+            own: dict[tuple[str, str], list[tuple[Found, int]]] = {}
+            for rank, post in zip(subject.ranks, posts, strict=True):
+                for name, one in post[0]:
+                    own.setdefault((name, one[0]), []).append((Found(*one), rank.number))
+            return [(check.name, one) for check, one in self._found()] + [
+                (name, _of_some(several, len(posts))) for (name, _), several in own.items()
+            ]
+
+        checks = {check.name: check for check in CHECKS}
+        own = [(check.name, one) for check, one in found]
+        told = self._meeting.decide([own, gradients, shown], decide)
+        return [(checks[name], Found(*one)) for name, one in told]
+
+
+def _of_some(found: list[tuple[Found, int]], ranks: int) -> Found:
+    one = max((one for one, _ in found), key=_size)
+    if len(found) == ranks:
+        return one
+    return one._replace(consequence=f"on {ranks_in_words([n for _, n in found])}: {one.consequence}")
+
+
+def _taken(model: Module, batches: Any) -> list[Any] | None:
+    if batches is None:
+        return None
+    for name, module in model.named_modules():
+        if _is_lazy(module):
+            raise InputError(
+                f"{name!r} has no parameters yet: run the model once before doctor, or give no batches"
+            )
+    taken = first_batches(batches, model)
+    if not taken:
+        raise InputError(
+            "batches must have at least one batch, got none; leave them out to check without data"
+        )
+    return taken
 
 
 def _is_lazy(module: Module) -> bool:
@@ -102,6 +198,8 @@ def _is_lazy(module: Module) -> bool:
 
 
 def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
+    if optimizers is None:
+        return ()
     several = (optimizers,) if hasattr(optimizers, "param_groups") else tuple(optimizers)
     for one in several:
         if not hasattr(one, "param_groups"):
@@ -111,7 +209,7 @@ def _optimizers(optimizers: Any) -> tuple[torch.optim.Optimizer, ...]:
     return several
 
 
-def _size(one: Any) -> float:
+def _size(one: Found) -> float:
     if one.size is not None:
         return float(one.size)
     return float(one.value) if isinstance(one.value, (int, float)) else 0.0

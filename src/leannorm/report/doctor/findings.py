@@ -63,7 +63,8 @@ class LayerState:
 class DoctorReport(PagedReport):
     """What `doctor` found, most severe first; true where there is nothing.
 
-    `layers` has every norm layer in the model's order. `batches` is the number of batches that were run.
+    `layers` has every norm layer in the model's order. `batches` is the number of batches that were run,
+    `waiting` of those that were given and not run, as ranks have to agree first.
     `difference`: by how much the outputs in training and in evaluation mode differ, with dropout off in both,
     relative to their size; None without batches.
 
@@ -78,6 +79,7 @@ class DoctorReport(PagedReport):
     layers: list[LayerState] = field(default_factory=list)
     batches: int = 0
     difference: float | None = None
+    waiting: int = 0
 
     def __bool__(self) -> bool:
         return not self.findings
@@ -87,7 +89,11 @@ class DoctorReport(PagedReport):
         examined = f"{counted(len(self.layers), 'norm layer')}{seen} of {self.model}"
         if not self.layers:
             return f"{self.model} has no norm layer that is known"
-        return f"{examined}: {counted(len(self.findings), 'finding') if self.findings else 'nothing found'}"
+        found = counted(len(self.findings), "finding") if self.findings else "nothing found"
+        waits = (
+            f"; {counted(self.waiting, 'batch', 'batches')} not run until ranks agree" if self.waiting else ""
+        )
+        return f"{examined}: {found}{waits}"
 
     def parts(self) -> Iterator[Part]:
         """For each check its first layers, why it matters, what mends it."""

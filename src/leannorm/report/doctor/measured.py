@@ -8,6 +8,7 @@ from math import isfinite
 from leannorm._catalog import Norm
 from leannorm.report.doctor.findings import LEAST_GAP
 from leannorm.report.doctor.observe import Seen
+from leannorm.report.doctor.running import distance
 from leannorm.report.doctor.settings import SHARE
 from leannorm.report.doctor.subject import Found, Subject, check, layer, values_of
 
@@ -30,15 +31,7 @@ def gap_of(norm: Norm, seen: Seen) -> tuple[float, float, float] | None:
     mean, var = running
     if seen.pooled < 2 or mean is None or var is None or mean.shape != seen.mean.shape:
         return None
-    eps = norm.eps or 0.0
-    std = (var.double().cpu() + eps).sqrt().clamp_min(1e-30)
-    ratio = ((seen.std.square() + eps).sqrt().clamp_min(1e-30) / std).log()
-    apart = (seen.mean - mean.double().cpu()) / std
-    return (
-        float((apart.square() + ratio.square()).mean().sqrt()),
-        float(apart.square().mean().sqrt()),
-        float(ratio.mean().exp()),
-    )
+    return distance(seen.mean, seen.std, mean.double().cpu(), var.double().cpu(), norm.eps or 0.0)
 
 
 @check("warning", "Few values behind each statistic", "values")

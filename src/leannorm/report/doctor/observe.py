@@ -100,14 +100,14 @@ def observe(
     core = unwrapped(model)
     seen = {norm.name: Seen() for norm in norms}
     place = _place_of(core)
-    with torch.no_grad(), _eager(core):
+    with torch.no_grad(), eager(core):
         with untouched(core), one_value_passes(norms), _watched(norms, seen) as begin:
             if not core.training:
                 core.train()
             by_batch = [n.module for n in norms if n.tracks and n.kind == "batch" and n.module.training]
             for batch in batches:
                 begin()
-                run(core, _moved(batch, place))
+                run(core, moved(batch, place))
         seen = {name: one for name, one in seen.items() if one.calls}
         outputs = []
         for trained in ([], by_batch):
@@ -117,7 +117,7 @@ def observe(
                 for module in core.modules():
                     if module in trained or (isinstance(module, _ConvBatchNorm) and module.bn in trained):
                         module.training = True
-                outputs.append([t.double() for t in _tensors(run(core, _moved(batches[0], place)))])
+                outputs.append([t.double() for t in tensors_of(run(core, moved(batches[0], place)))])
     return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
 
 
@@ -133,7 +133,7 @@ def unwrapped(model: Module) -> Module:
             return model
 
 
-def _eager(model: Module) -> AbstractContextManager[Any]:
+def eager(model: Module) -> AbstractContextManager[Any]:
     """Hooks do not run in compiled parts: these run as they were written."""
     compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in model.modules())
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
@@ -231,18 +231,18 @@ def _place_of(model: Module) -> torch.device | None:
     return next((p.device for p in model.parameters()), None)
 
 
-def _moved(batch: Any, place: torch.device | None) -> Any:
+def moved(batch: Any, place: torch.device | None) -> Any:
     """The batch on the model's device."""
     if isinstance(batch, Tensor):
         return batch.to(place) if place is not None else batch
     if type(batch) in (tuple, list):
-        return type(batch)(_moved(part, place) for part in batch)
+        return type(batch)(moved(part, place) for part in batch)
     if isinstance(batch, Mapping):
-        return {name: _moved(part, place) for name, part in batch.items()}
+        return {name: moved(part, place) for name, part in batch.items()}
     return batch
 
 
-def _tensors(output: Any) -> Iterable[Tensor]:
+def tensors_of(output: Any) -> Iterable[Tensor]:
     """The floating-point tensors of an output, whatever holds them."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
@@ -254,7 +254,7 @@ def _tensors(output: Any) -> Iterable[Tensor]:
         parts = [getattr(output, f.name) for f in fields(output)]
     else:
         parts = []
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def _difference(evaluated: list[Tensor], trained: list[Tensor]) -> float | None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from leannorm.report.doctor.subject import Found, Subject, check, child_of, layer, values_of
+from leannorm._catalog import norms_of
+from leannorm.report.doctor.findings import LEAST_GAP
+from leannorm.report.doctor.observe import unwrapped
+from leannorm.report.doctor.subject import Found, Subject, check, child_of, initial, layer, values_of
 
 HALF = (torch.float16, torch.bfloat16)
 LARGEST_MOMENTUM = 0.5
@@ -112,3 +116,53 @@ def momentum(subject: Subject) -> Iterator[Found]:
                 f"{layer(norm.name)}.momentum = 0.1, or leannorm.freeze(model) where that is meant",
                 1.0,
             )
+
+
+@check("error", "The averaged model's statistics do not follow", "standard deviations")
+def averaged_buffers(subject: Subject) -> Iterator[Found]:
+    """Running statistics that are as made, or of fewer batches and far from the model's, which have moved.
+
+    The second is a warning: a slow average of buffers is far for a while, too.
+    """
+    if subject.averaged is None:
+        return
+    core = unwrapped(subject.averaged)
+    followers = {norm.name: norm for norm in norms_of(getattr(core, "module", core))}
+    names = {id(module): name for name, module in unwrapped(subject.model).named_modules()}
+    for norm in subject.norms:
+        other = followers.get(names.get(id(norm.module), "") or norm.name)
+        if other is None or not norm.tracks or initial(norm):
+            continue
+        told = [None if t is None else values_of(t) for t in (norm.mean, norm.var, other.mean, other.var)]
+        mean, var, mean_there, var_there = (None if t is None else t.double().cpu() for t in told)
+        if mean is None or var is None or mean_there is None or var_there is None:
+            continue
+        if mean.shape != mean_there.shape:
+            continue
+        gap = distance(mean, var.sqrt(), mean_there, var_there, norm.eps or 0.0)[0]
+        behind = norm.batches is None or other.batches is None or bool(other.batches < norm.batches)
+        made = initial(other)
+        if made or (behind and gap > LEAST_GAP):
+            whose = "mean 0 and variance 1" if made else "the statistics of another model"
+            yield Found(
+                norm.name,
+                gap,
+                f"parameters are averaged or copied, buffers are not: in evaluation mode it has {whose}",
+                "copy or average its buffers too, as torch's AveragedModel does, or "
+                "leannorm.recalibrate(averaged, batches)",
+                severity=None if made else "warning",
+            )
+
+
+def distance(
+    mean: Tensor, std: Tensor, running_mean: Tensor, running_var: Tensor, eps: float
+) -> tuple[float, float, float]:
+    """The gap between statistics of channels, its part of the means, and the ratio; see `gap_of`."""
+    running_std = (running_var + eps).sqrt().clamp_min(1e-30)
+    ratio = ((std.square() + eps).sqrt().clamp_min(1e-30) / running_std).log()
+    apart = (mean - running_mean) / running_std
+    return (
+        float((apart.square() + ratio.square()).mean().sqrt()),
+        float(apart.square().mean().sqrt()),
+        float(ratio.mean().exp()),
+    )

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from leannorm._catalog import Norm
 from leannorm.report.doctor.observe import Seen
+
+if TYPE_CHECKING:
+    from leannorm.report.doctor.gradients import Gradients
+    from leannorm.report.doctor.ranks import Rank
 
 Call = tuple[Module, Module | None]  # a module that another calls, and the one whose output it alone reads
 
@@ -37,7 +42,11 @@ class Found(NamedTuple):
 
 @dataclass
 class Subject:
-    """A model, its norms, its optimizers, and what the batches showed of each norm."""
+    """A model, its norms, its optimizers, and what the batches showed of each norm.
+
+    `averaged` is a model that follows it. `ranks`, `gradients` and `shown` have what each rank told: of
+    itself, of gamma's and beta's gradients, and of the statistics that its synchronized norms saw.
+    """
 
     model: Module
     norms: list[Norm]
@@ -45,6 +54,10 @@ class Subject:
     seen: dict[str, Seen] = field(default_factory=dict)
     difference: float | None = None
     batches: int = 0
+    averaged: Module | None = None
+    ranks: Sequence[Rank] = ()
+    gradients: Sequence[Gradients] = ()
+    shown: Sequence[dict[str, list[float]]] = ()
     traces: dict[Module, list[Call] | None] = field(default_factory=dict)
 
     @property
@@ -85,7 +98,8 @@ class Subject:
 class Check(NamedTuple):
     """A check by its name, which stays; `title` heads its findings, `unit` says what their value is.
 
-    `of_data`: it judges the values of the batches, which says nothing where these are made up.
+    `of_data`: it judges the values of the batches, which says nothing where these are made up. `of_ranks`: it
+    judges what ranks told.
     """
 
     name: str
@@ -94,13 +108,14 @@ class Check(NamedTuple):
     unit: str
     find: Callable[[Subject], Iterator[Found]]
     of_data: bool = False
+    of_ranks: bool = False
 
 
 def check(
-    severity: str, title: str, unit: str = "", *, of_data: bool = False
+    severity: str, title: str, unit: str = "", *, of_data: bool = False, of_ranks: bool = False
 ) -> Callable[[Callable[[Subject], Iterator[Found]]], Check]:
     """Make a function that finds a fault a check of its name."""
-    return lambda find: Check(find.__name__, severity, title, unit, find, of_data)
+    return lambda find: Check(find.__name__, severity, title, unit, find, of_data, of_ranks)
 
 
 def layer(name: str) -> str:
@@ -109,7 +124,9 @@ def layer(name: str) -> str:
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """A tensor's values on this rank, detached; None where there are none to read (meta, fake)."""
+    """A tensor's values on this rank, detached; None where there are none to read (meta, fake, lazy)."""
+    if is_lazy(tensor):
+        return None
     local = tensor.detach()
     if hasattr(local, "to_local"):
         local = local.to_local()

@@ -23,9 +23,12 @@ def untouched(model: Module, *, parameters: bool = True) -> Iterator[None]:
 
     Modules get back their tensors (the same objects), attributes, containers, classes and modes, however the
     block ends. Tensors of classes of other packages are not copied, and with `parameters=False` parameters
-    are not. Random numbers go on as if nothing had run.
+    are not. Random numbers go on as if nothing had run. What FSDP2 has gathered is freed, before and after.
     """
+    units: list[Any] = [m for m in model.modules() if hasattr(m, "set_reshard_after_forward")]
     with ExitStack() as stack:
+        for unit in units:  # so that the tables of parameters hold shards
+            unit.reshard()
         stack.enter_context(random_state(model))
         for owner in _owners(model):
             stack.callback(_put_back, owner, type(owner), dict(vars(owner)), _contents(owner))
@@ -41,6 +44,8 @@ def untouched(model: Module, *, parameters: bool = True) -> Iterator[None]:
                     copied = _copy(value, copies)
                     if copied is not None:
                         of[name] = copied
+        for unit in units:
+            stack.callback(unit.reshard)
         yield
 
 

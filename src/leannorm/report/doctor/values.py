@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from leannorm._catalog import Norm
+from leannorm.distributed.membership import ranks_of, sharing_group
 from leannorm.functional.valid import valid_positions
 from leannorm.nn.conv import _ConvBatchNorm
 
@@ -68,7 +69,8 @@ def values_behind(norm: Norm, x: Tensor) -> int | None:
 def _ranks(module: Module) -> int:
     if not hasattr(module, "process_group") or not (dist.is_available() and dist.is_initialized()):
         return 1
-    return dist.get_world_size(module.process_group)  # type: ignore[arg-type]
+    group = sharing_group(module.process_group)  # type: ignore[arg-type]
+    return 1 if group is None else len(ranks_of(group))
 
 
 @contextmanager

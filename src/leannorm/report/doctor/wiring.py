@@ -17,11 +17,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel
 
 from leannorm._catalog import Norm
-from leannorm.nn import SyncBatchNorm
+from leannorm.report.doctor.ranks import SYNCHRONIZED
 from leannorm.report.doctor.subject import Call, Found, Subject, check, layer
 from leannorm.report.doctor.untouched import untouched
-
-SYNCHRONIZED = (SyncBatchNorm, torch.nn.SyncBatchNorm)
 
 
 @check("note", "A bias that the norm removes", "values")

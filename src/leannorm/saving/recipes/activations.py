@@ -88,7 +88,7 @@ def _with_norm(x: Value, key: Hashable) -> Step | None:
     proved = True
     while step is not None and step.kind == "copy":  # an in-place activation saves a copy of its input
         proved, step = proved and step.proved, step.inputs[0].step
-    fused = step.then_act(act) if act and step is not None and step.then_act else None
+    fused = step.then_act(step, act) if act and step is not None and step.then_act else None
     if fused is None or step is None:
         return None
     return fused._replace(flags=step.flags, proved=proved and step.proved)

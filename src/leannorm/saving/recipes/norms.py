@@ -110,12 +110,13 @@ def _scale_and_shift(
         scale = rstd if weight is None else rstd * weight.detach()
         shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
 
-    def then_act(act: str) -> Step | None:
-        return (
-            Step(scale_shift_act, (x,), (scale, shift), (act,)) if matches_torch(act, scale.dtype) else None
-        )
+    return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then_act=_with_act)
 
-    return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then_act=then_act)
+
+def _with_act(step: Step, act: str) -> Step | None:
+    scale = step.captured[0]
+    known = scale is not None and matches_torch(act, scale.dtype)
+    return Step(scale_shift_act, step.inputs, step.captured, (act,)) if known else None
 
 
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Tensor:

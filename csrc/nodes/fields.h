@@ -1,0 +1,98 @@
+// What a node tells of itself: the tensors that it saved, as hooks have packed them, and its constants.
+#pragma once
+
+#include "evidence.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <string>
+#include <typeindex>
+#include <unordered_map>
+#include <vector>
+
+namespace leannorm {
+
+using torch::autograd::SavedVariable;
+
+// The tensors that a recipe reads of those that a class of nodes saves, by name.
+struct Fields {
+  std::vector<const char*> names;
+  std::vector<const SavedVariable* (*)(const Node*)> of;
+};
+
+inline const std::unordered_map<std::type_index, Fields>& field_table() {
+  static const auto table = [] {
+    std::unordered_map<std::type_index, Fields> made;
+    const auto add = [&]<class Kind, class Read>(const char* name, Read) {
+      Fields& fields = made[typeid(Kind)];
+      fields.names.push_back(name);
+      fields.of.push_back([](const Node* node) { return Read()(static_cast<const Kind*>(node)); });
+    };
+#define LEANNORM_FIELD(kind, field)                                                            \
+  add.template operator()<torch::autograd::generated::kind>(                                   \
+      #field, [](const torch::autograd::generated::kind* node) -> const SavedVariable* { return &node->field##_; })
+    LEANNORM_FIELD(SiluBackward0, self), LEANNORM_FIELD(HardswishBackward0, self);
+    LEANNORM_FIELD(HardsigmoidBackward0, self), LEANNORM_FIELD(GeluBackward0, self);
+    LEANNORM_FIELD(HardtanhBackward0, self), LEANNORM_FIELD(LeakyReluBackward0, self);
+    LEANNORM_FIELD(MulBackward0, self), LEANNORM_FIELD(MulBackward0, other);
+    LEANNORM_FIELD(NativeBatchNormBackward0, input), LEANNORM_FIELD(NativeBatchNormBackward0, weight);
+    LEANNORM_FIELD(NativeBatchNormBackward0, result1), LEANNORM_FIELD(NativeBatchNormBackward0, result2);
+    LEANNORM_FIELD(ConvolutionBackward0, input), LEANNORM_FIELD(ConvolutionBackward0, weight);
+    LEANNORM_FIELD(MmBackward0, self), LEANNORM_FIELD(MmBackward0, mat2);
+    LEANNORM_FIELD(AddmmBackward0, mat1), LEANNORM_FIELD(AddmmBackward0, mat2);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, query);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, key);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, value);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, attn_mask);
+#undef LEANNORM_FIELD
+    return made;
+  }();
+  return table;
+}
+
+inline const Fields& fields_of(const Node* node) {
+  static const Fields none;
+  const auto found = field_table().find(typeid(*node));
+  return found == field_table().end() ? none : found->second;
+}
+
+// What a hook has packed the tensor as, a new reference; null where no hook has.
+inline Ref packed_by_hook(const SavedVariable* saved) {
+  if (!saved->has_hooks()) return Ref();
+  auto data = saved->retrieve_unpack_hook_data();
+  return Ref(data ? data->second.release() : nullptr);
+}
+
+inline bool is_absent(const SavedVariable* saved) {
+  const auto raw = saved->get_raw_data();
+  return raw.has_value() && !raw->defined();
+}
+
+template <class Kind> const Kind* as(const Node* node) {
+  return typeid(*node) == typeid(Kind) ? static_cast<const Kind*>(node) : nullptr;
+}
+
+// All that a node tells but tensors, as `told` (`names`: of its constants); empty where that cannot be compared.
+inline std::string all_told(const Node* node, PyObject* names) {
+  Told told;
+  told.bytes.reserve(256);
+  told.put_shapes(*node);
+  if (const auto* const c = as<torch::autograd::generated::ConvolutionBackward0>(node)) {  // the slowest in Python
+    const auto put = [&](const std::vector<c10::SymInt>& numbers) {
+      told.raw(numbers.size());
+      for (const c10::SymInt& v : numbers) told.put(v);
+    };
+    put(c->stride), put(c->padding), put(c->dilation), put(c->output_padding);
+    told.put(c->groups), told.raw(c->transposed), told.raw(c->bias_sym_sizes_opt.list.has_value());
+    if (c->bias_sym_sizes_opt.list) put(*c->bias_sym_sizes_opt.list);
+  } else if (PyTuple_GET_SIZE(names) != 0) {
+    const Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
+    told.put_constants(object.get(), names);
+  }
+  return told.all ? told.bytes : std::string();
+}
+
+}  // namespace leannorm

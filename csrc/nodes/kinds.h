@@ -1,0 +1,355 @@
+// A kind of save: what the Python search (saving/search.py) found for one tensor, and all that it depends on. A later
+// save of which the same is true gets the same step, without a search.
+#pragma once
+
+#include "values.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+
+namespace leannorm {
+
+constexpr int kMostChecks = 8, kMostFields = 4, kMostEdges = 6;
+
+// Where the value behind an edge is: none, not asked for, a leaf, registered at its node (`at`: its sort), or made by a
+// step of its own (`at`: the check of its node).
+struct Edge {
+  enum How { kNone, kAny, kLeaf, kValue, kMade } how;
+  int64_t at;
+};
+
+// One node that the search looked at.
+struct Check {
+  const std::type_info* type;
+  uint32_t output;
+  bool newest;  // was it still saving, when the search ran?
+  std::string told;
+  Ref constants;  // their names
+  std::vector<Edge> edges;
+  std::vector<int64_t> fields;  // the sort of each, or -1 for what is no value
+};
+
+// Where a step's input is found.
+struct Source {
+  enum How { kField, kEdge, kLeaf, kMade } how;
+  int check, index;
+};
+
+// A step, with what belongs to one tensor alone left open.
+struct Template {
+  int check;
+  Ref step, name, shape, dtype;
+  std::vector<Source> inputs;
+  // captured: none, those of a batch norm (without or with a bias), or those of the norm that `inputs` has in place of a
+  // step's inputs, behind so many copies
+  enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm } captured;
+  int copies, products;
+  mutable Ref sort;  // of the value that it makes, once that is known
+};
+
+struct Kind {
+  const std::type_info* type;
+  uint32_t output, version;
+  bool newest;
+  at::ScalarType dtype;
+  std::vector<int64_t> sizes, strides;
+  std::vector<Check> checks;
+  std::vector<Template> templates;  // the tensor's own first; empty where it is held
+  std::vector<int> same;  // of each field and edge, the first that had the same value
+  Ref flags, why, seconds;
+  bool is_view;
+};
+
+// Layouts of tensors as Python has them, each made once.
+struct Layouts {
+  Ref of(PyObject* object, const Tensor& t) {
+    static PyObject* const stride_name = PyUnicode_InternFromString("stride");
+    c10::DimVector key(t.sizes().begin(), t.sizes().end());
+    key.append(t.strides().begin(), t.strides().end());
+    key.push_back(static_cast<int64_t>(t.scalar_type()));
+    uint64_t h = 0;
+    for (const int64_t v : key) h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29);
+    if (places_.empty()) places_.resize(512);
+    auto* place = &places_[(h >> 32) % places_.size()];
+    if (place->second && place->first == key) return borrowed(place->second.get());
+    const Ref shape = get(object, names().shape), dtype = get(object, names().dtype);
+    const Ref stride = checked(PyObject_CallMethodNoArgs(object, stride_name));
+    Ref layout = checked(PyTuple_Pack(3, shape.get(), stride.get(), dtype.get()));
+    place->first = key, place->second = borrowed(layout.get());
+    return layout;
+  }
+
+ private:
+  std::vector<std::pair<c10::DimVector, Ref>> places_;
+};
+
+// The sorts of held values, by their layouts and names.
+struct Sorts {
+  struct Of {
+    Ref layout, name, sort;
+    int flavor;  // has it a layout of its own, is it a parameter, a leaf that is trained?
+  };
+  std::unordered_map<uint64_t, Of> of;
+};
+
+// What a pass knows and its kinds ask for.
+struct Now {
+  uint64_t thread, since, next;  // this thread's next node
+  PyObject *flags, *before, *sorter;
+  Sorts* sorts;
+  Layouts* layouts;
+  bool from_here, waits;  // may what a value is rebuilt from change?
+
+  bool made(const Node& node) const { return node.thread_id() == thread && node.sequence_nr() >= since; }
+};
+
+enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags };
+
+// Has a held value nothing beside its tensor that a sort tells of?
+inline bool is_plain_held(PyObject* value) {
+  const auto& n = names();
+  for (PyObject* const name : {n.spec, n.stream, n.original})
+    if (get(value, name).get() != Py_None) return false;
+  for (PyObject* const name : {n.in_rows, n.from_narrow})
+    if (get(value, name).get() != Py_False) return false;
+  return number(value, n.products) == 0;
+}
+
+inline Ref sort_of_held(const Now& now, PyObject* value) {
+  Ref layout = get(value, names().layout), name = get(value, names().name);
+  Ref tensor = get(value, names().tensor);
+  const Tensor* const t = tensor_of(tensor.get());
+  if (t == nullptr || t->is_view() || !is_plain_held(value)) return checked(PyObject_CallOneArg(now.sorter, value));
+  const bool is_parameter = Py_TYPE(tensor.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad();
+  uint64_t h = reinterpret_cast<uint64_t>(name.get()) + flavor;
+  const auto mix = [&](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); };
+  mix(reinterpret_cast<uint64_t>(layout.get()));
+  if (layout.get() == Py_None) layout = now.layouts->of(tensor.get(), *t), mix(reinterpret_cast<uint64_t>(layout.get()));
+  constexpr size_t kMostSorts = 4096;
+  if (now.sorts->of.size() > kMostSorts) now.sorts->of.clear();
+  auto found = now.sorts->of.find(h);
+  if (found != now.sorts->of.end()) {
+    // equal layouts mostly are one object
+    const Sorts::Of& of = found->second;
+    if (of.layout.get() == layout.get() && of.name.get() == name.get() && of.flavor == flavor) {
+      set(value, names().sort, of.sort);
+      return borrowed(of.sort.get());
+    }
+  }
+  Ref sort = checked(PyObject_CallOneArg(now.sorter, value));
+  now.sorts->of[h] = {std::move(layout), std::move(name), borrowed(sort.get()), flavor};
+  return sort;
+}
+
+// What recipes and policies ask of a value, as a number (memo.py).
+inline int64_t sort_of(const Now& now, PyObject* value) {
+  Ref sort = get(value, names().sort);
+  const bool is_held = get(value, names().step).get() == Py_None;
+  if (sort.get() == Py_None && is_held) sort = sort_of_held(now, value);
+  else if (sort.get() == Py_None || now.waits) sort = checked(PyObject_CallOneArg(now.sorter, value));
+  return PyLong_AsLongLong(sort.get());
+}
+
+// Does the leaf hold what a node of this pass read? As leaves.py.
+inline bool proves(const Now& now, PyObject* leaf) {
+  const Ref id = checked(PyLong_FromVoidPtr(leaf));
+  PyObject* const before = PyDict_GetItemWithError(now.before, id.get());
+  const Tensor* const v = tensor_of(leaf);
+  if (before == nullptr || v == nullptr) return false;
+  return PyLong_AsLong(PyTuple_GET_ITEM(before, 1)) == static_cast<long>(v->_version()) &&
+         matches(PyTuple_GET_ITEM(before, 2), *v);
+}
+
+// The nodes and values of one save, in the places that a kind names.
+class Match {
+ public:
+  Match(const Now& now, const Kind& kind, Node* node) : now_(now), kind_(kind) { nodes_[0] = node; }
+
+  // Is all true that the search had found?
+  bool holds() {
+    if (kind_.flags.get() != now_.flags) return false;
+    for (size_t i = 0; i < kind_.checks.size(); ++i)
+      if (nodes_[i] == nullptr || !holds(i)) return false;
+    if (!same_as_before()) return false;
+    return true;
+  }
+
+  // The tensor's own step.
+  Ref step() { return step_of(kind_.templates[0]); }
+
+  // To be called once the step is used: values of steps within it are found at their nodes.
+  void record_made() {
+    for (auto& [check, value] : made_) {
+      const Ref lookup = checked(PyWeakref_NewRef(value.get(), nullptr));
+      record(nodes_[check], kind_.checks[check].output, lookup);
+    }
+  }
+  PyObject *provenance = nullptr, *order = nullptr;
+
+ private:
+  bool holds(size_t i) {
+    const Check& check = kind_.checks[i];
+    Node* const node = nodes_[i];
+    if (typeid(*node) != *check.type || !now_.made(*node)) return false;
+    if ((node->sequence_nr() + 1 == now_.next) != check.newest) return false;
+    const auto& edges = node->next_edges();
+    if (edges.size() != check.edges.size()) return false;
+    const Fields& fields = fields_of(node);
+    for (size_t k = 0; k < check.fields.size(); ++k) {
+      Ref value = packed_by_hook(fields.of[k](node));
+      const bool there = value && is_value(value.get());
+      if (there && (get(value.get(), names().memory).get() != Py_None || !is_current(value.get()))) return false;
+      if (!there && !is_absent(fields.of[k](node))) return false;  // saved as it is, or by others' hooks
+      if ((there ? sort_of(now_, value.get()) : -1) != check.fields[k]) return false;
+      if (there) fields_[i][k] = std::move(value);
+    }
+    for (size_t k = 0; k < edges.size(); ++k)
+      if (!holds(check.edges[k], edges[k].function.get(), edges[k].input_nr, i, k)) return false;
+    return all_told(node, check.constants.get()) == check.told;
+  }
+  bool holds(const Edge& edge, Node* producer, uint32_t output, size_t i, size_t k) {
+    if (edge.how == Edge::kAny) return true;
+    if (edge.how == Edge::kNone) return producer == nullptr;
+    if (producer == nullptr) return false;
+    if (edge.how == Edge::kLeaf) {
+      const auto* const leaf = as<torch::autograd::AccumulateGrad>(producer);
+      if (leaf == nullptr) return false;
+      edges_[i][k] = checked(THPVariable_Wrap(leaf->variable));
+      return proves(now_, edges_[i][k].get());
+    }
+    if (now_.from_here && !now_.made(*producer)) return false;
+    Registered found = registered(producer, output);
+    if (edge.how == Edge::kMade) {
+      if (found.value || found.is_packed || output != kind_.checks[edge.at].output) return false;
+      if (nodes_[edge.at] != nullptr) return nodes_[edge.at] == producer;  // a second edge to one node
+      for (size_t of = 0; of < kind_.checks.size(); ++of)
+        if (nodes_[of] == producer && kind_.checks[of].output == output) return false;  // there were two
+      nodes_[edge.at] = producer;
+      return true;
+    }
+    if (!found.value || !is_value(found.value.get())) return false;
+    PyObject* const value = found.value.get();
+    if (get(value, names().memory).get() != Py_None || get(value, names().as_made).get() != Py_True) return false;
+    if (sort_of(now_, value) != edge.at || !is_current(value)) return false;
+    edges_[i][k] = std::move(found.value);
+    return true;
+  }
+
+  // Were the same of these values one and the same? A product of a tensor with itself is no product of two.
+  bool same_as_before() const {
+    std::array<PyObject*, kMostChecks*(kMostFields + kMostEdges)> seen;
+    size_t count = 0;
+    for (size_t i = 0; i < kind_.checks.size(); ++i) {
+      for (size_t k = 0; k < kind_.checks[i].fields.size(); ++k) seen[count++] = fields_[i][k].get();
+      for (size_t k = 0; k < kind_.checks[i].edges.size(); ++k) seen[count++] = edges_[i][k].get();
+    }
+    for (size_t at = 0; at < count; ++at) {
+      size_t first = at;
+      if (seen[at] != nullptr) first = std::find(seen.begin(), seen.begin() + at, seen[at]) - seen.begin();
+      if (static_cast<int>(first) != kind_.same[at]) return false;
+    }
+    return true;
+  }
+
+  Ref value_of(const Source& source) {
+    if (source.how == Source::kField) return borrowed(fields_[source.check][source.index].get());
+    PyObject* const at = edges_[source.check][source.index].get();
+    if (source.how == Source::kEdge) return borrowed(at);
+    if (source.how == Source::kLeaf) {
+      static PyObject* const unnamed = PyUnicode_InternFromString("");
+      return with_provenance(new_value(at, tensor_of(at)->_version(), Py_None, unnamed));
+    }
+    const Template& how = kind_.templates[source.index];
+    for (auto& [check, value] : made_)
+      if (check == how.check) return borrowed(value.get());
+    const Ref step = step_of(how);
+    Ref value = new_value(Py_None, 0, step.get(), how.name.get());
+    set(value.get(), names().shape, how.shape), set(value.get(), names().dtype, how.dtype);
+    if (how.products != 0) set_number(value.get(), names().products, how.products);
+    made_.emplace_back(how.check, borrowed(value.get()));
+    if (!now_.waits) {
+      if (!how.sort) how.sort = checked(PyObject_CallOneArg(now_.sorter, value.get()));
+      else set(value.get(), names().sort, how.sort);
+    }
+    return with_provenance(std::move(value));
+  }
+  Ref with_provenance(Ref value) {
+    set(value.get(), names().provenance, provenance), set(value.get(), names().order, order);
+    return value;
+  }
+
+  Ref step_of(const Template& how) {
+    Ref inputs, captured;
+    if (how.captured == Template::kOfNorm) {
+      Ref value = value_of(how.inputs[0]);
+      Ref norm = get(value.get(), names().step);
+      for (int i = 0; i < how.copies; ++i) {
+        PyObject* const copied = PyTuple_GET_ITEM(PyTuple_GET_ITEM(norm.get(), kInputs), 0);
+        norm = get(copied, names().step);
+      }
+      PyObject* const flags = PyTuple_GET_ITEM(norm.get(), kFlags);
+      if (flags != PyTuple_GET_ITEM(how.step.get(), kFlags)) throw Unusual();
+      inputs = borrowed(PyTuple_GET_ITEM(norm.get(), kInputs));
+      captured = borrowed(PyTuple_GET_ITEM(norm.get(), kCaptured));
+    } else {
+      inputs = checked(PyTuple_New(how.inputs.size()));
+      for (size_t i = 0; i < how.inputs.size(); ++i) {
+        Ref value = value_of(how.inputs[i]);
+        if (is_unproved_leaf(value.get())) throw Unusual();
+        PyTuple_SET_ITEM(inputs.get(), i, value.release());
+      }
+      captured = how.captured == Template::kNothing ? borrowed(PyTuple_GET_ITEM(how.step.get(), kCaptured)) : statistics(how);
+    }
+    auto* const type = reinterpret_cast<PyTypeObject*>(classes().step);
+    const Py_ssize_t size = PyTuple_GET_SIZE(how.step.get());
+    Ref made = checked(type->tp_alloc(type, size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      PyObject* const field = i == kInputs ? inputs.get() : i == kCaptured ? captured.get() : PyTuple_GET_ITEM(how.step.get(), i);
+      Py_INCREF(field);
+      PyTuple_SET_ITEM(made.get(), i, field);
+    }
+    return made;
+  }
+  // A leaf that a node saved without a sample: what it holds now may not be what the node has read.
+  static bool is_unproved_leaf(PyObject* value) {
+    if (get(value, names().sample).get() != Py_None || number(value, names().users) == 0) return false;
+    const Ref tensor = get(value, names().tensor);
+    return tensor.get() != Py_None && THPVariable_Unpack(tensor.get()).requires_grad();
+  }
+
+  // The tensor of a value that is held, unedited; undefined for none.
+  static Tensor look(PyObject* value) {
+    if (value == nullptr) return Tensor();
+    const Ref held = get(value, names().tensor);
+    const Tensor* const v = tensor_of(held.get());
+    if (v == nullptr || get(value, names().step).get() != Py_None || !is_current(value)) throw Unusual();
+    if (!matches(get(value, names().sample).get(), *v)) throw Unusual();
+    return *v;
+  }
+  // scale and shift of a batch norm, whose call its statistics tell
+  Ref statistics(const Template& how) {
+    const auto& fields = fields_[how.check];  // input, weight, result1, result2
+    const Tensor weight = look(fields[1].get()), mean = look(fields[2].get()), rstd = look(fields[3].get());
+    const Ref call = get(fields[2].get(), names().call);
+    if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) != 4) throw Unusual();
+    PyObject* const given = PyTuple_GET_ITEM(call.get(), 1);
+    const Tensor* const bias = tensor_of(given);
+    const bool as_before = (how.captured == Template::kBatchNormWithBias ? bias != nullptr : given == Py_None) &&
+                           PyTuple_GET_ITEM(call.get(), 3) == Py_False;
+    if (!as_before || (bias != nullptr && bias->numel() != mean.numel())) throw Unusual();
+    const auto [scale, shift] = scale_and_shift_of(mean, rstd, weight, bias == nullptr ? Tensor() : *bias);
+    const Ref first = checked(THPVariable_Wrap(scale)), second = checked(THPVariable_Wrap(shift));
+    return checked(PyTuple_Pack(2, first.get(), second.get()));
+  }
+
+  const Now& now_;
+  const Kind& kind_;
+  std::array<Node*, kMostChecks> nodes_{};
+  std::array<std::array<Ref, kMostFields>, kMostChecks> fields_;
+  std::array<std::array<Ref, kMostEdges>, kMostChecks> edges_;
+  std::vector<std::pair<int, Ref>> made_;
+};
+
+}  // namespace leannorm

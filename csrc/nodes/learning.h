@@ -1,0 +1,201 @@
+// How memo.py hands over what a search has found, and what unpacks the values that need no Python.
+#pragma once
+
+#include "memo.h"
+
+namespace leannorm {
+
+namespace py = pybind11;
+
+inline Ref object_of(py::handle from) { return borrowed(from.ptr()); }
+
+// ---------------------------------------------------------------- kinds
+
+inline Check check_of(py::handle from, Node* node) {
+  Check made;
+  made.type = &typeid(*node);
+  made.output = from["output"].cast<uint32_t>(), made.newest = from["newest"].cast<bool>();
+  made.constants = object_of(from["constants"]);
+  made.told = all_told(node, made.constants.get());
+  for (const py::handle edge : from["edges"])
+    made.edges.push_back({static_cast<Edge::How>(edge[py::int_(0)].cast<int>()), edge[py::int_(1)].cast<int64_t>()});
+  for (const py::handle sort : from["fields"]) made.fields.push_back(sort.cast<int64_t>());
+  return made;
+}
+inline Template template_of(py::handle from) {
+  Template made;
+  made.check = from["check"].cast<int>(), made.products = from["products"].cast<int>();
+  made.copies = from["copies"].cast<int>();
+  made.step = object_of(from["step"]), made.name = object_of(from["name"]);
+  made.shape = object_of(from["shape"]), made.dtype = object_of(from["dtype"]);
+  made.captured = static_cast<Template::Captured>(from["captured"].cast<int>());
+  for (const py::handle input : from["inputs"]) {
+    const auto [how, check, index] = input.cast<std::tuple<int, int, int>>();
+    made.inputs.push_back({static_cast<Source::How>(how), check, index});
+  }
+  return made;
+}
+
+struct MemoObject {
+  PyObject_HEAD
+  std::shared_ptr<Memo> memo;
+};
+
+constexpr size_t kMostOfOneLayout = 12, kMostKinds = 8192;
+
+// learn(tensor, next, kind): of the tensor that is packed now; returns whether there was room.
+inline PyObject* learn(PyObject* self, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *object, *given;
+  unsigned long long next;
+  if (!PyArg_ParseTuple(arguments, "OKO", &object, &next, &given)) return nullptr;
+  const Tensor t = THPVariable_Unpack(object);
+  const py::handle from(given);
+  auto made = std::make_shared<Kind>();
+  Node* const node = t.grad_fn().get();
+  made->type = &typeid(*node), made->output = t.output_nr(), made->version = t._version();
+  made->newest = node->sequence_nr() + 1 == next, made->dtype = t.scalar_type();
+  made->sizes = t.sizes().vec(), made->strides = t.strides().vec();
+  made->flags = object_of(from["flags"]), made->why = object_of(from["why"]), made->seconds = object_of(from["seconds"]), made->is_view = from["is_view"].cast<bool>();
+  for (const py::handle check : from["checks"]) made->checks.push_back(check_of(check, node_of(py::object(check["node"]).ptr())));
+  for (const py::handle how : from["templates"]) made->templates.push_back(template_of(how));
+  made->same = from["same"].cast<std::vector<int>>();
+  if (made->checks.size() > kMostChecks) Py_RETURN_FALSE;
+  for (const Check& check : made->checks)
+    if (check.told.empty() || check.edges.size() > kMostEdges || check.fields.size() > kMostFields) Py_RETURN_FALSE;
+  Memo& memo = *reinterpret_cast<MemoObject*>(self)->memo;
+  if (memo.size >= kMostKinds) memo.clear();  // shapes that never repeat
+  auto& place = memo.kinds[key_of(made->type, made->output, made->version, made->newest, t)];
+  auto more = place ? std::make_shared<Memo::Kinds>(*place) : std::make_shared<Memo::Kinds>();
+  if (more->size() >= kMostOfOneLayout) Py_RETURN_FALSE;
+  more->push_back(std::move(made)), ++memo.size;
+  place = std::move(more);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+inline PyObject* clear_memo(PyObject* self, PyObject*) {
+  reinterpret_cast<MemoObject*>(self)->memo->clear();
+  Py_RETURN_NONE;
+}
+inline PyObject* size_of_memo(PyObject* self, PyObject*) {
+  return PyLong_FromSize_t(reinterpret_cast<MemoObject*>(self)->memo->size);
+}
+
+// ---------------------------------------------------------------- passes
+
+// begin(memo, {what a pass has}): the object whose `pack` is the hook of one forward pass.
+extern PyTypeObject pass_type;
+inline PyObject* begin(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
+  PyObject *memo, *given;
+  if (!PyArg_ParseTuple(arguments, "OO", &memo, &given)) return nullptr;
+  const py::handle from(given);
+  auto made = std::make_unique<State>();
+  made->memo = reinterpret_cast<MemoObject*>(memo)->memo;
+  made->packing = object_of(from["packing"]), made->pack = object_of(from["pack"]);
+  made->getters = object_of(from["getters"]), made->flags = object_of(from["flags"]);
+  made->before = object_of(from["before"]), made->provenance = object_of(from["provenance"]);
+  made->ledger = object_of(from["ledger"]), made->values = object_of(from["values"]);
+  made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]);
+  made->read = object_of(from["read"]), made->apply = object_of(from["apply"]), made->call = borrowed(Py_None);
+  made->norms = object_of(from["norms"]), made->arguments = object_of(from["arguments"]);
+  made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]);
+  made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
+               made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false};
+  made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();
+  made->largest = 0, made->much_larger = from["much_larger"].cast<long>();
+  made->alone = from["alone"].cast<long>();
+  made->checked = made->called = UINT64_MAX;
+  made->everything = from["everything"].cast<bool>(), made->reads_weights = from["reads_weights"].cast<bool>();
+  made->flags_changed = false;
+  auto* const pass = PyObject_New(PassObject, &pass_type);
+  if (pass != nullptr) pass->state = made.release();
+  return reinterpret_cast<PyObject*>(pass);
+  END_HANDLE_TH_ERRORS
+}
+inline void end(PyObject* self) {
+  delete reinterpret_cast<PassObject*>(self)->state;
+  PyObject_Free(self);
+}
+inline PyObject* seen_by(PyObject* self, void*) { return PyLong_FromLong(reinterpret_cast<PassObject*>(self)->state->seen); }
+
+inline PyMethodDef pass_methods[] = {{"pack", pack, METH_O, nullptr}, {nullptr}};
+inline PyGetSetDef pass_properties[] = {{"seen", seen_by, nullptr, nullptr, nullptr}, {nullptr}};
+inline PyTypeObject pass_type = [] {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "leannorm._nodes.Pass", type.tp_basicsize = sizeof(PassObject), type.tp_dealloc = end;
+  type.tp_flags = Py_TPFLAGS_DEFAULT, type.tp_methods = pass_methods, type.tp_getset = pass_properties;
+  return type;
+}();
+
+extern PyTypeObject memo_type;
+inline PyObject* new_memo(PyObject*, PyObject*) {
+  auto* const made = PyObject_New(MemoObject, &memo_type);
+  if (made != nullptr) new (&made->memo) std::shared_ptr<Memo>(std::make_shared<Memo>());
+  return reinterpret_cast<PyObject*>(made);
+}
+inline void free_memo(PyObject* self) {
+  using Pointer = std::shared_ptr<Memo>;
+  reinterpret_cast<MemoObject*>(self)->memo.~Pointer();
+  PyObject_Free(self);
+}
+inline PyMethodDef memo_methods[] = {
+    {"learn", learn, METH_VARARGS, nullptr}, {"clear", clear_memo, METH_NOARGS, nullptr}, {"size", size_of_memo, METH_NOARGS, nullptr}, {nullptr}};
+inline PyTypeObject memo_type = [] {
+  PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+  type.tp_name = "leannorm._nodes.Memo", type.tp_basicsize = sizeof(MemoObject), type.tp_dealloc = free_memo;
+  type.tp_flags = Py_TPFLAGS_DEFAULT, type.tp_methods = memo_methods;
+  return type;
+}();
+
+// fields(node): the names of the saved tensors that kinds can ask for.
+inline PyObject* field_names(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const Node* const node = node_of(object);
+  py::tuple found(node == nullptr ? 0 : fields_of(node).names.size());
+  for (size_t i = 0; i < found.size(); ++i) found[i] = py::str(fields_of(node).names[i]);
+  return found.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+// ---------------------------------------------------------------- unpack
+
+inline PyObject* unpack_by_python = nullptr;
+
+// The second hook: what is held is given back here, what is rebuilt in unpacking.py.
+inline PyObject* unpack(PyObject*, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  try {
+    if (is_value(packed) && get(packed, names().step).get() == Py_None) {
+      Ref held = get(packed, names().tensor);
+      const Tensor* const t = tensor_of(held.get());
+      if (t != nullptr && get(packed, names().spec).get() == Py_None && static_cast<long>(t->_version()) == number(packed, names().version))
+        return held.release();
+    }
+  } catch (const Unusual&) {
+    PyErr_Clear();
+  }
+  return PyObject_CallOneArg(unpack_by_python, packed);
+  END_HANDLE_TH_ERRORS
+}
+
+// set_lean(Value, Step, Packed, unpack)
+inline PyObject* set_lean(PyObject*, PyObject* arguments) {
+  Classes& of = classes();
+  if (!PyArg_ParseTuple(arguments, "OOOO", &of.value, &of.step, &of.packed, &unpack_by_python)) return nullptr;
+  Py_INCREF(of.value), Py_INCREF(of.step), Py_INCREF(of.packed), Py_INCREF(unpack_by_python);
+  Py_RETURN_NONE;
+}
+
+// references(tensor): to the Python object, as a hook in C sees them.
+inline PyObject* references(PyObject*, PyObject* object) { return PyLong_FromSsize_t(Py_REFCNT(object)); }
+
+inline PyMethodDef lean_functions[] = {
+    {"references", references, METH_O, nullptr},
+    {"unpack", unpack, METH_O, nullptr}, {"set_lean", set_lean, METH_VARARGS, nullptr}, {"begin", begin, METH_VARARGS, nullptr},
+    {"memo", new_memo, METH_NOARGS, nullptr}, {"fields", field_names, METH_O, nullptr}, {nullptr}};
+inline bool add_lean(PyObject* module) {
+  return PyType_Ready(&pass_type) == 0 && PyType_Ready(&memo_type) == 0 && PyModule_AddFunctions(module, lean_functions) == 0;
+}
+
+}  // namespace leannorm

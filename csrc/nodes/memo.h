@@ -1,0 +1,387 @@
+// The first hook of lean(): a save that is like an earlier one becomes the same kind of value without Python. What is
+// unusual, and whatever is not proved, Python's hook (saving/packing.py) does, for that one tensor.
+#pragma once
+
+#include "calls.h"
+#include "kinds.h"
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <frameobject.h>
+
+namespace leannorm {
+
+// A class of nodes, as a policy sees it (memo.py, `told_of`).
+struct NodeClass {
+  Ref name, why;  // why its outputs are held
+  bool usual = false, searched = false, alias = false, clone = false;
+};
+
+// The kinds of one policy.
+struct Memo {
+  using Kinds = std::vector<std::shared_ptr<const Kind>>;
+  std::unordered_map<uint64_t, std::shared_ptr<const Kinds>> kinds;
+  std::unordered_map<std::type_index, NodeClass> classes;
+  Layouts layouts;
+  Sorts sorts;
+  size_t size = 0;
+
+  void clear() { kinds.clear(), sorts.of.clear(), size = 0; }
+};
+
+inline uint64_t key_of(const std::type_info* type, uint32_t output, long version, bool newest, const Tensor& t) {
+  uint64_t h = reinterpret_cast<uint64_t>(type) + output;
+  const auto mix = [&](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); };
+  mix(version * 2 + newest), mix(static_cast<uint64_t>(t.scalar_type()));
+  for (const int64_t v : t.sizes()) mix(v);
+  for (const int64_t v : t.strides()) mix(v);
+  return h;
+}
+
+// One forward pass.
+struct State {
+  std::shared_ptr<Memo> memo;
+  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
+  Ref smaller, edited;  // reasons
+  Now now;
+  long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
+  uint64_t checked, called;  // next nodes for which flags and the call were read last
+  bool everything, reads_weights, flags_changed;
+};
+struct PassObject {
+  PyObject_HEAD
+  State* state;
+};
+
+inline PyObject* order_of(State* p) { return PyLong_FromLong(p->seen); }
+
+inline bool flags_as_before(State* p) {
+  if (p->flags_changed) return false;
+  if (p->checked == p->now.next) return true;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->getters.get()); ++i) {
+    const Ref now = checked(PyObject_CallNoArgs(PyTuple_GET_ITEM(p->getters.get(), i)));
+    PyObject* const before = PyTuple_GET_ITEM(p->flags.get(), i);
+    if (now.get() == before) continue;
+    const int same = PyObject_RichCompareBool(now.get(), before, Py_EQ);
+    if (same < 0) throw Unusual();
+    if (same == 0) return p->flags_changed = true, false;
+  }
+  p->checked = p->now.next;
+  return true;
+}
+
+// What a norm's call tells in `frame`; as _of_norm in calls.py.
+inline Ref norm_call(State* p, PyFrameObject* frame) {
+  const Ref given(PyFrame_GetLocals(frame));
+  if (!given || !PyDict_CheckExact(given.get())) throw Unusual();
+  static PyObject* const keys[] = {
+      PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias"), PyUnicode_InternFromString("running_mean"),
+      PyUnicode_InternFromString("running_var"), PyUnicode_InternFromString("training"),
+      PyUnicode_InternFromString("use_input_stats"), PyUnicode_InternFromString("eps")};
+  PyObject* of[std::size(keys)];
+  for (size_t i = 0; i < std::size(keys); ++i) of[i] = PyDict_GetItemWithError(given.get(), keys[i]);
+  const Tensor* tensors[4];
+  for (size_t i = 0; i < 4; ++i) {
+    tensors[i] = tensor_of(of[i]);
+    if (tensors[i] == nullptr && of[i] != Py_None && (i < 2 || of[i] != nullptr)) throw Unusual();
+    if (tensors[i] != nullptr && !plain(*tensors[i])) throw Unusual();
+  }
+  PyObject* const mode = of[4] != nullptr ? of[4] : of[5];
+  const int trains = mode == nullptr ? 1 : PyObject_IsTrue(mode);
+  if (trains < 0 || of[6] == nullptr) throw Unusual();
+  const Tensor *const weight = tensors[0], *const bias = tensors[1];
+  const auto frozen = [](const Tensor* v) { return v != nullptr && !v->requires_grad(); };
+  const auto share = [](const Tensor* a, const Tensor* b) { return a != nullptr && b != nullptr && a->is_alias_of(*b); };
+  bool moves_affine = false;
+  for (const Tensor* moved : {tensors[2], tensors[3]}) moves_affine |= trains && (share(moved, weight) || share(moved, bias));
+  Ref copy = borrowed(Py_None);
+  if (bias != nullptr) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    copy = checked(THPVariable_Wrap(bias->detach().clone()));
+  }
+  auto* const type = reinterpret_cast<PyTypeObject*>(p->arguments.get());
+  Ref made = checked(type->tp_alloc(type, 4));
+  PyTuple_SET_ITEM(made.get(), 0, borrowed(of[6]).release());
+  PyTuple_SET_ITEM(made.get(), 1, copy.release());
+  PyTuple_SET_ITEM(made.get(), 2, borrowed(!trains || frozen(weight) || frozen(bias) ? Py_True : Py_False).release());
+  PyTuple_SET_ITEM(made.get(), 3, borrowed(moves_affine ? Py_True : Py_False).release());
+  return made;
+}
+
+// The call that saves the tensor, as Packing._call_of: None where its frame tells nothing.
+inline PyObject* call_of(State* p) {
+  if (p->called == p->now.next) return p->call.get();
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame == nullptr || p->apply.get() == Py_None) throw Unusual();
+  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
+  const int is_norm = PySet_Contains(p->norms.get(), code.get());
+  if (is_norm < 0) throw Unusual();
+  const bool telling = PyDict_Contains(p->read.get(), code.get()) == 1 || code.get() == p->apply.get() ||
+                       PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
+  if (is_norm) p->call = norm_call(p, frame);
+  else if (telling) {
+    const Ref next = checked(PyLong_FromUnsignedLongLong(p->now.next));
+    PyObject* const given[] = {p->packing.get(), reinterpret_cast<PyObject*>(frame), next.get()};
+    p->call = checked(PyObject_VectorcallMethod(names()._call_of, given, 3, nullptr));
+  } else p->call = borrowed(Py_None);
+  p->called = p->now.next;
+  return p->call.get();
+}
+
+inline bool requires_no_more(const Tensor& t) { return t.layout() == at::kStrided && t.is_cpu() && plain(t); }
+
+inline Ref finished(State* p, Ref value) {
+  set(value.get(), names().provenance, p->provenance), set(value.get(), names().order, checked(order_of(p)));
+  use(value.get());
+  return value;
+}
+inline void in_ledger(State* p, PyObject* value) {
+  const Ref reference = checked(PyWeakref_NewRef(value, nullptr));
+  set(p->ledger.get(), names()._closed, Py_None);
+  if (PyList_Append(p->values.get(), reference.get()) != 0) throw Unusual();
+}
+
+// As is_parameter of values.py, of a base.
+inline bool is_leaf_or_parameter(at::TensorBase of) {
+  const Tensor base(std::move(of));
+  if (base.requires_grad() && base.is_leaf()) return true;
+  const Ref object = checked(THPVariable_Wrap(base));
+  if (!THPVariable_CheckExact(object.get())) throw Unusual();
+  return Py_TYPE(object.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
+}
+
+// A view of a leaf that was edited before, such as a layer's transposed weight after the first step: nothing is asked.
+inline bool views_edited_leaf(const Tensor& t, const Node* node, const NodeClass& of, long version) {
+  if (version == 0 || !of.alias || !t.is_view() || node->next_edges().empty()) return false;
+  return as<torch::autograd::AccumulateGrad>(node->next_edge(0).function.get()) != nullptr;
+}
+
+// Parameters, inputs, statistics.
+inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
+  static PyObject* const unnamed = PyUnicode_InternFromString("");
+  const long version = t._version();
+  const bool large = t.numel() >= p->smallest, is_parameter = Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  if (t.requires_grad()) {
+    Ref value = new_value(object, version, Py_None, unnamed);
+    if (t.dim() == 1 || p->reads_weights || !is_parameter) set(value.get(), names().sample, sample_of(t));
+    return finished(p, std::move(value));
+  }
+  // a mask, or integers: their values say how they are held
+  const bool alone = Py_REFCNT(object) <= p->alone;
+  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && !alone);
+  if (!as_it_is || t.scalar_type() == at::kLong) throw Unusual();
+  Ref value = new_value(object, version, Py_None, unnamed);
+  PyObject* const call = call_of(p);
+  set(value.get(), names().call, call);
+  if (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True) set(value.get(), names().sample, sample_of(t));
+  value = finished(p, std::move(value));
+  if (!is_parameter && !(t.is_view() && is_leaf_or_parameter(t._base()))) in_ledger(p, value.get());
+  return value;
+}
+
+inline const NodeClass& class_of(State* p, const Node* node) {
+  auto [at, is_new] = p->memo->classes.try_emplace(typeid(*node));
+  if (!is_new) return at->second;
+  try {
+    const Ref object = checked(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
+    const Ref told = checked(PyObject_CallOneArg(p->told_of.get(), object.get()));
+    const auto is = [&](int i) { return PyTuple_GET_ITEM(told.get(), i) == Py_True; };
+    NodeClass& made = p->memo->classes[typeid(*node)];
+    made.name = borrowed(PyTuple_GET_ITEM(told.get(), 0)), made.why = borrowed(PyTuple_GET_ITEM(told.get(), 1));
+    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5);
+    return made;
+  } catch (...) {
+    p->memo->classes.erase(typeid(*node));
+    throw;
+  }
+}
+
+// Does a tensor of this version hold the node's output, unedited? Throws where it may not; as search.py.
+inline void as_made(State* p, Node* node, uint32_t output, long version, int depth = 0) {
+  namespace of = torch::autograd::generated;
+  if (version == 0) return;
+  if (node == nullptr || depth > 20 || node->next_edges().empty()) throw Unusual();
+  Registered known = registered(node, output);
+  if (known.value) {
+    PyObject* const value = known.value.get();
+    const bool made = get(value, names().as_made).get() == Py_True;
+    const bool was_packed = get(value, names().step).get() == Py_None || get(value, names().layout).get() != Py_None;
+    if (was_packed && (made || depth == 0)) {
+      if (made && number(value, names().version) == version) return;
+      throw Unusual();
+    }
+  }
+  const auto& [producer, number_there] = node->next_edge(0);
+  if (class_of(p, node).alias) return as_made(p, producer.get(), number_there, version, depth + 1);
+  const SavedVariable* result = nullptr;
+  if (const auto* const relu = as<of::ReluBackward0>(node)) result = &relu->result_;
+  if (const auto* const sigmoid = as<of::SigmoidBackward0>(node)) result = &sigmoid->result_;
+  bool in_place = false;
+  if (result != nullptr) in_place = is_absent(result);  // it is being saved
+  else if (const Fields& fields = fields_of(node); !fields.names.empty() && fields.names[0] == std::string("self")) {
+    const Ref source = packed_by_hook(fields.of[0](node));
+    const bool there = source && is_value(source.get()) && get(source.get(), names().memory).get() == Py_None;
+    in_place = there && get(source.get(), names().copied_to_edit).get() == Py_True;
+  }
+  if (!in_place) throw Unusual();
+  as_made(p, producer.get(), number_there, version - 1, depth + 1);
+}
+
+inline bool laid_out_as(const Kind& kind, const Tensor& t) {
+  return kind.dtype == t.scalar_type() && t.sizes() == c10::IntArrayRef(kind.sizes) && t.strides() == c10::IntArrayRef(kind.strides);
+}
+
+// The same tensor again; null where no value is known.
+inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known) {
+  if (!known.value) {
+    if (known.is_packed) throw Unusual();
+    return Ref();
+  }
+  PyObject* const value = known.value.get();
+  if (!is_value(value) || number(value, names().version) != static_cast<long>(t._version()) || !is_current(value)) throw Unusual();
+  const Ref layout = p->memo->layouts.of(object, t), before = get(value, names().layout);
+  if (layout.get() != before.get() && PyObject_RichCompareBool(layout.get(), before.get(), Py_EQ) != 1) throw Unusual();
+  const bool rebuilt = get(value, names().step).get() != Py_None && get(value, names().memory).get() == Py_None;
+  if (rebuilt && !matches(get(value, names().sample).get(), t)) throw Unusual();
+  use(value);
+  return std::move(known.value);
+}
+
+inline Ref held(State* p, const Tensor& t, PyObject* name) {
+  const Ref bare = checked(THPVariable_Wrap(t.detach()));
+  return new_value(bare.get(), t._version(), Py_None, name);
+}
+
+inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, const Tensor& t, const NodeClass& of) {
+  const Ref order = checked(order_of(p));
+  match.provenance = p->provenance.get(), match.order = order.get();
+  const Ref step = match.step();
+  const Template& how = kind.templates[0];
+  Ref value = new_value(Py_None, t._version(), step.get(), of.name.get());
+  static std::unordered_map<int, Tensor> empties;
+  Tensor& empty = empties[static_cast<int>(t.scalar_type())];
+  if (!empty.defined()) empty = at::empty({0}, t.options().requires_grad(false));
+  set(value.get(), names().watch, checked(THPVariable_Wrap(sharing_version(t, empty))));
+  set(value.get(), names().sample, sample_of(t));
+  set(value.get(), names().shape, how.shape), set(value.get(), names().dtype, how.dtype);
+  set(value.get(), names().seconds, kind.seconds);
+  if (how.products != 0) set_number(value.get(), names().products, how.products);
+  match.record_made();
+  if (kind.is_view) {
+    PyObject* const given[] = {p->ledger.get(), value.get(), object};
+    checked(PyObject_VectorcallMethod(names().rebuilds, given, 3, nullptr));
+  } else {
+    set(value.get(), names().frees, checked(PyLong_FromSize_t(t.storage().nbytes())));
+    in_ledger(p, value.get());
+  }
+  return value;
+}
+
+// What a node has put out.
+inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
+  const uint32_t output = t.output_nr();
+  const NodeClass& of = class_of(p, node);
+  if (!of.usual) throw Unusual();
+  Registered known = registered(node, output);
+  if (Ref value = again(p, object, t, known)) return value;
+  const long version = t._version(), size = t.numel();
+  const bool edited = views_edited_leaf(t, node, of, version);
+  if (!edited) as_made(p, node, output, version);
+  const bool newest = node->sequence_nr() + 1 == p->now.next, large = size >= p->smallest;
+  Ref value;
+  PyObject* why = nullptr;
+  std::shared_ptr<const Kind> learned;
+  const Template* step_template = nullptr;
+  const bool worth = large && (p->everything || size * p->much_larger > std::max(p->largest, size));
+  if (worth && of.searched && !edited) {
+    const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
+    if (found == p->memo->kinds.end()) throw Unusual();
+    const std::shared_ptr<const Memo::Kinds> kinds = found->second;
+    for (const auto& kind : *kinds) {
+      if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
+      if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
+      Match match(p->now, *kind, node);
+      if (!match.holds()) continue;
+      call_of(p);
+      if (kind->templates.empty()) why = kind->why.get(), value = held(p, t, of.name.get());
+      else value = rebuilt(p, *kind, match, object, t, of), learned = kind, step_template = &kind->templates[0];
+      if (why != nullptr) set(value.get(), names().why, why);
+      break;
+    }
+    if (!value) throw Unusual();
+  } else {
+    call_of(p);
+    value = held(p, t, of.name.get());
+    if (large || edited) set(value.get(), names().why, edited ? p->edited.get() : worth ? of.why.get() : p->smaller.get());
+    if (edited) set(value.get(), names().as_made, Py_False);
+  }
+  const bool is_held = get(value.get(), names().step).get() == Py_None;
+  if (is_held && large && t.is_view() && t._base().grad_fn()) throw Unusual();  // it gives access to its base
+  const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
+  Ref sample = is_held ? sample_of(t) : get(value.get(), names().sample);
+  if (is_held) set(value.get(), names().sample, sample);
+  if (is_held && counts) in_ledger(p, value.get());
+  if (large) p->largest = std::max(p->largest, size);
+  set(value.get(), names().layout, p->memo->layouts.of(object, t));
+  set(value.get(), names().seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
+  if (of.clone && newest) set(value.get(), names().copied_to_edit, Py_True);
+  if (p->call.get() != Py_None) set(value.get(), names().call, p->call);
+  record_packed(node, output, value.get(), sample.get());
+  if (p->now.waits && PyDict_GetItemWithError(metadata_of(node), names().waiting) != nullptr) {
+    const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
+    const Ref number = checked(PyLong_FromUnsignedLong(output));
+    PyObject* const given[] = {p->packing.get(), of_python.get(), number.get()};
+    checked(PyObject_VectorcallMethod(names()._retry, given, 3, nullptr));
+  }
+  if (step_template != nullptr && !p->now.waits) {
+    if (!step_template->sort) step_template->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
+    else set(value.get(), names().sort, step_template->sort);
+  }
+  return finished(p, std::move(value));
+}
+
+// Is it a tensor like most, packed where this pass began?
+inline bool is_usual(State* p, PyObject* object) {
+  if (!THPVariable_CheckExact(object) || at::RecordFunction::currentThreadId() != p->now.thread) return false;
+  if (at::impl::torch_function_mode_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return false;
+  return plain_thread() && requires_no_more(THPVariable_Unpack(object));
+}
+
+inline PyObject* by_packing(State* p, PyObject* object) {
+  try {
+    set_number(p->packing.get(), names().seen, p->seen - 1), set_number(p->packing.get(), names()._largest, p->largest);
+    Ref value = checked(PyObject_CallOneArg(p->pack.get(), object));
+    p->largest = number(p->packing.get(), names()._largest);
+    p->now.waits = get(p->packing.get(), names()._anything_waits).get() == Py_True;
+    return value.release();
+  } catch (const Unusual&) {
+    return nullptr;
+  }
+}
+
+inline PyObject* pack(PyObject* self, PyObject* object) {
+  HANDLE_TH_ERRORS
+  State* const p = reinterpret_cast<PassObject*>(self)->state;
+  ++p->seen;
+  try {
+    if (is_usual(p, object)) {
+      p->now.next = at::sequence_number::peek();
+      const Tensor t = THPVariable_Unpack(object);
+      if (flags_as_before(p)) {
+        const auto& node = t.grad_fn();
+        return (node ? of_node(p, object, t, node.get()) : without_node(p, object, t)).release();
+      }
+    }
+  } catch (const Unusual&) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+    PyErr_Clear();
+  } catch (const std::exception&) {  // of an operator: Python will raise it, or not need it
+  }
+  return by_packing(p, object);
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace leannorm

@@ -1,0 +1,175 @@
+"""Ranks tell one another what they have, through the store of their group: no collective, so no hang.
+
+Each rank posts what it has, the group's first rank decides, all read the answer. Over p ranks that is p posts
+and one answer. A rank that raised posts its error, and a rank that waits too long ends the meeting for all.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from leannorm._errors import InputError, SyncError
+from leannorm.distributed.communicator import seconds_allowed
+
+_POLL = 0.01
+_READING = 10.0  # seconds for which the store's keeper may wait for ranks that read the answer
+_NAMED = 8  # ranks that a sentence names
+
+
+class Meeting:
+    """The ranks of a group in one call of `doctor`; `ranks` are their global numbers.
+
+    Calls are counted in the store, which may outlive a group. A call that ranks gave up is left out by those
+    that come later. Where the `with` statement of a rank ends with an error, all ranks raise one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._told = False  # has an error been raised that all ranks raise?
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.place = dist.get_rank(group)
+        self._seconds = seconds_allowed(group)
+        c10d = dist.distributed_c10d
+        whose = f"leannorm/doctor/{zlib.crc32(repr(self.ranks).encode()):x}"
+        root = c10d.PrefixStore(whose, c10d._get_process_group_store(group))
+        calls = f"calls/{self.place}"
+        with self._named_errors():
+            number = root.add(calls, 1)
+            while root.check([key := f"{number}/1/answer"]) and "late" in json.loads(root.get(key)):
+                number = root.add(calls, 1)
+        self._store = c10d.PrefixStore(str(number), root)
+        self._step = 0
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        said = None if error is None or self._told else self._fail(error)
+        if said is not None:
+            raise SyncError(said) from error
+
+    def decide(self, post: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What `decide` makes, on the first rank, of the posts of all ranks, in their order.
+
+        Raises: `SyncError`, with one text on all ranks, for a rank that failed or did not come in time.
+        """
+        with self._named_errors():
+            store = self._begin()
+            store.set(f"of/{self.place}", json.dumps(post))
+            if self.place == 0:
+                answer = self._answer(store, self._presided(store, decide))
+            else:
+                try:
+                    store.wait(["answer"], timedelta(seconds=self._seconds))
+                except RuntimeError:
+                    self._answer(store, self._late(self._missing(store, range(len(self.ranks)))))
+                answer = self._answer(store)
+        if "error" in answer:
+            self._told = True
+            raise SyncError(answer["error"])
+        return answer["decided"]
+
+    def _fail(self, error: BaseException) -> str | None:
+        """Tell the others that this rank failed; what the first rank said that failed, if it was another."""
+        text = f"{type(error).__name__}: {error}".split("\n")[0]
+        mine = {"error": f"doctor failed on {ranks_in_words([self.ranks[self.place]])} ({text})"}
+        with self._named_errors():
+            answer = self._answer(self._begin(), mine)
+        return None if answer == mine else answer.get("error")
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Where the store fails, its keeper has ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._told = True
+            raise SyncError(
+                f"the ranks that doctor compares have lost their store ({error}); the rank that served it, "
+                "often rank 0, has probably died"
+            ) from error
+
+    def _begin(self) -> Any:
+        self._step += 1
+        return dist.distributed_c10d.PrefixStore(str(self._step), self._store)
+
+    def _answer(self, store: Any, mine: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The answer of this step: the first that a rank gave. The store's keeper stays until all know it."""
+        if mine is not None:
+            store.compare_set("answer", "", json.dumps(mine))
+        answer: dict[str, Any] = json.loads(store.get("answer"))
+        store.add("read", 1)
+        readers = len(self.ranks) - answer.get("late", 0)
+        deadline = time.monotonic() + min(_READING, self._seconds)
+        with suppress(RuntimeError):
+            while self.place == 0 and store.add("read", 0) < readers and time.monotonic() < deadline:
+                time.sleep(_POLL)
+        return answer
+
+    def _presided(self, store: Any, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        deadline = time.monotonic() + self._seconds
+        missing = self._missing(store, range(len(self.ranks)))
+        while missing and not store.check(["answer"]) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            missing = self._missing(store, missing)
+        if missing:
+            return self._late(missing)  # where a rank has answered, its answer is the first
+        posts = [json.loads(store.get(f"of/{place}")) for place in range(len(self.ranks))]
+        for place in range(len(self.ranks)):
+            store.delete_key(f"of/{place}")
+        try:
+            return {"decided": decide(posts)}
+        except SyncError as error:
+            return {"error": str(error)}
+
+    def _missing(self, store: Any, places: Any) -> list[int]:
+        return [place for place in places if not store.check([f"of/{place}"])]
+
+    def _late(self, missing: list[int]) -> dict[str, Any]:
+        who = ranks_in_words([self.ranks[place] for place in missing])
+        text = (
+            f"doctor is called on every rank of a job, but {who} did not come within {self._seconds:g} s: "
+            "not called there, busy in a collective of the model, or dead. Call it on every rank, or pass "
+            "group= of those that do"
+        )
+        return {"error": text, "late": len(missing)}
+
+
+def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:
+    """The meeting of a group, by default of all ranks; None where there are not several processes.
+
+    Raises: `InputError` for a group that this rank is not in, or without torch.distributed.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        if group is None:
+            return None
+        raise InputError(
+            "group must be of torch.distributed, which is not initialized; call init_process_group first"
+        )
+    if group is None:
+        group = dist.distributed_c10d._get_default_group()
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise InputError(
+            f"group must be a process group with this rank, got {group!r} on rank {dist.get_rank()}; every "
+            "rank passes the group of the ranks that have its model"
+        )
+    pretended = dist.get_backend(group) == "fake"  # torch's, of one process that plans for many
+    return None if pretended or dist.get_world_size(group) == 1 else Meeting(group)
+
+
+def ranks_in_words(ranks: list[int]) -> str:
+    """
+    >>> ranks_in_words([2]), ranks_in_words([0, 3])
+    ('rank 2', 'ranks 0, 3')
+    >>> ranks_in_words([*range(16)])
+    'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more'
+    """
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"

@@ -1,0 +1,315 @@
+"""Checks over ranks: each is asked once, on the first rank, of what all of them told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import isfinite, sqrt
+from typing import Any
+
+import torch.distributed as dist
+
+from leannorm._errors import SyncError
+from leannorm.report.doctor.meeting import ranks_in_words
+from leannorm.report.doctor.ranks import Held, Rank
+from leannorm.report.doctor.subject import Found, Subject, check, layer
+
+SAME = 0.01  # of a gradient's size: copies of it that a rank computed in another order
+TWIN = 1e-4  # of the size of statistics: those of one batch that two ranks computed
+ROUNDING = 1e-5  # of the layer's largest gradient: what is smaller is a sum of which only rounding is left
+
+
+def same_model(ranks: Sequence[Rank]) -> None:
+    """Raises: `SyncError` where ranks have other layers, or some have batches or a step and others none."""
+    first = ranks[0]
+    for other in ranks[1:]:
+        pairs = zip(first.layers, other.layers, strict=False)
+        told = [(f"{a[0]!r} ({a[1]})", f"{b[0]!r} ({b[1]})", _ONE) for a, b in pairs]
+        told += [(_counts(first), _counts(other), _ONE)]
+        told += [
+            (_given(first.batches is not None), _given(other.batches is not None), _ALL.format("batches"))
+        ]
+        told += [(_given(first.steps), _given(other.steps), _ALL.format("backward"))]
+        for mine, theirs, rule in told:
+            if mine != theirs:
+                raise SyncError(f"{rule} (rank {first.number} has {mine}, rank {other.number} has {theirs})")
+
+
+_ONE = (
+    "doctor compares ranks that have one model; pass group= of those, such as the ranks of a pipeline's stage"
+)
+_ALL = "{} must be given on all ranks or on none"
+
+
+def _counts(rank: Rank) -> str:
+    return f"{len(rank.layers)} norms in {len(rank.modes)} modules"
+
+
+def _given(given: bool) -> str:
+    return "some" if given else "none"
+
+
+def cut_one_model(ranks: Sequence[Rank]) -> bool:
+    """Have two of them the same batch, so that they are to have the same gradients?
+
+    Not where DistributedDataParallel sums over both.
+    """
+    known = {(rank.batch, _summing(rank)) for rank in ranks if rank.batch is not None}
+    return len({batch for batch, _ in known}) < len(known)
+
+
+def _summing(rank: Rank) -> tuple[int, ...]:
+    """The ranks over which a wrapper sums gradients that were told without it."""
+    return (rank.number,) if rank.steps or rank.wrapped is None else tuple(rank.wrapped)
+
+
+@check("error", "Ranks have other settings", of_ranks=True)
+def rank_settings(subject: Subject) -> Iterator[Found]:
+    """Class, eps, momentum, groups, frozen parameters or modes that are not those of the other ranks."""
+    for norm in subject.norms:
+        told = [(rank.number, rank.settings[norm.name].split(", ")) for rank in subject.ranks]
+        common = set(told[0][1]).intersection(*(one for _, one in told))
+        sides = _sides([(number, ", ".join(w for w in one if w not in common)) for number, one in told])
+        if sides:
+            yield Found(
+                norm.name,
+                sides,
+                "one layer computes two things: ranks send gradients of different functions, and to which of "
+                "them a checkpoint's weights belong depends on the rank that wrote it",
+                "make the model by the same arguments on every rank",
+                1.0,
+            )
+    above: tuple[str, ...] = ()
+    for place, (name, _) in enumerate(subject.model.named_modules()):
+        words = {"t": "training", "f": "evaluation"}
+        sides = _sides([(rank.number, words[rank.modes[place]]) for rank in subject.ranks])
+        if sides and not (above and name.startswith(above)):
+            above = (*above, f"{name}." if name else "")
+            yield Found(
+                name or "(model)",
+                f"mode, {sides}",
+                "these ranks normalize by other statistics, or drop other values; where norms are "
+                "synchronized the others wait for them",
+                f"{layer(name)}.train() or .eval(), on every rank",
+                1.0,
+            )
+
+
+@check("error", "SyncBatchNorm shares with the wrong ranks", of_ranks=True)
+def sync_group(subject: Subject) -> Iterator[Found]:
+    """A group that its ranks do not agree on, or that is not of data-parallel ranks, or of one rank alone."""
+    ranks = {rank.number: rank for rank in subject.ranks}
+    shown = dict(zip(ranks, subject.shown, strict=False))
+    for norm in subject.norms:
+        told: dict[tuple[str, str], list[int]] = {}
+        for number, rank in ranks.items():
+            words = rank.sharing.get(norm.name)
+            if words is not None:
+                told.setdefault((words, rank.host if words == "node" else ""), []).append(number)
+        groups = [(_members(*words, subject.ranks), have) for words, have in told.items()]
+        seen = {n: told[norm.name] for n, told in shown.items() if norm.name in told}
+        agree = all({n for n in group if n in ranks} == set(have) for group, have in groups)
+        for group, (number, *_) in groups:
+            fault = _wrong(group, ranks, seen, ranks[number].wrapped or []) if agree else _OTHERS
+            if fault:
+                yield Found(
+                    norm.name,
+                    f"rank {number} with {ranks_in_words(group) if group else 'a group that it is not in'}",
+                    fault[0],
+                    f"{layer(norm.name)}.process_group = the data-parallel group, such as "
+                    'mesh.get_group("dp")',
+                    len(group),
+                    fault[1],
+                )
+                break
+
+
+_OTHERS = "its ranks have other groups: each waits for sums that the others do not send", "error"
+
+
+def _wrong(
+    group: list[int], ranks: dict[int, Rank], seen: dict[int, list[float]], parallel: list[int]
+) -> tuple[str, str] | None:
+    """What is wrong with a group that its ranks agree on, and how bad it is.
+
+    Ranks whose norm sees the same are no data-parallel ones. Ranks with parts of one sample see other values:
+    their statistics belong together, though DistributedDataParallel's group does not have them all.
+    """
+    batches = {rank.batch for rank in ranks.values()}
+    outside = bool(parallel) and not set(group) <= set(parallel)
+    if len(group) == 1 and (len(parallel) > 1 or (not parallel and len(batches) > 1)):
+        return "it shares with no other rank, and is batch norm of each rank's own samples", "error"
+    inside = sorted((batch, n) for n in group if n in seen and (batch := ranks[n].batch) is not None)
+    twins = [(a, b) for (one, a), (other, b) in pairwise(inside) if one == other]
+    same = [pair for pair in twins if _near(seen[pair[0]], seen[pair[1]])]
+    if same and (outside or len(batches) > 1):
+        apart = f"; data-parallel are the {ranks_in_words(parallel)}" if outside else ""
+        return f"{ranks_in_words([*same[0]])} have the same samples, which count twice{apart}", "error"
+    if outside and batches == {None}:
+        return (
+            f"data-parallel are the {ranks_in_words(parallel)}: unless the others have parts of the same "
+            "samples, cut in space, their statistics do not belong together (with batches that is seen)"
+        ), "warning"
+    return None
+
+
+def _near(one: list[float], other: list[float]) -> bool:
+    return _length(_minus(one, other)) <= TWIN * _length(one)
+
+
+def _members(words: str, host: str, ranks: Iterable[Rank]) -> list[int]:
+    if host:
+        return [rank.number for rank in ranks if rank.host == host]
+    return [*range(dist.get_world_size())] if words == "all" else [int(n) for n in words.split(",") if n]
+
+
+@check("error", "Weights that differ between ranks", of_ranks=True)
+def rank_weights(subject: Subject) -> Iterator[Found]:
+    """Parameters whose copies are not equal on the ranks that hold the same part.
+
+    A norm's, a DTensor's and those in a wrapper are copies. Of other plain tensors nobody knows: a warning.
+    """
+    yield from _copies(
+        subject,
+        {name for name, _ in subject.model.named_parameters(remove_duplicate=False)},
+        "ranks train different models, and gradients are summed at weights that they do not belong to",
+        "torch.distributed.broadcast({0}.data, src) from one rank, and find what changed it alone: a seed, a "
+        "checkpoint, an optimizer, a gradient that is not summed",
+        "if this is a part that was cut by hand, or an expert of this rank, say so: "
+        "{0}.tensor_model_parallel = True; else ",
+    )
+
+
+@check("warning", "Buffers that differ between ranks", of_ranks=True)
+def rank_buffers(subject: Subject) -> Iterator[Found]:
+    """Running statistics and other buffers whose copies are not equal; not those that DDP sends."""
+    yield from _copies(
+        subject,
+        {name for name, _ in subject.model.named_buffers(remove_duplicate=False)},
+        "evaluation differs from rank to rank, and a checkpoint holds those of one",
+        'leannorm.convert(model, to="sync") before training; now torch.distributed.broadcast({0}, src)',
+    )
+
+
+def _copies(subject: Subject, names: set[str], why: str, remedy: str, unknown: str = "") -> Iterator[Found]:
+    """The tensors of these names that differ, by layer."""
+    norms = {norm.path for norm in subject.norms}
+    layers: dict[str, list[tuple[str, str, float, bool]]] = {}
+    for name in dict.fromkeys(name for rank in subject.ranks for name in rank.held if name in names):
+        parts: dict[str, list[tuple[int, Held]]] = {}
+        for rank in subject.ranks:
+            if name in rank.held:
+                parts.setdefault(rank.held[name].part, []).append((rank.number, rank.held[name]))
+        for told in parts.values():
+            if len({held.digest for _, held in told}) > 1:
+                path, _, own = name.rpartition(".")
+                sizes = [held.norm for _, held in told]
+                apart = (max(sizes) - min(sizes)) / max(*sizes, 1e-30)
+                apart = apart if isfinite(apart) else 1.0
+                by = _sides([(n, held.digest) for n, held in told], _sizes(held for _, held in told))
+                layers.setdefault(path, []).append((own, by, apart, told[0][1].known or path in norms))
+                break
+    for path, several in layers.items():
+        own, by, apart, known = several[0]
+        doubt = "" if known else unknown
+        yield Found(
+            path or "(model)",
+            f"{', '.join(one[0] for one in several)}: {by}",
+            why,
+            (doubt + remedy).format(f"{layer(path)}.{own}"),
+            apart,
+            "warning" if doubt else None,
+        )
+
+
+@check("error", "Gradients of norms are parts of a sum", of_ranks=True)
+def partial_gradients(subject: Subject) -> Iterator[Found]:
+    """Gamma and beta that ranks hold whole, and whose gradients differ: each has a summand, none the sum."""
+    told: dict[str, dict[str, dict[tuple[int, ...], tuple[int, list[float]]]]] = {}
+    largest: dict[str, float] = {}
+    for rank, gradients in zip(subject.ranks, subject.gradients, strict=False):
+        for name, (part, values) in gradients.items():
+            sums = told.setdefault(name, {}).setdefault(part, {})
+            first, others = sums.get(_summing(rank), (rank.number, [0.0] * len(values)))
+            sums[_summing(rank)] = first, [a + b for a, b in zip(values, others, strict=True)]
+            path = name.rpartition(".")[0]
+            largest[path] = max(largest.get(path, 0.0), _length(values))
+    for name, parts in told.items():
+        path, _, own = name.rpartition(".")
+        for copies in parts.values():
+            found = _partial(path, own, list(copies.values()), ROUNDING * largest[path])
+            if found:
+                yield found
+                break
+
+
+def _partial(path: str, own: str, copies: list[tuple[int, list[float]]], least: float) -> Found | None:
+    lost = [number for number, values in copies if not isfinite(_length(values))]
+    if lost:
+        return Found(
+            path or "(model)",
+            f"not finite on {ranks_in_words(lost)}",
+            f"the gradient of {own} is NaN or infinite, and cannot be compared",
+            "look at what the batch, or the dtype, makes of the pass: torch.autograd.detect_anomaly()",
+            0.0,
+            "warning",
+        )
+    first = copies[0][1]
+    size = max(_length(values) for _, values in copies)
+    apart = max(_length(_minus(values, first)) for _, values in copies)
+    if size <= least or apart <= SAME * size:
+        return None
+    whole = [sum(column) for column in zip(*(values for _, values in copies), strict=True)]
+    each = ", ".join(f"{_length(values):.3g}" for _, values in copies[:4])
+    off = max(_length(_minus(values, whole)) for _, values in copies) / max(_length(whole), 1e-30)
+    return Found(
+        path or "(model)",
+        f"off by {off:.2g} of the sum",
+        f"the gradient of {own} on {ranks_in_words([n for n, _ in copies])} has the size {each}, the sum "
+        f"{_length(whole):.3g}: each rank trains {own} by its own part of the tokens or channels, and the "
+        "copies part",
+        f"sum {layer(path)}.{own}.grad over these ranks after the backward pass (Megatron-LM: "
+        "sequence_parallel=True on the weight; torch: SequenceParallel)",
+        off,
+    )
+
+
+def _length(values: Sequence[float]) -> float:
+    return sqrt(sum(v * v for v in values))
+
+
+def _minus(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _sides(told: Sequence[tuple[int, Any]], words: dict[Any, str] | None = None) -> str:
+    """Who has what, where not all have the same: the odd ones first, and by name what most others have.
+
+    >>> _sides([(0, "eps=1e-05"), (1, "eps=1e-06")])
+    'rank 0: eps=1e-05; rank 1: eps=1e-06'
+    >>> _sides([(0, "a"), (1, "b"), (2, "a")])
+    'rank 1: b (elsewhere a)'
+    >>> _sides([(0, "a"), (1, "a")])
+    ''
+    """
+    sides: dict[Any, list[int]] = {}
+    for number, value in told:
+        sides.setdefault(value, []).append(number)
+    if len(sides) < 2:
+        return ""
+    said = {value: (words[value] if words else value) or "none of these" for value in sides}
+    usual = max(sides, key=lambda value: len(sides[value]))
+    most = 2 * len(sides[usual]) > len(told)
+    odd = [value for value in sides if not (most and value == usual)]
+    each = "; ".join(f"{ranks_in_words(sides[value])}: {said[value]}" for value in odd[:4])
+    more = f"; {len(odd) - 4} more" if len(odd) > 4 else ""
+    return each + more + (f" (elsewhere {said[usual]})" if most else "")
+
+
+def _sizes(held: Iterable[Held]) -> dict[int, str]:
+    """Tensors in words, by their digests: the norm, and where norms look the same some of the digest."""
+    words = {one.digest: f"norm {one.norm:.6g}" for one in held}
+    alike = len(set(words.values())) < len(words)
+    return {
+        digest: f"{word} (bits {digest % 2**16:04x})" if alike else word for digest, word in words.items()
+    }

@@ -1,0 +1,379 @@
+"""What a search finds for one tensor becomes a kind of save, which the C++ hook (csrc/nodes/memo.h) looks up.
+
+A kind is learned where the same search must come to the same end: every node that it looked at tells the
+same (`graph.identity`), leads to the same places and has saved values of the same sort, every value is proved
+to hold what its node read, and the step's kind was tried on as many tensors as it takes (trial.py). A pass
+that asks for something else (a plan, other hooks, `verify`, sharded weights) is Python's, as is every tensor
+that is none of torch's two classes, is not on the CPU, or is saved under a mode or in another thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from leannorm.autograd.nodes import NODES
+from leannorm.saving import calls, flags, reasons, trial
+from leannorm.saving.calls import CallArguments
+from leannorm.saving.graph import (
+    ACCUMULATES,
+    PASSES_ON,
+    constants_of,
+    find,
+    kind_of,
+    saved,
+)
+from leannorm.saving.narrowed import WIDENS, references_when_alone
+from leannorm.saving.policy import Policy, is_bias, needs_no_norm
+from leannorm.saving.recipes import RECIPES
+from leannorm.saving.recipes.fused_norm_act import scale_shift_act
+from leannorm.saving.recipes.views import ALIASES, VIEWS
+from leannorm.saving.rows import SOFTMAX
+from leannorm.saving.search import Missing, Search, Visit, is_held, is_view_of_held
+from leannorm.saving.steps import Step
+from leannorm.saving.values import COPIED_PART, MUCH_LARGER, Value
+
+# recipes that ask for no more than what kinds are made of: fields of the C++ table, edges, constants
+_OF_FIELDS = {
+    *("SiluBackward0", "HardswishBackward0", "HardsigmoidBackward0", "GeluBackward0", "HardtanhBackward0"),
+    *("LeakyReluBackward0", "MulBackward0", "ConvolutionBackward0", "MmBackward0", "AddmmBackward0"),
+    *("NativeBatchNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"),
+}
+_OF_EDGES = {
+    *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
+    *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "ExpandBackward0", "TBackward0", "TransposeBackward0"),
+    *("PermuteBackward0", "SelectBackward0", "SliceBackward0", "CloneBackward0", "ToCopyBackward0"),
+    *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
+}
+_LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}
+_UNUSUAL = {SOFTMAX, "AsStridedBackward0", "CatBackward0", "CopySlices", ACCUMULATES, PASSES_ON}
+
+_NONE, _ANY, _LEAF, _VALUE, _MADE = range(5)  # where an edge leads to
+_FROM_FIELD, _FROM_EDGE, _FROM_LEAF, _FROM_MADE = range(4)  # where a step's input is found
+_NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM = range(4)  # what a step captures
+
+
+class _UnlikeError(Exception):
+    """The save depends on something that no kind has."""
+
+
+# ------------------------------------------------ sorts
+
+_SORTS: dict[Hashable, int] = {}
+_MAX_SORTS = 1 << 16
+_numbers = itertools.count(1)  # none comes again: values keep theirs
+
+
+def sort_of(value: Value) -> int:
+    """A number for all that recipes and policies ask of a value; the same where all of it is equal."""
+    step = value.step
+    if value.layout is not None:
+        seen_as: Hashable = value.layout
+    elif step is not None:
+        seen_as = tuple(value.shape), value.dtype, trial.signature_of(value), trial.proved(step)
+    else:
+        seen_as = None if value.tensor is None else trial.layout(value.tensor)
+    kind = None if step is None else (step.kind, value.is_held, _norm_before(value))
+    held_too = is_held(value), step is not None and is_view_of_held(step)
+    asked = value.products, needs_no_norm(value), is_bias(value), *held_too
+    plain = value.spec is None, value.stream is None, value.from_narrow, value.in_rows, value.original is None
+    known = seen_as, value.name, kind, asked, plain
+    if len(_SORTS) >= _MAX_SORTS:
+        forget()
+    value.sort = _SORTS.setdefault(known, next(_numbers))
+    return value.sort
+
+
+def _norm_before(value: Value) -> Hashable:
+    """The norm whose output this is, perhaps copied: an activation may join its step."""
+    step, proved = value.step, True
+    while step is not None and step.kind == "copy":
+        proved, step = proved and step.proved, step.inputs[0].step
+    if step is None or step.then_act is None:
+        return None
+    return trial.key_of(step), step.proved and proved
+
+
+# ------------------------------------------------ memos
+
+_MEMOS: dict[Policy, _Memo] = {}
+on = True  # for tests
+
+
+class _Memo:
+    """The kinds of one policy; of saves that become none, how often that was found out."""
+
+    def __init__(self) -> None:
+        assert NODES is not None
+        self.kinds = NODES.memo()
+        self.attempts: dict[Hashable, int] = {}
+
+
+def forget() -> None:
+    """Drop all kinds."""
+    _SORTS.clear()
+    for memo in _MEMOS.values():
+        memo.kinds.clear()
+        memo.attempts.clear()
+
+
+def memo_of(policy: Policy) -> _Memo | None:
+    """The memo of this policy; None without the C++ nodes."""
+    if NODES is None or not on:
+        return None
+    if policy not in _MEMOS:
+        _MEMOS[policy] = _Memo()
+    return _MEMOS[policy]
+
+
+# ------------------------------------------------ what is learned
+
+_MOST_ATTEMPTS = 12  # for one class and layout: what is not found again is not worth more
+_MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
+
+
+def learn(
+    memo: _Memo,
+    search: Search,
+    visits: list[Visit],
+    tensor: Tensor,
+    number: int,
+    value: Value,
+    found: Step | Missing,
+) -> None:
+    """Make a kind of what `search` has just found for `tensor`, which is packed as `value`."""
+    node: Any = tensor.grad_fn
+    place = type(node), tensor.output_nr, value.layout, value.version
+    if (
+        search.flags.only is None
+        or visits[0].node is not node
+        or type(tensor) not in (Tensor, torch.nn.Parameter)
+    ):
+        return
+    if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS or not _is_settled(value, found, tensor):
+        return
+    memo.attempts[place] = memo.attempts.get(place, 0) + 1
+    try:
+        kind = _Learning(search, visits, number, value, found).kind
+    except _UnlikeError:
+        return
+    memo.kinds.learn(tensor, number, kind)
+
+
+def _is_settled(value: Value, found: Step | Missing, tensor: Tensor) -> bool:
+    """Would a later save like this one be rebuilt, or held, without another trial?"""
+    if value.step is None:
+        return True
+    usual = value.step is found and found.proved and not value.from_narrow and not value.in_rows
+    return usual and trial.is_settled(value.step, tensor, value.layout)
+
+
+class _Learning:
+    """Where everything is that one save depends on."""
+
+    def __init__(
+        self, search: Search, visits: list[Visit], number: int, value: Value, found: Step | Missing
+    ) -> None:
+        self._visits, self._number, self._policy, self._flags = (
+            visits,
+            number,
+            search.policy,
+            search.flags.only,
+        )
+        self._templates: list[dict[str, Any] | None] = []
+        self._made: dict[int, int] = {}  # templates, by the check of the node that made the value
+        kinds = [kind_of(visit.node) for visit in self._visits]
+        if kinds[0] in ALIASES | VIEWS and _LAID_OUT.intersection(kinds):
+            raise _UnlikeError  # a copy that is laid out as the base of a view is
+        if value.step is not None:
+            self._template(value, 0)
+        elif not self._is_held_for_good(value, found):
+            raise _UnlikeError
+        self.kind = {
+            "flags": self._flags,
+            "checks": [self._check(visit) for visit in self._visits],
+            "same": self._same(),
+            "templates": self._templates,
+            "why": value.why,
+            "seconds": value.seconds,
+            "is_view": value.step is not None and value.step.kind == "view",
+        }
+
+    def _is_held_for_good(self, value: Value, found: Step | Missing) -> bool:
+        if kind_of(self._visits[0].node) not in _MAY_HOLD:
+            return False
+        if isinstance(found, Step):
+            return not is_view_of_held(found) and not self._policy.allows(found)
+        nothing_missed = not found.outputs and not found.communicates
+        return nothing_missed and all(v is not None for visit in self._visits for v in visit.given.values())
+
+    def _check(self, visit: Visit) -> dict[str, Any]:
+        node = visit.node
+        kind = kind_of(node)
+        if kind not in _OF_FIELDS and kind not in _OF_EDGES:
+            raise _UnlikeError
+        fields = [saved(node, name) for name in NODES.fields(node)]
+        raw = [getattr(node, f"_raw_saved_{name}").data for name in NODES.fields(node)]
+        if any(value is None and one is not None for value, one in zip(fields, raw, strict=True)):
+            raise _UnlikeError  # saved as it is, or by others' hooks
+        edges = [self._edge(visit, i, *edge) for i, edge in enumerate(node.next_functions)]
+        return {
+            "node": node,
+            "output": visit.output,
+            "constants": constants_of(node),
+            "newest": node._sequence_nr() + 1 == self._number,
+            "fields": [-1 if field is None else sort_of(field) for field in fields],
+            "edges": edges,
+        }
+
+    def _same(self) -> list[int]:
+        """Of each field and edge, the first that has the same value."""
+        seen = list[Any]()
+        for visit in self._visits:
+            seen += [saved(visit.node, name) for name in NODES.fields(visit.node)]
+            for i, edge in enumerate(visit.node.next_functions):
+                how, _ = self._edge(visit, i, *edge)
+                seen.append(edge[0].variable if how == _LEAF else visit.given[i] if how == _VALUE else None)
+        at = list(map(id, seen))
+        return [i if one is None else at.index(id(one)) for i, one in enumerate(seen)]
+
+    def _edge(self, visit: Visit, i: int, producer: Any, output: int) -> tuple[int, int]:
+        if i not in visit.given:
+            return _ANY, 0
+        value = visit.given[i]
+        if producer is None:
+            return _NONE, 0
+        if value is None or kind_of(producer) == PASSES_ON:
+            raise _UnlikeError
+        if kind_of(producer) == ACCUMULATES:
+            return _LEAF, 0
+        made = self._check_of(producer, output)
+        if made is not None:
+            return _MADE, made
+        if find(producer, output) is not value or not value.as_made or value.memory is not None:
+            raise _UnlikeError
+        return _VALUE, sort_of(value)
+
+    def _check_of(self, producer: Any, output: int) -> int | None:
+        for i, visit in enumerate(self._visits):
+            if i and visit.node is producer and visit.output == output:
+                return i
+        return None
+
+    def _source(self, value: Value) -> tuple[int, int, int]:
+        """Where the value is found."""
+        for c, visit in enumerate(self._visits):
+            for i, name in enumerate(NODES.fields(visit.node)):
+                if saved(visit.node, name) is value:
+                    return _FROM_FIELD, c, i
+            for i, given in visit.given.items():
+                if given is value:
+                    how, made = self._edge(visit, i, *visit.node.next_functions[i])
+                    if how != _MADE:
+                        return {_LEAF: _FROM_LEAF, _VALUE: _FROM_EDGE}[how], c, i
+                    if made not in self._made:
+                        self._template(value, made)
+                    return _FROM_MADE, c, self._made[made]
+        raise _UnlikeError
+
+    def _template(self, value: Value, check: int) -> None:
+        step = value.step
+        if step is None or step.spec is not None or step.flags not in (None, self._flags):
+            raise _UnlikeError
+        kind = kind_of(self._visits[check].node)
+        if kind == "MulBackward0" and len(step.inputs) < 2:
+            raise _UnlikeError  # a number that the node keeps as a tensor
+        place = self._made[check] = len(self._templates)
+        self._templates.append(None)
+        captured, inputs, copies = _NOTHING, step.inputs, 0
+        if step.captured:
+            captured, inputs, copies = self._captured(step, self._visits[check])
+        if any(value.name == COPIED_PART for value in inputs):
+            raise _UnlikeError
+        self._templates[place] = {
+            "check": check,
+            "step": step._replace(inputs=(), captured=()),
+            "name": value.name,
+            "shape": torch.Size(value.shape),
+            "dtype": value.dtype,
+            "products": value.products,
+            "inputs": [self._source(value) for value in inputs],
+            "captured": captured,
+            "copies": copies,
+        }
+
+    def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
+        """How what the step captures is made: by a batch norm, or it is that of a norm before."""
+        if step.function is not scale_shift_act:
+            raise _UnlikeError
+        node = visit.node
+        if kind_of(node) == "NativeBatchNormBackward0":
+            mean, rstd = saved(node, "result1"), saved(node, "result2")
+            if mean is None or rstd is None or not isinstance(mean.call, CallArguments) or 2 in visit.given:
+                raise _UnlikeError
+            bias = mean.call.bias
+            if not node._saved_training or (bias is not None and len(bias) != len(rstd.look())):
+                raise _UnlikeError
+            return _BATCH_NORM if bias is None else _BATCH_NORM_WITH_BIAS, step.inputs, 0
+        x = saved(node, "self") if "self" in NODES.fields(node) else visit.given.get(0)
+        norm, copies = None if x is None else x.step, 0
+        while norm is not None and norm.kind == "copy":
+            norm, copies = norm.inputs[0].step, copies + 1
+        if x is None or norm is None or norm.captured is not step.captured or norm.inputs is not step.inputs:
+            raise _UnlikeError
+        return _OF_NORM, (x,), copies
+
+
+# ------------------------------------------------ what a pass has
+
+
+def told_of(policy: Policy, node: Any) -> tuple[str, str, bool, bool, bool, bool]:
+    """Of a class of nodes: its name, why its outputs are held, whether it is usual, searched, one whose
+    output is an alias of its input, a copy."""
+    kind = kind_of(node)
+    why = reasons.NOT_REPEATED if kind in RECIPES else reasons.NO_RECIPE
+    usual = not isinstance(node, BackwardCFunction) and kind not in _UNUSUAL
+    searched = (kind in RECIPES and policy.considers(kind)) or kind in WIDENS
+    return kind or node.name(), why, usual, searched, kind in ALIASES, kind == "CloneBackward0"
+
+
+def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
+    """The object whose `pack` is the first hook of this pass: `packing`, or one in C++ that makes usual
+    values by itself and gives the rest to `packing`."""
+    memo, search, policy = packing.memo, packing.search, packing.policy
+    if memo is None:
+        return packing
+    has = {
+        "packing": packing,
+        "pack": packing.pack,
+        "getters": flags.GETTERS,
+        "flags": search.flags.only,
+        "before": search.leaves.before,
+        "provenance": search.provenance,
+        "ledger": packing.ledger,
+        "values": packing.ledger.references,
+        "sorter": sort_of,
+        "told_of": partial(told_of, policy),
+        "read": calls.READ,
+        "norms": calls.NORMS,
+        "arguments": CallArguments,
+        "apply": calls.APPLY,
+        "seen": packing.seen,
+        "smallest": smallest,
+        "alone": references_when_alone(NODES.references),
+        "much_larger": MUCH_LARGER,
+        "smaller": reasons.SMALLER,
+        "edited": reasons.EDITED,
+        "everything": policy.everything,
+        "reads_weights": policy.reads_weights,
+        "from_here": from_here,
+    }
+    return NODES.begin(memo.kinds, has)

@@ -1,0 +1,250 @@
+"""The memo of `lean()` (saving/memo.py, csrc/nodes/kinds.h): what it has learned of one save it may use for
+another only where the Python search would find the same.
+
+Each program is run twice for the memo to learn, then with a change that one of its guards sees.
+"""
+
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from memo_listings import GUARDED, Program, flags_within, scaled_before_edit
+from torch import nn
+
+from leannorm.autograd.nodes import NODES
+from leannorm.saving import lean, memo, packing, small
+
+pytestmark = pytest.mark.skipif(NODES is None, reason="the memo is a part of the C++ nodes")
+
+
+@pytest.fixture(autouse=True)
+def searched(monkeypatch):
+    monkeypatch.setattr(small, "SMALL", -1)
+    monkeypatch.setattr(packing, "SMALLEST", 1)
+    memo.forget()
+    yield
+    memo.forget()
+
+
+def _records(saved):
+    return [(r.node, r.shape, r.dtype, r.bytes, r.rebuilt, r.why) for r in saved.records]
+
+
+def _asked_python(monkeypatch, asked):
+    pack = packing.Packing._pack
+
+    def noted(self, tensor, *rest):
+        asked.append(tensor.grad_fn)
+        return pack(self, tensor, *rest)
+
+    monkeypatch.setattr(packing.Packing, "_pack", noted)
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+@pytest.mark.parametrize("f", GUARDED)
+def test_what_has_changed_is_seen(f, setting):
+    program = Program(f, kernel=3 if f is flags_within else 1)
+    for seed in range(6):
+        program.gradients(lean(setting), False, seed)
+    for seed, other in enumerate([True, False, True, True]):
+        stock = program.gradients(contextlib.nullcontext(), other, seed)
+        found = program.gradients(lean(setting), other, seed)
+        if isinstance(stock, str):
+            assert isinstance(found, str)
+        elif isinstance(found, str):  # as documented, where every parameter may be read again
+            assert (f, setting) == (scaled_before_edit, "conv")
+            assert "through .data" in found
+        else:
+            assert all(torch.equal(a, b) for a, b in zip(stock, found, strict=True))
+
+
+def test_a_weight_that_was_edited_through_data_raises():
+    """A convolution is rebuilt by its weight, which must hold what it held."""
+    program = Program(
+        lambda m, x, other: m[2](F.silu(m[1](F.silu(m[0](x))))).square().sum(),
+        after=lambda m: m[0].weight.data.mul_(2),
+    )
+    for seed in range(6):
+        program.gradients(lean("conv"), False, seed)
+    assert "through .data" in program.gradients(lean("conv"), True, 9)
+
+
+def _net():
+    torch.manual_seed(0)
+    acts = nn.SiLU(), nn.ReLU(), nn.Hardswish(True)
+    parts = [(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), act) for act in acts]
+    return nn.Sequential(*[layer for part in parts for layer in part], nn.Flatten(), nn.Linear(8 * 36, 10))
+
+
+def _passes(net, setting, count, like=None):
+    """Gradients and records of passes on inputs of their own."""
+    found = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        net.zero_grad()
+        with lean(setting) as saved:
+            loss = net(torch.randn(4, 8, 6, 6)).square().sum()
+        loss.backward()
+        found.append(
+            ([p.grad.clone() for p in net.parameters()], _records(saved), saved.kept_bytes, saved.reasons)
+        )
+    return found
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+def test_ledgers_and_gradients_are_those_of_the_search(monkeypatch, setting):
+    monkeypatch.setattr(memo, "on", False)
+    searched = _passes(_net(), setting, 6)
+    monkeypatch.setattr(memo, "on", True)
+    for _ in range(2):
+        for a, b in zip(searched, _passes(_net(), setting, 6), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+            assert a[1:] == b[1:]
+
+
+def test_a_sum_goes_by_what_is_added(monkeypatch):
+    """A sum of held tensors is rebuilt, one of an activation's output is held, by lean()'s rule."""
+
+    def add(m, x, other):
+        u, v = m[0](x), m[1](x)
+        w = F.silu(u)
+        others = m[2](w).sum() + F.silu(v).sum()
+        s = (w if other else u) + v
+        return m[3](F.silu(s)).square().sum() + others
+
+    def records(on):
+        monkeypatch.setattr(memo, "on", on)
+        program = Program(add)
+        for seed in range(6):
+            program.gradients(lean(), False, seed)
+        program.gradients(usual := lean(), False, 7)
+        program.gradients(saved := lean(), True, 7)
+        return [sum(r.rebuilt for r in seen.records if r.node == "AddBackward0") for seen in (usual, saved)]
+
+    assert records(True) == records(False) == [1, 0]
+
+
+def test_an_edit_that_the_backward_pass_never_meets():
+    """What a node saved was edited before its output was saved: the output is held."""
+
+    def gradient(context, other):
+        torch.manual_seed(1)
+        with context:
+            y = program.m[0](torch.randn(4, 8, 6, 6))
+            a = F.silu(y)
+            if other:
+                with torch.no_grad():
+                    y.mul_(2)
+            loss = program.m[1](a).square().sum()
+        return torch.autograd.grad(loss, program.m[1].weight)[0]
+
+    program = Program(None)
+    for _ in range(6):
+        gradient(lean(), False)
+    assert torch.equal(gradient(contextlib.nullcontext(), True), gradient(lean(), True))
+
+
+def test_a_pass_like_those_before_asks_python_for_nothing(monkeypatch):
+    monkeypatch.setattr(packing, "SMALLEST", 16)
+    net, asked = _net(), []
+    _passes(net, "norm", 5)
+    _asked_python(monkeypatch, asked)
+    _passes(net, "norm", 1)
+    assert not asked
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_few_objects_wait_to_be_collected(monkeypatch, on):
+    """Python's collector visits all of them, again and again: a value has no dict, a sample is mere bytes."""
+    monkeypatch.setattr(memo, "on", on)
+    net = _net()
+    _passes(net, "norm", 5)
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(o) for o in gc.get_objects()}
+        with lean() as saved:
+            loss = net(torch.randn(4, 8, 6, 6)).square().sum()
+        made = [type(o) for o in gc.get_objects() if id(o) not in before]
+    finally:
+        gc.enable()
+    loss.backward()
+    assert made.count(dict) < len(saved.records)  # one for each node that made what is saved
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"verify": True}, {"budget": 0.5}, {"overhead": 0.1}, {"held": (lambda t: t, lambda t: t)}],
+    ids=lambda s: next(iter(s)),
+)
+def test_other_settings_are_pythons(monkeypatch, settings):
+    net, asked = _net(), []
+    _passes(net, "norm", 5)
+    _asked_python(monkeypatch, asked)
+    with lean(**settings) as saved:
+        loss = net(torch.randn(4, 8, 6, 6)).square().sum()
+    loss.backward()
+    assert len(asked) >= len(saved.records)
+
+
+def test_several_threads_share_a_memo():
+    errors, inputs = list[Exception](), [torch.randn(4, 8, 6, 6) for _ in range(6)]
+    nets = [_net() for _ in range(4)]
+
+    def passes(net):
+        for x in inputs:
+            net.zero_grad()
+            with lean():
+                loss = net(x).square().sum()
+            loss.backward()
+            yield [p.grad.clone() for p in net.parameters()]
+
+    alone = list(passes(nets[0]))
+
+    def work(net):
+        try:
+            for a, b in zip(alone, passes(net), strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(net,)) for net in nets[1:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_graph_is_read_twice_and_two_are_alive():
+    net = _net()
+    _passes(net, "norm", 4)
+    torch.manual_seed(7)
+    xs = [torch.randn(4, 8, 6, 6) for _ in range(2)]
+    losses = []
+    for x in xs:
+        with lean():
+            losses.append(net(x).square().sum())
+    first = torch.autograd.grad(losses[0], list(net.parameters()), retain_graph=True)
+    torch.autograd.grad(losses[1], list(net.parameters()))
+    second = torch.autograd.grad(losses[0], list(net.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_nothing_is_left_of_passes_with_and_without_a_backward_pass():
+    net = _net()
+    _passes(net, "norm", 4)
+    references = []
+    for i in range(20):
+        with lean() as saved:
+            loss = net(torch.randn(4, 8, 6, 6)).square().sum()
+        if i % 2:
+            loss.backward()
+        references += saved._ledger.references
+        del loss
+    gc.collect()
+    assert references
+    assert not [r for r in references if r() is not None]
