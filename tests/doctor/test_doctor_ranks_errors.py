@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from rank_models import Megatron, blocks, convolutions, images, tokens
 from ranks import outcomes, ranks
 
 import leannorm
+from leannorm.report.doctor import meeting
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
@@ -143,6 +145,23 @@ def called_by_one_then_by_all(rank):
 
 def test_a_call_that_was_given_up():
     assert ranks(2, called_by_one_then_by_all, group_timeout=2) == [True, True]
+
+
+def warnings_while_one_comes_late(rank, late):
+    meeting._PATIENCE = 0.5
+    if rank == late:
+        time.sleep(2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        leannorm.doctor(convolutions(), None)
+    return [str(one.message) for one in told if "has waited" in str(one.message)]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_waits_long_says_for_whom(late):
+    told = ranks(2, warnings_while_one_comes_late, late)
+    assert not told[late]
+    assert f"for {'the others' if late == 0 else 'rank 1'}, and will for up to 60 s" in told[1 - late][0]
 
 
 def in_a_store_that_outlives_its_group(rank):

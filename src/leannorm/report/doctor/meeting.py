@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from leannorm.distributed.communicator import seconds_allowed
 
 _POLL = 0.01
 _READING = 10.0  # seconds for which the store's keeper may wait for ranks that read the answer
+_PATIENCE = 20.0  # seconds after which a rank says that it waits
 _NAMED = 8  # ranks that a sentence names
 
 
@@ -67,7 +69,7 @@ class Meeting:
                 answer = self._answer(store, self._presided(store, decide))
             else:
                 try:
-                    store.wait(["answer"], timedelta(seconds=self._seconds))
+                    self._wait(store)
                 except RuntimeError:
                     self._answer(store, self._late(self._missing(store, range(len(self.ranks)))))
                 answer = self._answer(store)
@@ -75,6 +77,24 @@ class Meeting:
             self._told = True
             raise SyncError(answer["error"])
         return answer["decided"]
+
+    def _wait(self, store: Any) -> None:
+        """Until there is an answer; raises torch's error where none comes in time."""
+        left = self._seconds
+        if left > _PATIENCE:
+            with suppress(RuntimeError):
+                store.wait(["answer"], timedelta(seconds=_PATIENCE))
+                return
+            self._say_that_it_waits("the others")
+            left -= _PATIENCE
+        store.wait(["answer"], timedelta(seconds=left))
+
+    def _say_that_it_waits(self, whom: str) -> None:
+        warnings.warn(
+            f"doctor on rank {self.ranks[self.place]} has waited {_PATIENCE:g} s for {whom}, and will for up"
+            f" to {self._seconds:g} s: it is called on every rank, or with group= of those that call it",
+            stacklevel=2,
+        )
 
     def _fail(self, error: BaseException) -> str | None:
         """Tell the others that this rank failed; what the first rank said that failed, if it was another."""
@@ -114,11 +134,15 @@ class Meeting:
         return answer
 
     def _presided(self, store: Any, decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + self._seconds
+        start = time.monotonic()
+        deadline, patient = start + self._seconds, True
         missing = self._missing(store, range(len(self.ranks)))
         while missing and not store.check(["answer"]) and time.monotonic() < deadline:
             time.sleep(_POLL)
             missing = self._missing(store, missing)
+            if missing and patient and time.monotonic() > start + _PATIENCE:
+                patient = False
+                self._say_that_it_waits(ranks_in_words([self.ranks[place] for place in missing]))
         if missing:
             return self._late(missing)  # where a rank has answered, its answer is the first
         posts = [json.loads(store.get(f"of/{place}")) for place in range(len(self.ranks))]
