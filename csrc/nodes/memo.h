@@ -74,14 +74,20 @@ inline bool flags_as_before(State* p) {
 
 // What a norm's call tells in `frame`; as _of_norm in calls.py.
 inline Ref norm_call(State* p, PyFrameObject* frame) {
-  const Ref given(PyFrame_GetLocals(frame));
-  if (!given || !PyDict_CheckExact(given.get())) throw Unusual();
+  static PyObject* const f_locals = PyUnicode_InternFromString("f_locals");
+  const Ref given = get(reinterpret_cast<PyObject*>(frame), f_locals);  // a dict, from Python 3.13 on a proxy
   static PyObject* const keys[] = {
       PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias"), PyUnicode_InternFromString("running_mean"),
       PyUnicode_InternFromString("running_var"), PyUnicode_InternFromString("training"),
       PyUnicode_InternFromString("use_input_stats"), PyUnicode_InternFromString("eps")};
+  Ref found[std::size(keys)];
   PyObject* of[std::size(keys)];
-  for (size_t i = 0; i < std::size(keys); ++i) of[i] = PyDict_GetItemWithError(given.get(), keys[i]);
+  for (size_t i = 0; i < std::size(keys); ++i) {
+    found[i] = Ref(PyObject_GetItem(given.get(), keys[i]));
+    if (!found[i] && !PyErr_ExceptionMatches(PyExc_KeyError)) throw Unusual();
+    if (!found[i]) PyErr_Clear();  // not an argument of this norm
+    of[i] = found[i].get();
+  }
   const Tensor* tensors[4];
   for (size_t i = 0; i < 4; ++i) {
     tensors[i] = tensor_of(of[i]);

@@ -152,8 +152,14 @@ inline Registered registered(Node* node, uint32_t output) {
   found.any = true;
   if (!PyWeakref_CheckRef(lookup)) throw Unusual();
   found.is_packed = reinterpret_cast<PyObject*>(Py_TYPE(lookup)) == classes().packed;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* value = nullptr;
+  if (PyWeakref_GetRef(lookup, &value) < 0) throw Unusual();
+  found.value = Ref(value);
+#else
   PyObject* const value = PyWeakref_GetObject(lookup);
   if (value != Py_None) found.value = borrowed(value);
+#endif
   return found;
 }
 inline void record(Node* node, uint32_t output, const Ref& lookup) {
