@@ -203,7 +203,18 @@ def edited_before_its_reader(m, x, other):
     return m[1](torch.relu(b)).square().sum() + m[2](b).sum()
 
 
+def view_of_an_edited_leaf(m, x, other):
+    """A step read the view before the leaf was edited, the node that saved the view after it."""
+    view = m[0].weight.transpose(0, 1)
+    r = -view
+    if other:
+        with torch.no_grad():
+            m[0].weight.mul_(3.0)
+    return F.conv2d(F.conv2d(x, view), r).square().sum()
+
+
 GUARDED = [
+    view_of_an_edited_leaf,
     *(kept_cast, cast_before_edit, scaled_before_edit, copied_to_edit),
     *(with_itself, two_apart, sum_with_itself, two_of_one_node, two_nodes, edited_before_its_reader),
     *(choice, read_before_edit, edited_behind, schedule, edited_output, address, flags_within),

@@ -73,6 +73,30 @@ def test_a_weight_that_was_edited_through_data_raises():
     assert "through .data" in program.gradients(lean("conv"), True, 9)
 
 
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+def test_flags_set_between_passes_are_seen(setting):
+    program = Program(lambda m, x, other: m[2](F.silu(m[1](F.silu(m[0](x))))).square().sum(), kernel=3)
+    for seed in range(6):
+        program.gradients(lean(setting), False, seed)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        stock = program.gradients(contextlib.nullcontext(), False, 7)
+        found = program.gradients(lean(setting), False, 7)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert all(torch.equal(a, b) for a, b in zip(stock, found, strict=True))
+
+
+def test_statistics_that_others_have_are_sampled():
+    """In evaluation a norm saves its buffers: an edit through .data before the backward pass is told."""
+    norm = nn.BatchNorm2d(8).eval()
+    program = Program(lambda m, x, other: m[1](F.silu(norm(m[0](x)))).square().sum())
+    for seed in range(6):
+        program.gradients(lean(), False, seed)
+    program.after = lambda m: norm.running_mean.data.add_(1)
+    assert "through .data" in program.gradients(lean(), True, 7)
+
+
 def _net():
     torch.manual_seed(0)
     acts = nn.SiLU(), nn.ReLU(), nn.Hardswish(True)
