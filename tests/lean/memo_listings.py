@@ -12,7 +12,7 @@ class Program:
         torch.manual_seed(0)
         make = [nn.Conv2d(8, 8, kernel, padding=kernel // 2, bias=False) for _ in range(4)]
         self.f, self.m, self.after = f, nn.ModuleList(make), after
-        self.m.scale = nn.Parameter(torch.randn(8, 6, 6))
+        self.m.scale, self.m.square = nn.Parameter(torch.randn(8, 6, 6)), nn.Parameter(torch.randn(8, 8))
         self.at_first = [p.detach().clone() for p in self.m.parameters()]
 
     def gradients(self, context, other, seed):
@@ -24,6 +24,7 @@ class Program:
         self.m.kept = self.m[0].weight.to(torch.bfloat16)
         with torch.no_grad():
             self.m[0].weight.mul_(2)
+            self.m.square.mul_(2)
         with context:
             loss = self.f(self.m, x, other)
         if self.after is not None and other:
@@ -205,12 +206,12 @@ def edited_before_its_reader(m, x, other):
 
 def view_of_an_edited_leaf(m, x, other):
     """A step read the view before the leaf was edited, the node that saved the view after it."""
-    view = m[0].weight.transpose(0, 1)
+    view = m.square.t()
     r = -view
     if other:
         with torch.no_grad():
-            m[0].weight.mul_(3.0)
-    return F.conv2d(F.conv2d(x, view), r).square().sum()
+            m.square.mul_(3.0)
+    return torch.mm(torch.mm(x.view(-1, 8), view), r).square().sum()
 
 
 GUARDED = [
