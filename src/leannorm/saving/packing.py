@@ -370,8 +370,7 @@ class Packing(CountingHook):
         Attention scales q and k before v is saved, which is a view of the memory that q and k came from.
         """
         # a node that keeps its own output would hold itself, where autograd and the collector see nothing
-        keeps_it = node._sequence_nr() + 1 == value.seen_at
-        if len(missing) == 1 and not keeps_it:
+        if len(missing) == 1 and not self.search.was_saving(node, value.seen_at):
             value.origin = node, output
             wait(*missing[0], weakref.ref(value))
             self._anything_waits = True

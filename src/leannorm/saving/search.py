@@ -109,6 +109,15 @@ class Search:
         """Has this kind of node a recipe that the policy allows?"""
         return kind in self._recipes
 
+    @staticmethod
+    def was_saving(node: Any, number: int) -> bool:
+        """Was the node itself saving when the next node's number was this? A node that it reads may be newer:
+        torch makes that of a view, whose base was edited, when the reader asks for it."""
+        read = (producer for producer, _ in node.next_functions if producer is not None)
+        numbers = [one._sequence_nr() for one in (node, *read)]
+        newest: int = max(n for n in numbers if n < number)  # a leaf's is larger than all
+        return newest + 1 == number
+
     def step(
         self, node: Node, output: int, like: Tensor, visits: list[Visit] | None = None
     ) -> Step | Missing:
