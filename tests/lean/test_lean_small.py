@@ -103,6 +103,7 @@ def test_who_asks_for_more_gets_it_at_any_size(setting):
 
 
 def test_lean_models_are_told_apart():
+    small._STAYED_SMALL.clear()  # of other tests
     little, large = make_lean(network()), make_lean(network())
     few, many = torch.randn(48, 32), torch.randn(512, 32)
     for _ in range(3):
