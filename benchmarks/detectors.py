@@ -9,8 +9,6 @@ builds fit, are replaced with its formulas in plain torch.
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Iterator
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -20,7 +18,6 @@ from torch import Tensor, nn
 
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
-from leannorm.saving import small
 
 
 def _suppress(boxes: Tensor, scores: Tensor, threshold: float) -> Tensor:
@@ -146,16 +143,8 @@ def measure(name: str) -> Iterator[held.Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("networks", nargs="*", choices=[*NETWORKS, []], metavar="NETWORK")
-    held.add_json(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    small.SMALL = -1
-    found = (row for name in options.networks or NETWORKS for row in measure(name))
+    options = held.parsed(held.parser_of(__doc__, NETWORKS, "NETWORK"))
+    found = (row for name in options.names or NETWORKS for row in measure(name))
     held.tell(options, found, "network", "setting")
 
 

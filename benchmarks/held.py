@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import warnings
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks import record
 from benchmarks.lean_transformers import Context, checkpointed
 from leannorm.report.memory import measure_step
-from leannorm.saving import lean
+from leannorm.saving import lean, small
 
 Row = dict[str, Any]
 
@@ -54,6 +55,23 @@ def rows(
         )
         shares = {"held": round(kept / stock[1], 4), "peak": round(peak / stock[2], 4)}
         yield {"setting": setting, **shares, "equal": equal}
+
+
+def parser_of(doc: str | None, names: Iterable[str], what: str) -> ArgumentParser:
+    """Of a command whose arguments are some of these names, with `--json`."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar=what)
+    add_json(parser)
+    return parser
+
+
+def parsed(parser: ArgumentParser) -> Namespace:
+    """The arguments, in a process set up for these tables."""
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
+    warnings.simplefilter("ignore")
+    small.SMALL = -1  # models this small are left alone otherwise
+    return options
 
 
 def add_json(parser: ArgumentParser) -> None:

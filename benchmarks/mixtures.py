@@ -8,8 +8,6 @@ Each in turn with the settings of `lean()` and with a checkpoint around every bl
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
-from leannorm.saving import small
 
 _LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32}
 _LATENT |= {"v_head_dim": 32, "head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
@@ -99,18 +96,11 @@ def measured(families: Iterable[str], experts: str, dtype: str) -> Iterator[held
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("families", nargs="*", choices=[*FAMILIES, []], metavar="FAMILY")
+    parser = held.parser_of(__doc__, FAMILIES, "FAMILY")
     parser.add_argument("--experts", default="grouped_mm", choices=["grouped_mm", "eager", "batched_mm"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    held.add_json(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)  # with more, the gradient of a gathered weight has no fixed order
-    warnings.simplefilter("ignore")
-    small.SMALL = -1  # models this small are left alone otherwise
-    found = measured(options.families or FAMILIES, options.experts, options.dtype)
+    options = held.parsed(parser)
+    found = measured(options.names or FAMILIES, options.experts, options.dtype)
     held.tell(options, found, "family", "experts", "dtype", "setting")
 
 

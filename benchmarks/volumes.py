@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
-import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
-from leannorm.saving import small
 
 
 def block(inputs: int, outputs: int, stride: int = 1, p: float = 0.0) -> nn.Module:
@@ -120,16 +117,8 @@ def measure(name: str) -> Iterator[held.Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("networks", nargs="*", choices=[*NETWORKS, []], metavar="NETWORK")
-    held.add_json(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    small.SMALL = -1
-    names = options.networks or NETWORKS
+    options = held.parsed(held.parser_of(__doc__, NETWORKS, "NETWORK"))
+    names = options.names or NETWORKS
     for name in names:
         if (needs := lacking(name)) is not None:
             print(f"{name}: needs {needs.replace('_', '-')}, installed with --no-deps")

@@ -61,6 +61,9 @@ struct Kind {
   bool is_view;
 };
 
+// Mixes a number into a hash.
+inline void mix(uint64_t& h, uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); }
+
 // Layouts of tensors as Python has them, each made once.
 struct Layouts {
   Ref of(PyObject* object, const Tensor& t) {
@@ -69,7 +72,7 @@ struct Layouts {
     key.append(t.strides().begin(), t.strides().end());
     key.push_back(static_cast<int64_t>(t.scalar_type()));
     uint64_t h = 0;
-    for (const int64_t v : key) h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29);
+    for (const int64_t v : key) mix(h, v);
     if (places_.empty()) places_.resize(512);
     auto* place = &places_[(h >> 32) % places_.size()];
     if (place->second && place->first == key) return borrowed(place->second.get());
@@ -124,9 +127,8 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   const bool is_parameter = Py_TYPE(tensor.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
   const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad();
   uint64_t h = reinterpret_cast<uint64_t>(name.get()) + flavor;
-  const auto mix = [&](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); };
-  mix(reinterpret_cast<uint64_t>(layout.get()));
-  if (layout.get() == Py_None) layout = now.layouts->of(tensor.get(), *t), mix(reinterpret_cast<uint64_t>(layout.get()));
+  mix(h, reinterpret_cast<uint64_t>(layout.get()));
+  if (layout.get() == Py_None) layout = now.layouts->of(tensor.get(), *t), mix(h, reinterpret_cast<uint64_t>(layout.get()));
   constexpr size_t kMostSorts = 4096;
   if (now.sorts->of.size() > kMostSorts) now.sorts->of.clear();
   auto found = now.sorts->of.find(h);

@@ -77,9 +77,6 @@ inline PyObject* clear_memo(PyObject* self, PyObject*) {
   reinterpret_cast<MemoObject*>(self)->memo->clear();
   Py_RETURN_NONE;
 }
-inline PyObject* size_of_memo(PyObject* self, PyObject*) {
-  return PyLong_FromSize_t(reinterpret_cast<MemoObject*>(self)->memo->size);
-}
 
 // ---------------------------------------------------------------- passes
 
@@ -140,7 +137,7 @@ inline void free_memo(PyObject* self) {
   PyObject_Free(self);
 }
 inline PyMethodDef memo_methods[] = {
-    {"learn", learn, METH_VARARGS, nullptr}, {"clear", clear_memo, METH_NOARGS, nullptr}, {"size", size_of_memo, METH_NOARGS, nullptr}, {nullptr}};
+    {"learn", learn, METH_VARARGS, nullptr}, {"clear", clear_memo, METH_NOARGS, nullptr}, {nullptr}};
 inline PyTypeObject memo_type = [] {
   PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
   type.tp_name = "leannorm._nodes.Memo", type.tp_basicsize = sizeof(MemoObject), type.tp_dealloc = free_memo;

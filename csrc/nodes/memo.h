@@ -33,10 +33,9 @@ struct Memo {
 
 inline uint64_t key_of(const std::type_info* type, uint32_t output, long version, bool newest, const Tensor& t) {
   uint64_t h = reinterpret_cast<uint64_t>(type) + output;
-  const auto mix = [&](uint64_t v) { h = (h ^ v) * 0x9E3779B97F4A7C15ull ^ (h >> 29); };
-  mix(version * 2 + newest), mix(static_cast<uint64_t>(t.scalar_type()));
-  for (const int64_t v : t.sizes()) mix(v);
-  for (const int64_t v : t.strides()) mix(v);
+  mix(h, version * 2 + newest), mix(h, static_cast<uint64_t>(t.scalar_type()));
+  for (const int64_t v : t.sizes()) mix(h, v);
+  for (const int64_t v : t.strides()) mix(h, v);
   return h;
 }
 

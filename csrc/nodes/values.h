@@ -21,9 +21,9 @@ struct Names {
   PyObject LEANNORM_NAME(_left), LEANNORM_NAME(sample), LEANNORM_NAME(provenance), LEANNORM_NAME(order), LEANNORM_NAME(call);
   PyObject LEANNORM_NAME(layout), LEANNORM_NAME(seen_at), LEANNORM_NAME(as_made), LEANNORM_NAME(copied_to_edit), LEANNORM_NAME(watch);
   PyObject LEANNORM_NAME(memory), LEANNORM_NAME(shape), LEANNORM_NAME(dtype), LEANNORM_NAME(seconds), LEANNORM_NAME(products);
-  PyObject LEANNORM_NAME(why), LEANNORM_NAME(alone), LEANNORM_NAME(frees), LEANNORM_NAME(sort), LEANNORM_NAME(spec);
+  PyObject LEANNORM_NAME(why), LEANNORM_NAME(frees), LEANNORM_NAME(sort), LEANNORM_NAME(spec);
   PyObject LEANNORM_NAME(original), LEANNORM_NAME(seen), LEANNORM_NAME(_largest), LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed);
-  PyObject LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(_rebuilt), LEANNORM_NAME(rebuilds), LEANNORM_NAME(kind);
+  PyObject LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(rebuilds);
   PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow);
 #undef LEANNORM_NAME
   PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
@@ -137,7 +137,6 @@ inline PyObject* metadata_of(Node* node) {
   return static_cast<torch::autograd::PyAnomalyMetadata*>(node->metadata())->dict();
 }
 struct Registered {
-  bool any = false;  // is something recorded, a value or not?
   Ref value;  // alive
   bool is_packed = false;
 };
@@ -149,7 +148,6 @@ inline Registered registered(Node* node, uint32_t output) {
   Registered found;
   PyObject* const lookup = PyDict_GetItemWithError(metadata_of(node), registry_key(output));
   if (lookup == nullptr) return found;
-  found.any = true;
   if (!PyWeakref_CheckRef(lookup)) throw Unusual();
   found.is_packed = reinterpret_cast<PyObject*>(Py_TYPE(lookup)) == classes().packed;
 #if PY_VERSION_HEX >= 0x030D0000

@@ -197,10 +197,11 @@ class _Learning:
             self._template(value, 0)
         elif not self._is_held_for_good(value, found):
             raise _UnlikeError
+        checks = [self._check(visit) for visit in self._visits]
         self.kind = {
             "flags": self._flags,
-            "checks": [self._check(visit) for visit in self._visits],
-            "same": self._same(),
+            "checks": checks,
+            "same": self._same(checks),
             "templates": self._templates,
             "why": value.why,
             "seconds": value.seconds,
@@ -234,14 +235,14 @@ class _Learning:
             "edges": edges,
         }
 
-    def _same(self) -> list[int]:
+    def _same(self, checks: list[dict[str, Any]]) -> list[int]:
         """Of each field and edge, the first that has the same value."""
         seen = list[Any]()
-        for visit in self._visits:
+        for visit, check in zip(self._visits, checks, strict=True):
             seen += [saved(visit.node, name) for name in NODES.fields(visit.node)]
-            for i, edge in enumerate(visit.node.next_functions):
-                how, _ = self._edge(visit, i, *edge)
-                seen.append(edge[0].variable if how == _LEAF else visit.given[i] if how == _VALUE else None)
+            for i, (how, _) in enumerate(check["edges"]):
+                leaf = visit.node.next_functions[i][0].variable if how == _LEAF else None
+                seen.append(visit.given[i] if how == _VALUE else leaf)
         at = list(map(id, seen))
         return [i if one is None else at.index(id(one)) for i, one in enumerate(seen)]
 

@@ -39,7 +39,7 @@ class Meeting:
         self.place = dist.get_rank(group)
         self._seconds = seconds_allowed(group)
         c10d = dist.distributed_c10d
-        whose = f"leannorm/doctor/{zlib.crc32(repr(self.ranks).encode()):x}"
+        whose = f"leannorm/doctor/{word_of(self.ranks)}"
         root = c10d.PrefixStore(whose, c10d._get_process_group_store(group))
         calls = f"calls/{self.place}"
         with self._named_errors():
@@ -186,6 +186,11 @@ def meeting_of(group: dist.ProcessGroup | None) -> Meeting | None:
         )
     pretended = dist.get_backend(group) == "fake"  # torch's, of one process that plans for many
     return None if pretended or dist.get_world_size(group) == 1 else Meeting(group)
+
+
+def word_of(numbers: list[Any]) -> str:
+    """A short word for a list of ranks, or of lists of them; the same on all ranks."""
+    return f"{zlib.crc32(repr(numbers).encode()):x}"
 
 
 def ranks_in_words(ranks: list[int]) -> str:

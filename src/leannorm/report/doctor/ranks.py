@@ -24,6 +24,7 @@ from leannorm._catalog import Norm
 from leannorm._errors import InputError
 from leannorm.distributed.membership import group_in_words
 from leannorm.nn.sync import Synchronized
+from leannorm.report.doctor.meeting import word_of
 from leannorm.report.doctor.subject import Subject, values_of
 
 SYNCHRONIZED = (Synchronized, torch.nn.SyncBatchNorm)
@@ -106,7 +107,7 @@ def part_of(tensor: Tensor) -> str:
         return ""
     cut = [not p.is_replicate() for p in tensor.placements]  # type: ignore[attr-defined]
     places = [c if along else "*" for c, along in zip(mesh.get_coordinate(), cut, strict=True)]
-    return f"{zlib.crc32(str(mesh.mesh.tolist()).encode()):x}|{places}"
+    return f"{word_of(mesh.mesh.tolist())}|{places}"
 
 
 def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
@@ -120,7 +121,7 @@ def _held(subject: Subject) -> Iterator[tuple[str, Held]]:
             return
         seen.add(module)
         if isinstance(module, DistributedDataParallel):
-            group = f"{zlib.crc32(repr(dist.get_process_group_ranks(module.process_group)).encode()):x}"
+            group = word_of(dist.get_process_group_ranks(module.process_group))
             sent, own = module.broadcast_buffers, True
             ignored.update(f"{path}module.{name}" for name in module.parameters_to_ignore)
         norm = statistics.get(id(module))
