@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace leannorm {
 
@@ -37,13 +38,19 @@ inline PyObject* this_thread(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(at::RecordFunction::currentThreadId());
 }
 
-// in_view(node): the node of the operation that wrote into a view of all of a base, where `node` is the base's
-// CopySlices.
+inline PyObject* layout_of(const at::TensorGeometry& geometry) {
+  py::tuple sizes = py::cast(geometry.sizes().vec()), strides = py::cast(geometry.strides().vec());
+  return py::make_tuple(sizes, strides, geometry.storage_offset()).release().ptr();
+}
+
+// in_view(node): what wrote into a view of a base, where `node` is the base's CopySlices: its node, and sizes,
+// strides and offset of the base and of the view. None where the view is not told by these.
 inline PyObject* in_view(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   const auto* const slices = dynamic_cast<torch::autograd::CopySlices*>(node_of(object));
-  if (slices == nullptr || !slices->fn || slices->view.numel() != slices->base.numel()) Py_RETURN_NONE;
-  return torch::autograd::functionToPyObject(slices->fn);
+  if (slices == nullptr || !slices->fn || slices->view_fn) Py_RETURN_NONE;
+  return Py_BuildValue("(NNN)", torch::autograd::functionToPyObject(slices->fn), layout_of(slices->base),
+                       layout_of(slices->view));
   END_HANDLE_TH_ERRORS
 }
 

@@ -300,7 +300,8 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   PyObject* why = nullptr;
   std::shared_ptr<const Kind> learned;
   const Template* step_template = nullptr;
-  const bool worth = large && (p->everything || size * p->much_larger > std::max(p->largest, size));
+  const long whole = t.is_view() ? t.storage().nbytes() / t.element_size() : size;  // which a view would hold
+  const bool worth = large && (p->everything || whole * p->much_larger > std::max(p->largest, size));
   if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
     if (found == p->memo->kinds.end()) throw Unusual();

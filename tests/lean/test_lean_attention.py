@@ -1,6 +1,7 @@
 """Scaled dot product attention: its output is computed again where that is allowed; dropout holds bits."""
 
 import gc
+import sys
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from test_lean_narrow import assert_stock, held
 from torch import nn
 
 from leannorm import lean
+from leannorm.saving import small
 
 BATCH, TOKENS, HEADS, DEPTH = 2, 48, 4, 16
 NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
@@ -129,3 +131,52 @@ def test_a_graph_that_is_dropped_is_freed():
         assert dropped() is None
     finally:
         gc.enable()
+
+
+class OfKeysWiderThanValues(nn.Module):
+    """As DeepSeek's heads: torch computes it by products, a mask and a softmax; no node keeps the mask."""
+
+    def __init__(self, attend, **call):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(64, HEADS * depth) for depth in (24, 24, 16))
+        self.attend, self.call, self.is_causal = attend, {"attention_mask": None, **call}, True
+
+    def forward(self, x):
+        q, k, v = (f(x).view(BATCH, TOKENS, HEADS, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return x + self.attend(self, q, k, v, **self.call)[0].flatten(2)
+
+
+def of_transformers(*given, **call):
+    module = pytest.importorskip("transformers.integrations.sdpa_attention")
+    return module.sdpa_attention_forward(*given, **call)
+
+
+def sdpa_attention_forward(module, query, key, value, attention_mask, is_causal=True):
+    """Others' function of this name: its variables do not say what it calls."""
+    window = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(-5)
+    return F.scaled_dot_product_attention(query, key, value, window).transpose(1, 2), None
+
+
+MASKED = {
+    "causal": (of_transformers, {}, True),
+    "causal, scaled": (of_transformers, {"scaling": 0.3}, True),
+    "a mask is given": (of_transformers, {"attention_mask": MASK}, False),
+    "not causal": (of_transformers, {"is_causal": False}, True),
+    "in others' function": (sdpa_attention_forward, {"is_causal": True}, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", MASKED)
+def test_attention_weights_behind_a_causal_mask(case, dtype, monkeypatch):
+    attend, call, rebuilt = MASKED[case]
+    module = sys.modules.get("transformers.integrations.sdpa_attention")
+    if attend is sdpa_attention_forward and module is not None:
+        monkeypatch.setattr(module, "sdpa_attention_forward", attend)
+    monkeypatch.setattr(small, "SMALL", -1)
+    model, x = OfKeysWiderThanValues(attend, **call).to(dtype), tokens(dtype)
+    for _ in range(3):
+        saved = lean("conv")
+        assert_stock(lambda: model(x * 1).float().square().sum(), [x, *model.parameters()], saved)
+        (weights,) = [r for r in saved.records if r.node == "SafeSoftmaxBackward0"]
+        assert weights.rebuilt == rebuilt, saved.reasons

@@ -142,3 +142,25 @@ def test_a_sum_in_place_that_a_norm_reads(in_place, edit):
         return seen
 
     assert_as_stock(program, budget=0.05)
+
+
+def test_small_views_of_a_large_tensor_are_rebuilt_with_it():
+    """A state space model's scan in plain torch: each step reads a view of what all steps share."""
+
+    def program(context):
+        layer, found = nn.Linear(64, 64), []
+        for _ in range(3):
+            x, state = torch.randn(64, 32, 64), torch.zeros(32, 64)
+            layer.zero_grad()
+            with context() as saved:
+                decay, added = F.silu(layer(x)).exp(), F.silu(layer(-x))
+                for i in range(64):
+                    state = decay[i] * state + added[i]
+                loss = state.square().sum()
+            loss.backward()
+            found += [p.grad.clone() for p in layer.parameters()]
+            if saved is not None:
+                assert not [r for r in saved.records if r.node == "SelectBackward0" and not r.rebuilt]
+        return found
+
+    assert_as_stock(program)

@@ -6,6 +6,7 @@ is a function of `torch.nn.functional`, its local variables are the arguments.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ class CallArguments(NamedTuple):
     bias: Tensor | None
     reads_buffers: bool  # or has frozen parameters: what it saves, others have too and may edit
     moves_affine: bool = False  # the call writes running statistics into its own weight or bias
+    causal: bool = False  # attention whose mask is the causal one
 
 
 _SOFTMAXES = _codes(F.cross_entropy, F.log_softmax, F.softmax)
@@ -103,6 +105,19 @@ def _of_norm(arguments: dict[str, Any]) -> CallArguments:
         moves_affine = moves_affine or share_memory(statistic, weight) or share_memory(statistic, bias)
     copy = None if bias is None else copied(bias)
     return CallArguments(arguments["eps"], copy, reads_buffers, moves_affine)
+
+
+def _of_attention(arguments: dict[str, Any]) -> CallArguments | None:
+    causal = arguments.get("is_causal") is True and arguments.get("attention_mask", False) is None
+    return CallArguments(None, None, False, causal=True) if causal else None
+
+
+def know_attention() -> None:
+    """Read the calls of transformers' attention from now on, if that is imported."""
+    module = sys.modules.get("transformers.integrations.sdpa_attention")
+    forward = getattr(module, "sdpa_attention_forward", None)
+    if getattr(forward, "__globals__", None) is getattr(module, "__dict__", False):  # by nobody else's
+        READ.update(dict.fromkeys(_codes(forward), _of_attention))
 
 
 NORMS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)

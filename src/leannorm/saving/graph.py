@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterator
 from ctypes import string_at
 from functools import lru_cache
 from struct import unpack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -148,11 +148,25 @@ def _metadata(node: Any) -> Hashable:
     return outputs, inputs
 
 
-def in_view(node: Any) -> tuple[Any, tuple[str, tuple[Any, ...]] | None]:
-    """What an operation in place has done to a view of all of a base, whose node this CopySlices is: its own
-    node (None without the C++ nodes), or its kind and constants (None if those were not noted)."""
-    inner = None if NODES is None else NODES.in_view(node)
-    return inner, None if inner is not None else node.metadata.get(_IN_VIEW)
+class Layout(NamedTuple):
+    """Where a tensor lies in its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+def in_view(node: Any) -> tuple[Any, Layout, Layout] | None:
+    """What wrote in place into a view of a base, where `node` is the base's CopySlices: its node, and where
+    base and view lie. None without the C++ nodes, and where a view is told otherwise."""
+    told = None if NODES is None else NODES.in_view(node)
+    return None if told is None else (told[0], Layout(*told[1]), Layout(*told[2]))
+
+
+def noted_in_view(node: Any) -> tuple[str, tuple[Any, ...]] | None:
+    """The kind and constants of the activation that wrote into a view of all of the base, if noted."""
+    noted: tuple[str, tuple[Any, ...]] | None = node.metadata.get(_IN_VIEW)
+    return noted
 
 
 def note_in_view(tensor: torch.Tensor, node: Any, written: tuple[str, tuple[Any, ...]] | None) -> None:

@@ -146,7 +146,8 @@ class Packing(CountingHook):
             unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
-            worth = self.policy.is_worth(size, self._largest) and unedited is not False
+            whole = size if tensor._base is None else local.untyped_storage().nbytes() // local.itemsize
+            worth = self.policy.is_worth(whole, self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
         visits = list[Visit]()

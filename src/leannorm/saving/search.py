@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import reasons
+from leannorm.saving.calls import know_attention
 from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import (
     ACCUMULATES,
@@ -39,7 +40,8 @@ from leannorm.saving.recipes.resampled import NEAREST
 from leannorm.saving.recipes.selected import BY_POSITION
 from leannorm.saving.recipes.shards import LOCAL, REDISTRIBUTE, TELLING, know_torchs_functions, told_by
 from leannorm.saving.recipes.views import ALIASES, MOVES, VIEWS, cat_of_copied_parts
-from leannorm.saving.steps import Step
+from leannorm.saving.recipes.written import is_sum_in_view
+from leannorm.saving.steps import Step, is_unfilled
 from leannorm.saving.values import Value, held
 
 _SUMS = {"AddBackward0", "SubBackward0"}
@@ -99,6 +101,7 @@ class Search:
         self.provenance, self.from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
         know_torchs_functions()
+        know_attention()
         self._base: Tensor | None = None  # of which the tensor in question is a view
         self.of_ranks = False  # has the pass a DTensor?
         self._visits: list[Visit] = []
@@ -130,7 +133,9 @@ class Search:
             step = self._step(node, output, like, 0, missing)
         finally:
             self._base, self._visits = None, []  # a node must not be held by what it saves
-        return Missing(tuple(missing), self._communicates, self._ruled_out) if step is None else step
+        if step is None or is_unfilled(step):
+            return Missing(tuple(missing), self._communicates, self._ruled_out)
+        return step
 
     def _step(
         self, node: Node, output: int, like: Tensor | None, depth: int, missing: list[tuple[Node, int]]
@@ -141,7 +146,8 @@ class Search:
         recipe = self._recipes.get(kind)
         if recipe is None or depth > _MAX_DEPTH:
             return None
-        if kind in _SUMS and not self._may_add(node):
+        sums = kind in _SUMS or (kind == "CopySlices" and is_sum_in_view(node))
+        if sums and not self._may_add(node):
             self._ruled_out |= not missing
             return None
         edges: tuple[tuple[Node | None, int], ...] = ()  # read once: torch builds a new tuple at each access
@@ -155,6 +161,8 @@ class Search:
             if i >= len(edges):
                 return None
             value, sure = self._value(node, *edges[i], depth + 1, missing)
+            if value is not None and is_unfilled(value.step) and (kind, i) != ("CopySlices", 0):
+                value = None
             proved, lacking = proved and sure, lacking or value is None
             visit.given[i] = value
             return value
@@ -191,7 +199,7 @@ class Search:
                 self._reasons[reasons.BENCHMARK] = 1
                 return None
             proved = proved and sure
-        any_layout = kind in _IN_ANY_LAYOUT
+        any_layout = step.in_any_layout or kind in _IN_ANY_LAYOUT
         return step.told(flags, proved, told, any_layout)
 
     def _on_local_tensors(self, step: Step | None, kind: str, like: Tensor | None) -> Step | None:

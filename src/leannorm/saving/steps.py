@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from leannorm.saving.values import Value
 
 
+UNFILLED = "unfilled"  # the kind of a step whose result is new memory in part: a later write must follow
+
+
 class Owner(IntEnum):
     """Who owns a tensor's memory during a rebuild, and so whether a step may overwrite it."""
 
@@ -61,6 +64,10 @@ class Step(NamedTuple):
     @property
     def view(self) -> bool:
         return self.kind in ("view", "copy")
+
+
+def is_unfilled(step: Step | None) -> bool:
+    return step is not None and step.kind == UNFILLED
 
 
 def run(step: Step, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> tuple[Tensor, Owner]:

@@ -11,5 +11,6 @@ from leannorm.saving.recipes import (  # noqa: F401
     selected,
     shards,
     views,
+    written,
 )
 from leannorm.saving.recipes.registry import RECIPES as RECIPES

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm.saving.graph import constant, exact, in_view, kind_of, saved
+from leannorm.saving.graph import constant, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
@@ -61,7 +61,7 @@ def activation_of_saved_input(node: Any, output: int, given: Given, like: Tensor
     x, constants = saved(node, "self"), tuple(constant(node, name) for name in names)
     if x is None or output:
         return None
-    return _with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants)
+    return with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants)
 
 
 @recipe(*_FROM_PRODUCER)
@@ -72,7 +72,7 @@ def activation_of_producer(node: Any, output: int, given: Given, like: Tensor | 
     x, constants = given(0), tuple(constant(node, name) for name in names)
     if x is None:
         return None
-    return _with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
+    return with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
 
 
 _IN_ONE_PASS: dict[Hashable, str] = {
@@ -82,7 +82,7 @@ _IN_ONE_PASS: dict[Hashable, str] = {
 }
 
 
-def _with_norm(x: Value, key: Hashable) -> Step | None:
+def with_norm(x: Value, key: Hashable) -> Step | None:
     """Norm and activation as one step from the norm's input, in the time of the norm alone."""
     act, step = _IN_ONE_PASS.get(key), x.step
     proved = True
@@ -94,27 +94,10 @@ def _with_norm(x: Value, key: Hashable) -> Step | None:
     return fused._replace(flags=step.flags, proved=proved and step.proved)
 
 
-_IN_PLACE: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
+IN_PLACE: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {
     **{kind: found for kind, found in _FROM_PRODUCER.items() if "Softmax" not in kind},
     **{kind: (f, None, names) for kind, (f, names) in _FROM_SAVED_INPUT.items() if kind != "GluBackward0"},
 }
-
-
-@recipe("CopySlices")
-def activation_in_a_view(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """An activation in place on a view of a whole base, such as instance norm puts out: the base after it."""
-    inner, written = in_view(node)
-    kind, constants = written or ("" if inner is None else kind_of(inner), ())
-    if kind not in _IN_PLACE:
-        return None
-    function, in_place, names = _IN_PLACE[kind]
-    if inner is not None:
-        constants = tuple(constant(inner, name) for name in names)
-    x = given(0)
-    if x is None:
-        return None
-    step = _with_norm(x, (kind, *constants)) or Step(function, (x,), (), constants, in_place=in_place)
-    return step._replace(identity=(step.identity, kind, exact(constants)))
 
 
 @recipe("PreluKernelBackward0")

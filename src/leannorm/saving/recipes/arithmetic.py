@@ -11,6 +11,7 @@ from torch import Tensor
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import constant, kind_of, number, saved
 from leannorm.saving.recipes.registry import Given, recipe
+from leannorm.saving.recipes.views import VIEWS
 from leannorm.saving.steps import Step
 
 
@@ -100,6 +101,8 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
     if a is None or node._saved_alpha != 1:
         return None
     if b is None:
+        if _masks_the_future(node):
+            return Step(_causal, (a,), in_place=_causal_in_place, kind="scale")
         shift = _of_frozen_norm(node)
         return None if shift is None else Step(torch.add, (a,), (shift,), kind="scale")
     return Step(torch.add, (a, b), in_place=add_to, kind="sum")
@@ -112,6 +115,30 @@ def _of_frozen_norm(node: Any) -> Tensor | None:
         return None
     scale = saved(scaled, "other")
     return scale.call.bias if scale is not None and isinstance(scale.call, CallArguments) else None
+
+
+def _masks_the_future(node: Any) -> bool:
+    """Is a causal mask added here, by the call of attention that has multiplied queries by keys?"""
+    (scores, _), (added, _) = node.next_functions
+    while scores is not None and kind_of(scores) in VIEWS:
+        scores = scores.next_functions[0][0]
+    if added is not None or scores is None or kind_of(scores) != "BmmBackward0":
+        return False
+    queries = saved(scores, "self")
+    return queries is not None and isinstance(queries.call, CallArguments) and queries.call.causal
+
+
+def _future_of(scores: Tensor) -> Tensor:
+    there = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return torch.where(there, 0.0, -torch.inf).to(scores.dtype)
+
+
+def _causal(scores: Tensor) -> Tensor:
+    return scores + _future_of(scores)
+
+
+def _causal_in_place(scores: Tensor) -> Tensor:
+    return scores.add_(_future_of(scores))
 
 
 def _subtract_from(a: Tensor, b: Tensor) -> Tensor:

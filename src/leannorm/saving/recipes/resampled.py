@@ -36,7 +36,8 @@ NEAREST = {*_NEAREST}
 def upsampled(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     function, names = _UPSAMPLED[kind_of(node)]
     x, constants = given(0), tuple(constant(node, name) for name in ("output_size", *names))
-    return None if x is None else Step(function, (x,), (), constants)
+    kind = "scale" if kind_of(node) in NEAREST else "norm"  # moves elements, as a pyramid's sums need them
+    return None if x is None else Step(function, (x,), (), constants, kind=kind)
 
 
 def _max_pool2d(x: Tensor, *window: Any) -> Tensor:

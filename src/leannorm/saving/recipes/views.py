@@ -40,17 +40,6 @@ def reshape(node: Any, output: int, given: Given, like: Tensor | None) -> Step |
     return _view(torch.reshape, given(0), _shape(node, output))
 
 
-@recipe("AsStridedBackward0")
-def as_strided(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    """A view of all of its base, both contiguous: autograd makes such a node where a view was written to."""
-    base = None if like is None else like._base
-    if like is None or base is None or not (like.is_contiguous() and base.is_contiguous()):
-        return None
-    if base.numel() != like.numel() or base.storage_offset() != like.storage_offset():
-        return None
-    return _view(torch.reshape, given(0), _shape(node, output))
-
-
 def _expand(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return x.expand(shape)
 
