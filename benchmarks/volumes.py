@@ -1,14 +1,20 @@
 """`lean()` on networks for volumes, of nnU-Net and MONAI: held and peak, of stock's; are gradients equal?
 
     python -m benchmarks.volumes [NETWORK ...] [--json FILE]
+    python -m benchmarks.volumes --time [NETWORK ...]
 
+The second is stock's processor time of a step in times of the converted network's, and of an instance norm
+with its LeakyReLU in times of ours; one thread, in turns.
 `pip install --no-deps dynamic-network-architectures monai`; "two stages" needs neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from statistics import median
+from time import process_time
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks import held
 from benchmarks.architectures import import_torchvision
+from leannorm import convert
 
 
 def block(inputs: int, outputs: int, stride: int = 1, p: float = 0.0) -> nn.Module:
@@ -116,12 +123,52 @@ def measure(name: str) -> Iterator[held.Row]:
         yield {"network": name, **row}
 
 
+_FORMS = torch.contiguous_format, torch.channels_last_3d
+_SIZES = (2, 32, 64, 64, 64), (2, 64, 32, 32, 32), (2, 128, 16, 16, 16), (2, 320, 8, 8, 8)
+
+
+def _ratio(model: nn.Module, x: Tensor, forward: Callable[[nn.Module, Tensor], Tensor], turns: int) -> float:
+    """The model's median time of a step by that of its converted copy, whose output is compared first."""
+    models = model, convert(copy.deepcopy(model))
+    outputs = [forward(m, x).detach() for m in models]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    gradient = torch.randn_like(outputs[1])  # in the layout of the input, as layers give it
+    spent: list[list[float]] = [[], []]
+    for _ in range(turns):
+        for m, times in zip(models, spent, strict=True):
+            m.zero_grad()
+            x.grad = None
+            start = process_time()
+            forward(m, x).backward(gradient)
+            times.append(process_time() - start)
+    return median(spent[0]) / median(spent[1])
+
+
+def tell_times(names: Iterable[str], turns: int = 9) -> None:
+    """Print the ratios, contiguous and channels_last_3d."""
+
+    def told(name: str, ratios: Iterable[float]) -> None:
+        print(f"{name:48}", *(f"{ratio:5.2f}" for ratio in ratios), flush=True)
+
+    for size in _SIZES:
+        block = nn.Sequential(nn.InstanceNorm3d(size[1], affine=True), nn.LeakyReLU(inplace=True))
+        xs = [torch.randn(size).contiguous(memory_format=form).requires_grad_() for form in _FORMS]
+        told(f"InstanceNorm3d, LeakyReLU {size}", [_ratio(block, x, lambda m, x: m(x), turns) for x in xs])
+    for name in names:
+        model, x = volumes(name)
+        told(name, [_ratio(model.to(memory_format=form), x, loss_of, turns) for form in _FORMS])
+
+
 def main() -> None:
-    options = held.parsed(held.parser_of(__doc__, NETWORKS, "NETWORK"))
+    parser = held.parser_of(__doc__, NETWORKS, "NETWORK")
+    parser.add_argument("--time", action="store_true", help="a step after convert, in the place of bytes")
+    options = held.parsed(parser)
     names = options.names or NETWORKS
     for name in names:
         if (needs := lacking(name)) is not None:
             print(f"{name}: needs {needs.replace('_', '-')}, installed with --no-deps")
+    if options.time:
+        return tell_times(name for name in names if lacking(name) is None)
     found = (row for name in names if lacking(name) is None for row in measure(name))
     held.tell(options, found, "network", "setting")
 

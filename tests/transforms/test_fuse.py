@@ -105,6 +105,14 @@ FUSED = {
     "hook on the activation": (lambda: hooked(1), 0),
     "a forward of its own": (lambda: Taps(stock.BatchNorm2d(4), stock.ReLU()), 0),
     "group norm": (lambda: stock.Sequential(stock.GroupNorm(2, 4), stock.ReLU()), 1),
+    "instance norm": (
+        lambda: stock.Sequential(stock.InstanceNorm2d(4, affine=True), stock.LeakyReLU(inplace=True)),
+        1,
+    ),
+    "instance norm with running statistics": (
+        lambda: stock.Sequential(stock.InstanceNorm2d(4, track_running_stats=True), stock.SiLU()),
+        0,
+    ),
     "a block that is no Sequential": (Block, 0),
     "a norm at the end of a Sequential": (Pair, 2),
     "an identity between": (

@@ -128,6 +128,7 @@ def instance_norm(
     eps: float,
     rank: int | None = None,
     channels: int | None = None,
+    act: str = "identity",
 ) -> Tensor | None:
     """By the statistics of each sample's channels, of a batch; where given, of so many axes and channels."""
     backend = _serving(x)
@@ -136,7 +137,7 @@ def instance_norm(
     channels = x.size(1) if channels is None else channels
     if x.size(1) != channels or x.numel() <= x.size(0) * channels:
         return None
-    return _by_own(backend, x, weight, bias, eps, "identity", channels)
+    return _by_own(backend, x, weight, bias, eps, act, channels)
 
 
 def batch_norm(

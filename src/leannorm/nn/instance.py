@@ -13,6 +13,7 @@ from leannorm.functional.valid import UNMASKED, Masking
 from leannorm.nn._base import without_bias
 from leannorm.nn._layer import MaskedLayer, parameter_of
 from leannorm.nn._statistics import HasStatistics
+from leannorm.ops.activation import ACTIVATIONS
 
 
 class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
@@ -34,7 +35,7 @@ class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
         super().__init__(*given, **without_bias(bias))
         self.keep_statistics_in(stats_dtype)
 
-    def _fast(self, input: Tensor) -> Tensor | None:
+    def _fast(self, input: Tensor, act: str = "identity") -> Tensor | None:
         """By the fast path, where there are no running statistics."""
         parameters = self._parameters
         if self.track_running_stats or self._buffers.get("running_mean", input) is not None:
@@ -42,10 +43,14 @@ class _InstanceNormBase(HasStatistics, MaskedLayer, _InstanceNorm):
         if not ("weight" in parameters and "bias" in parameters):  # a parametrization has them elsewhere
             return None
         rank, weight, bias = self._get_no_batch_dim() + 1, parameters["weight"], parameters["bias"]
-        return fast.instance_norm(input, weight, bias, self.eps, rank, self.num_features)
+        return fast.instance_norm(input, weight, bias, self.eps, rank, self.num_features, act)
 
-    def _normalize(self, input: Tensor, masking: Masking = UNMASKED) -> Tensor:
+    def _normalize(self, input: Tensor, act: str = "identity", masking: Masking = UNMASKED) -> Tensor:
         """With `track_running_stats` evaluation uses the running statistics, which training moves."""
+        if act != "identity":
+            activation = ACTIVATIONS[act]
+            y: Tensor = activation.module(**activation.parameters)(self._normalize(input, masking=masking))
+            return y
         # nothing here may depend on the input: it may be a proxy of torch.fx
         if self.stats_dtype is not None:
             self._cast_back()

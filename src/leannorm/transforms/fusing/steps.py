@@ -21,7 +21,8 @@ from leannorm.nn._layer import MaskedLayer
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.transforms.fusing.observed import is_plain_tensor, is_unobserved
 
-FUSABLE = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
+_BATCH = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+FUSABLE = (*_BATCH, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _FORWARD = MaskedLayer.forward
 
 _COMPUTED = {name: activation for name, activation in ACTIVATIONS.items() if name != "identity"}
@@ -42,7 +43,7 @@ _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 class Deferred(NamedTuple):
     """A norm's call that has not run yet."""
 
-    norm: BatchNormBase | nn.GroupNorm
+    norm: BatchNormBase | nn.GroupNorm | nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
     input: Tensor
 
     def run(self, act: str = "identity") -> Tensor:
@@ -110,7 +111,7 @@ def _activation_that_runs(layer: Any) -> str | None:
 
 
 def is_fusable(layer: Any) -> bool:
-    """Is it a leannorm batch or group norm with its class's forward and without hooks?"""
+    """Is it a leannorm batch, group or instance norm with its class's forward and without hooks?"""
     return type(layer) in FUSABLE and type(layer).forward is _FORWARD and is_unobserved(layer)
 
 
