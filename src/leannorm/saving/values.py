@@ -38,7 +38,6 @@ class Value:
     shape = torch.Size()  # shape and dtype of a rebuilt tensor, for records
     dtype = torch.float32
     seconds = 0.0  # of one rebuild, measured
-    price = 0.0  # of one rebuild, by the table
     frees = 0  # bytes of a rebuilt storage, at the value that owns it
     if_held = 0  # bytes that holding it would take, perhaps in a narrower dtype
     place = -1  # index among the packed tensors
