@@ -116,8 +116,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return self
         if not self._open:
             self._ledger, self.reasons = Ledger(), []
-        place = place_of(sys._getframe(1)) if self.place is None else self.place
-        self._open.append(ForwardPass(self._settings, self._ledger, place))
+        frame = sys._getframe(1)
+        place = place_of(frame) if self.place is None else self.place
+        self._open.append(ForwardPass(self._settings, self._ledger, place, id(frame)))
         self._open[-1].open()
         return self
 

@@ -46,10 +46,11 @@ class Settings(NamedTuple):
 
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it."""
+    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it, and
+    `opened_by`, the `id` of its frame, the running function."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable) -> None:
-        self._settings, self._ledger = settings, ledger
+    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable, opened_by: int) -> None:
+        self._settings, self._ledger, self._opened_by = settings, ledger, opened_by
         self._place: Hashable = None  # of passes that may be small
         if settings.may_be_small and place is not NEVER_SMALL:
             self._place = place, settings.policy
@@ -84,6 +85,7 @@ class ForwardPass:
         self._packing = Packing(
             self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
         )
+        self._packing.opened_by = self._opened_by
         self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack

@@ -67,6 +67,8 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 class Packing(CountingHook):
     """The packing of one forward pass, by one policy and, if there is one, a plan."""
 
+    opened_by = 0  # `id` of the frame that opened the pass
+
     def __init__(
         self,
         policy: Policy,
@@ -95,9 +97,8 @@ class Packing(CountingHook):
             value = self._of_this_pass(self._pack(tensor, references, frame))
             if self._makes_a_plan:
                 size = 0 if tensor.grad_fn is None or is_parameter(tensor) else tensor.numel()
-                self.reads.append(
-                    read_of(tensor, value, references, frame if size > self._largest_read else None)
-                )
+                looked_at = frame if size > self._largest_read else None
+                self.reads.append(read_of(tensor, value, references, looked_at, self.opened_by))
                 self._largest_read = max(self._largest_read, size)
             return value
         except EditedError:  # a tensor that the step would read was edited after its node read it

@@ -59,9 +59,11 @@ class Read(NamedTuple):
     alive: tuple[_Output, ...] = ()
 
 
-def read_of(tensor: Tensor, value: Value, references: int, frame: FrameType | None) -> Read:
+def read_of(
+    tensor: Tensor, value: Value, references: int, frame: FrameType | None, opened_by: int
+) -> Read:
     """The node that is being made now saves this tensor. `frame`: of the function whose variables are looked
-    at, and those of its callers; None where they are not."""
+    at, and those of its callers up to the one that opened the pass, by its `id`; None where they are not."""
     node = tensor.grad_fn
     made = None if node is None else made_by(node, tensor.output_nr)
     return Read(
@@ -69,13 +71,17 @@ def read_of(tensor: Tensor, value: Value, references: int, frame: FrameType | No
         weakref.ref(value),
         made,
         node is None and references > references_when_alone(),
-        tuple(_named(frame)),
+        tuple(_named(frame, opened_by)),
     )
 
 
-def _named(frame: FrameType | None) -> Iterator[_Output]:
-    """What nodes have made, in the variables of a function and its callers."""
-    while frame is not None:
+def _named(frame: FrameType | None, opened_by: int) -> Iterator[_Output]:
+    """What nodes have made, in the variables of a function and its callers within the pass.
+
+    Python before 3.13 keeps what it shows of a frame's variables until the function returns, so the function
+    around the pass, which may run as long as the training does, is not looked at.
+    """
+    while frame is not None and id(frame) != opened_by:
         for held in list(frame.f_locals.values()):
             for one in held if isinstance(held, (tuple, list)) else (held,):
                 if isinstance(one, Tensor) and one.grad_fn is not None:
