@@ -61,6 +61,13 @@ class Lines:
         return self._line(lambda point: point.held)
 
     @cached_property
+    def beyond(self) -> list[Outcome]:
+        """Fewer bytes kept than anywhere on that line, at peaks above stock's; the fewest seconds first."""
+        least = self.by_held[-1].held
+        above = [p for p in self._points if p.held < least and p.peak > self.stock.peak]
+        return sorted(above, key=lambda p: (p.seconds, p.held))
+
+    @cached_property
     def by_peak(self) -> list[Outcome]:
         """Lower and lower peaks, for more and more seconds; nowhere is more kept than in stock."""
         return self._line(lambda point: point.peak)

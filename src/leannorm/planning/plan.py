@@ -46,8 +46,10 @@ def plan(lines: Lines, goal: Goal) -> Plan:
         return Plan(point, stock, seconds, line[-1].peak, point.peak <= most)
     line, least = lines.by_held, lines.by_held[-1].held
     if goal.budget is not None:
-        point = next((p for p in line if p.held <= goal.budget * stock.held), line[-1])
-        return Plan(point, stock, seconds, least, point.held <= goal.budget * stock.held)
+        most = goal.budget * stock.held
+        leanest = min([line[-1], *lines.beyond], key=lambda p: (p.held, p.seconds))
+        point = next((p for p in (*line, *lines.beyond) if p.held <= most), leanest)
+        return Plan(point, stock, seconds, leanest.held, point.held <= most)
     if goal.overhead is not None:
         most = stock.seconds + goal.overhead * seconds
         line = [p for p in line if p is stock or p.seconds <= most]

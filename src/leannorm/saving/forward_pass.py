@@ -82,10 +82,9 @@ class ForwardPass:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
-        self._packing = Packing(
-            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
-        )
-        self._packing.opened_by = self._opened_by
+        policy, hooks = self._settings.policy, self._settings.hooks
+        opened_by, following = self._opened_by, self._following
+        self._packing = Packing(policy, self._ledger, following, opened_by, layers, hooks, from_here)
         self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
@@ -96,12 +95,13 @@ class ForwardPass:
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
+            self._packing.recent.clear()
         self._ledger.close(() if self._small is None else self._small.kept)
 
     def forget(self) -> None:
         """Let go of the nodes that prices were read from."""
         if self._packing is not None:
-            self._packing.reads.clear()
+            self._packing.reads.made.clear()
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable
 from types import FrameType
 from typing import Any
@@ -54,7 +54,7 @@ from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
-from leannorm.saving.timeline import Read, lines_of, read_of
+from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter, size_of
@@ -67,13 +67,12 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 class Packing(CountingHook):
     """The packing of one forward pass, by one policy and, if there is one, a plan."""
 
-    opened_by = 0  # `id` of the frame that opened the pass
-
     def __init__(
         self,
         policy: Policy,
         ledger: Ledger,
         following: Following | None,
+        opened_by: int,
         layers: Layers | None = None,
         hooks: Hooks | None = None,
         from_here: bool = False,
@@ -81,7 +80,7 @@ class Packing(CountingHook):
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks = layers, hooks
         self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
-        self.reads, self._largest_read = list[Read](), SMALLEST
+        self.reads, self.recent = Reads(opened_by), deque[Tensor](maxlen=2)
         self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits, self._largest, self.seen = False, 0, 0
@@ -96,10 +95,7 @@ class Packing(CountingHook):
         try:
             value = self._of_this_pass(self._pack(tensor, references, frame))
             if self._makes_a_plan:
-                size = 0 if tensor.grad_fn is None or is_parameter(tensor) else tensor.numel()
-                looked_at = frame if size > self._largest_read else None
-                self.reads.append(read_of(tensor, value, references, looked_at, self.opened_by))
-                self._largest_read = max(self._largest_read, size)
+                self.reads.note(tensor, value, references, frame)
             return value
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))
@@ -200,6 +196,7 @@ class Packing(CountingHook):
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
         self._mark(value, local)
+        self._remember(value, tensor)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
         register_packed(node, output, value)
@@ -225,6 +222,7 @@ class Packing(CountingHook):
         if known.step is None or known.memory is not None:
             return known
         edited = not matches(known.sample, tensor)
+        self._remember(known, tensor)
         if edited or (self._sharded and self.units.freed(known.step) is not None):
             known.memory = tensor.detach()
         return known
@@ -237,6 +235,12 @@ class Packing(CountingHook):
             value.where = self.layers.at_work()
             if value.step is not None:
                 value.original = tensor.detach()
+
+    def _remember(self, value: Value, tensor: Tensor) -> None:
+        """Where a step that reads this value must be compared, it finds the tensor, if that is alive."""
+        if self.following is not None and value.step is not None and value.spec is None:
+            value.seen = weakref.ref(tensor)
+            self.recent.append(tensor)
 
     def _call_of(self, frame: FrameType, number: int) -> CallArguments | None:
         """The call that saves this tensor. One node saves all its tensors under one sequence number."""
@@ -278,9 +282,9 @@ class Packing(CountingHook):
         rates, why = rates_for(self.following.goal, self.device)
         if why is not None:
             self.reasons[why] = 1
-        lines, places = lines_of(self.reads, self.ledger.alive(), rates)
+        lines, places = lines_of(self.reads.made, self.ledger.alive(), rates)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
-        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads))
+        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads.made))
 
     # ------------------------------------------------ held
 

@@ -28,7 +28,7 @@ from leannorm.saving.provenance import sequence_number
 from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES
-from leannorm.saving.values import Value
+from leannorm.saving.values import Value, is_parameter
 
 _Output = tuple[Any, int]  # of a node, by number
 _SAME_MEMORY = ALIASES | {"ReshapeAliasBackward0", "UnsafeViewBackward0"}
@@ -59,20 +59,22 @@ class Read(NamedTuple):
     alive: tuple[_Output, ...] = ()
 
 
-def read_of(
-    tensor: Tensor, value: Value, references: int, frame: FrameType | None, opened_by: int
-) -> Read:
-    """The node that is being made now saves this tensor. `frame`: of the function whose variables are looked
-    at, and those of its callers up to the one that opened the pass, by its `id`; None where they are not."""
-    node = tensor.grad_fn
-    made = None if node is None else made_by(node, tensor.output_nr)
-    return Read(
-        sequence_number() - 1,
-        weakref.ref(value),
-        made,
-        node is None and references > references_when_alone(),
-        tuple(_named(frame, opened_by)),
-    )
+class Reads:
+    """All that nodes have saved in one pass. `opened_by`: the `id` of the frame that opened it."""
+
+    def __init__(self, opened_by: int) -> None:
+        self.made, self._opened_by, self._largest = list[Read](), opened_by, 1024
+
+    def note(self, tensor: Tensor, value: Value, references: int, frame: FrameType) -> None:
+        """The node that is being made now saves this tensor. Where it is the largest so far, the variables of
+        the running functions are looked at."""
+        node = tensor.grad_fn
+        made = None if node is None else made_by(node, tensor.output_nr)
+        size = 0 if node is None or is_parameter(tensor) else tensor.numel()
+        alive = tuple(_named(frame, self._opened_by)) if size > self._largest else ()
+        self._largest = max(self._largest, size)
+        given = node is None and references > references_when_alone()
+        self.made.append(Read(sequence_number() - 1, weakref.ref(value), made, given, alive))
 
 
 def _named(frame: FrameType | None, opened_by: int) -> Iterator[_Output]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from math import prod
 from typing import Any
@@ -61,6 +62,7 @@ class Value:
     sample: bytes | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
+    seen: weakref.ref[Tensor] | None = None  # the packed tensor, as long as the program has it
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
     sort: int | None = None  # a number for all that searches ask of it (memo.py)
     in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
@@ -208,6 +210,9 @@ class Value:
             if self._rebuilt._version != self._rebuilt_version:
                 raise EditedError(self._edited(self._rebuilt))
             return self._rebuilt
+        there = None if self.seen is None else self.seen()
+        if there is not None and there._version == self.version and matches(self.sample, there):
+            return there.detach()
         return run(self.step, [(value.look(), Owner.HELD) for value in self.step.inputs], current())[0]
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
@@ -282,7 +287,7 @@ class Value:
 # Python keeps 30 names of attributes in a class, those that come first. An instance with others gets a dict
 # of its own, which takes longer to make and to collect. Most values have these, or get them later.
 _OFTEN = """provenance order layout seen_at as_made call sample place copied_to_edit why watch shape dtype
-seconds frees products sort from_narrow origin _rebuilt _rebuilt_version _rebuilt_on"""
+seconds frees products sort from_narrow origin seen _rebuilt _rebuilt_version _rebuilt_on"""
 _first = Value(None)
 for _name in _OFTEN.split():
     setattr(_first, _name, getattr(_first, _name))
