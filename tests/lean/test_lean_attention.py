@@ -54,7 +54,7 @@ def tokens(dtype):
 def test_the_output_is_computed_again(call, dtype):
     model, x = Attention(dtype, **CALLS[call]), tokens(dtype)
     for _ in range(2):
-        saved = lean(budget=0.05)
+        saved = lean(overhead=10.0)
         assert_stock(lambda: model(x * 1).float().square().sum(), [x, *model.parameters()], saved)
         assert not saved.reasons
         assert [r for r in saved.records if r.node == NODE and r.rebuilt]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from leannorm.planning.goal import Goal
-from leannorm.saving import lean
+from leannorm.saving import lean, steps, trial, values
 from leannorm.saving.plan import plan
 from leannorm.saving.price import Prices
 from leannorm.saving.rates import table
@@ -62,3 +62,34 @@ def test_a_transposed_convolution_has_the_price_of_its_mirror():
     small, large = (torch.randn(shape, requires_grad=True) for shape in [(2, 8, 32, 32), (2, 16, 64, 64)])
     prices = [Prices(table(torch.device("cpu"))).of_step([y.grad_fn]) for y in (up(small), down(large))]
     assert prices[0] == pytest.approx(prices[1])
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+
+    def forward(self, x):
+        y = self.layers(x)
+        y += x
+        return y.relu_()
+
+
+@pytest.mark.parametrize("blocks", [4, 12])
+@pytest.mark.filterwarnings("ignore:leannorm. budget=")
+def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch):
+    """Each may be out of place, so each pass compares it; what it was made of is there, and not rebuilt."""
+    net, x = nn.Sequential(*(InPlace() for _ in range(blocks))), torch.randn(2, 8, 32, 32)
+    ran, run = [], steps.run
+    counted = lambda step, *rest: (ran.append(step.function.__name__), run(step, *rest))[1]  # noqa: E731
+    for module in (trial, values):
+        monkeypatch.setattr(module, "run", counted)
+    for _ in range(4):
+        ran.clear()
+        with lean(budget=0.01) as saved:
+            loss = net(x).square().mean()
+        loss.backward()
+    rebuilt = sum(record.rebuilt for record in saved.records if record.node == "ReluBackward0")
+    assert rebuilt
+    assert ran.count("add") <= 2 * blocks
+    assert ran.count("_convolution") <= blocks

@@ -80,7 +80,7 @@ class Packing(CountingHook):
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks = layers, hooks
         self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
-        self.reads, self.recent = Reads(opened_by), deque[Tensor](maxlen=2)
+        self.reads, self.recent = Reads(opened_by), deque[Tensor](maxlen=0)
         self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits, self._largest, self.seen = False, 0, 0
@@ -162,8 +162,8 @@ class Packing(CountingHook):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
             found = self.search.step(node, output, tensor, visits)
-            if unedited is None and isinstance(found, Step):
-                found = found._replace(proved=False)
+            if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
+                found, self.recent = found._replace(proved=False), deque(self.recent, maxlen=2)
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None

@@ -287,7 +287,7 @@ class Value:
 # Python keeps 30 names of attributes in a class, those that come first. An instance with others gets a dict
 # of its own, which takes longer to make and to collect. Most values have these, or get them later.
 _OFTEN = """provenance order layout seen_at as_made call sample place copied_to_edit why watch shape dtype
-seconds frees products sort from_narrow origin seen _rebuilt _rebuilt_version _rebuilt_on"""
+seconds frees products sort from_narrow origin _rebuilt _rebuilt_version _rebuilt_on"""
 _first = Value(None)
 for _name in _OFTEN.split():
     setattr(_first, _name, getattr(_first, _name))
