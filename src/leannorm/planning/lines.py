@@ -51,7 +51,8 @@ class Lines:
         step = self.step._replace(values=values, beside=beside, seconds=self.step.seconds * whole)
         alive = tuple(round(nbytes * whole) for nbytes in self.stock.alive)
         stock = self.stock._replace(held=round(self.stock.held * whole), alive=alive)
-        known = [*self.__dict__.get("by_held", ()), *self.__dict__.get("by_peak", ())]
+        lines = ("by_held", "beyond", "by_peak")
+        known = [point for line in lines for point in self.__dict__.get(line, ())]
         chosen = tuple(dict.fromkeys(point.again for point in known if point is not self.stock))
         return Lines(step._replace(held=round(step.held * whole)), stock, chosen)
 
