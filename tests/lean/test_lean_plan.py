@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from leannorm.planning.goal import Goal
 from leannorm.saving import lean, steps, trial, values
+from leannorm.saving.evidence import sample_of
 from leannorm.saving.plan import plan
 from leannorm.saving.price import Prices
 from leannorm.saving.rates import table
@@ -93,3 +95,14 @@ def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch):
     assert rebuilt
     assert ran.count("add") <= 2 * blocks
     assert ran.count("_convolution") <= blocks
+
+
+@pytest.mark.parametrize("edit", [lambda t: t.mul_(2), lambda t: t.data.mul_(2)], ids=["seen", "unseen"])
+def test_a_tensor_that_was_edited_does_not_stand_for_its_rebuild(edit):
+    source = values.held(torch.randn(2048))
+    packed = -source.tensor
+    value = values.Value(None, packed._version, steps.Step(torch.neg, (source,)))
+    value.sample, value.seen = sample_of(packed), weakref.ref(packed)
+    assert value.look().data_ptr() == packed.data_ptr()
+    edit(packed)
+    assert torch.equal(value.look(), -source.tensor)
