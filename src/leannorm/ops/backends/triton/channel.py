@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Maybe
-from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.triton.activations import check_activation
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
     moments_kernel,
@@ -59,8 +59,7 @@ def _dense(x: Tensor) -> bool:
 def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, groups: int = 0) -> None:
     """Raise for what the kernels, which see pointers and integers, would read wrongly."""
     weight, bias, residual, act = epilogue
-    if act not in ACTIVATIONS:
-        raise RuntimeError(f"unknown activation {act}; the kernels have {', '.join(ACTIVATIONS)}")
+    check_activation(act)
     if not _dense(x):
         raise RuntimeError(f"x must be contiguous or channels_last, its strides are {x.stride()}")
     for other in (residual, *others):
