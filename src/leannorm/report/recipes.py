@@ -63,16 +63,10 @@ def _batch_norm(x: Tensor, leaf: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, *_affine(x, leaf), training=True)
 
 
-def _our_running_norm(
-    x: Tensor, leaf: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
-) -> Tensor:
+def _our_running_norm(x: Tensor, leaf: Tensor) -> Tensor:
     zeros = torch.zeros(x.shape[1])
     state = zeros, zeros + 1, *_affine(x, leaf)
-    return functional.batch_norm_act(x, *state, act="identity", residual=residual, mask=mask)
-
-
-def _mask(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[3]) < x.shape[3] - 2
+    return functional.batch_norm_act(x, *state, act="identity", residual=leaf)
 
 
 def _written_in_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,7 +144,7 @@ _PROGRAMS: dict[str, _Program] = {
     "leannorm.ChannelNorm": _Program(
         lambda x, leaf: functional.batch_norm(x, None, None, *_affine(x, leaf), training=True)
     ),
-    "leannorm.ChannelAffine": _Program(lambda x, leaf: _our_running_norm(x, leaf, leaf)),
+    "leannorm.ChannelAffine": _Program(_our_running_norm),
     "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3)),
     "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
     "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
