@@ -213,7 +213,7 @@ def errors(case: Case, sides: dict[str, Side], s: Set) -> dict[str, list[Error]]
         z = z if double.residual is None else z + double.residual
     else:
         z = torchs(kind)(double)
-    # a sum of n values of about 1 may be near 0 while its partial sums are not: for each of its log2(n) levels
+    # a sum of n values of about 1 may be near 0 and its partial sums not: for each of its log2(n) levels
     # one rounding of a partial sum, whose size is sqrt(n)
     n = prod(case.shape) // case.shape[1]
     partial_sums = torch.finfo(torch.float32).eps / 2 * log2(n) * sqrt(n) if n > 1 else 0.0
