@@ -304,10 +304,7 @@ def _check(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> 
     _checks.positive_eps(call.eps)
     _checks.momentum(momentum)
     _checks.activation(act)
-    if residual is not None:
-        _checks.floating("residual", residual)
-        _checks.same_device("residual", residual, input)
-        _checks.same_shape("residual", residual, input)
+    _checks.like_input("residual", residual, input)
     if call.by_batch and recorded(input, weight, bias, residual):
         of_act = {} if act == "identity" else {"bias": bias, "residual": residual}
         _checks.may_be_kept(input=input, weight=weight, **of_act)
