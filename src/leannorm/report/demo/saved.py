@@ -68,8 +68,8 @@ def measured(
 
     >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))
-    >>> next(measured("cpu", [small], "1MB")).leanest.name
-    'conv'
+    >>> next(measured("cpu", [small], "1MB")).network
+    'small'
     """
     for name, make, images, sample in networks:
         torch.manual_seed(0)
