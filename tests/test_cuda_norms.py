@@ -68,7 +68,7 @@ def test_a_gate_that_is_a_slice(width, before, dtype):
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_heads_where_they_are(size, dtype):
     """One launch forward: a copy would be another."""
-    from leannorm.report.timing import launches
+    from benchmarks.gpu.shapes import launches
 
     qkv, weight = torch.randn(3, 70, 3, 5, size), torch.randn(size)
 

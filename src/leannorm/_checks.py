@@ -186,8 +186,13 @@ def activation(act: str) -> None:
         raise InputError(f"act must be one of {', '.join(ACTIVATIONS)}; got {act!r}")
 
 
-def same_shape(name: str, tensor: Tensor | None, input: Tensor) -> None:
-    if tensor is not None and tensor.shape != input.shape:
+def like_input(name: str, tensor: Tensor | None, input: Tensor) -> None:
+    """Floating point, on the input's device, of its shape."""
+    if tensor is None:
+        return
+    floating(name, tensor)
+    same_device(name, tensor, input)
+    if tensor.shape != input.shape:
         raise InputError(
             f"{name} must have the input's shape {tuple(input.shape)}, got {tuple(tensor.shape)}; "
             f"broadcast it first, for example with {name}.expand_as(input)"

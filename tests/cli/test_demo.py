@@ -67,7 +67,7 @@ def test_what_lean_saves_on_a_network_is_measured(ran):
         assert conv.kept < norm.kept < stock.kept
         assert one.leanest is conv
         assert one.larger_batch > 1
-        assert "equal bit for bit" in one.in_words()
+        assert [row[-2] for row in one.table().rows] == ["equal"] * 3
 
 
 def test_progress_hears_of_every_part(ran):

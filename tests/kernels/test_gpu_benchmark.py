@@ -18,9 +18,9 @@ import torch
 from benchmarks.gpu import page
 from benchmarks.gpu.blocks import BLOCKS
 from benchmarks.gpu.report import OutOfTimeError, Report
-from benchmarks.gpu.shapes import Case, errors, make_set, moved, ours, torchs
+from benchmarks.gpu.shapes import Case, errors, launches, make_set, moved, ours, torchs
 from leannorm.cli import main
-from leannorm.report.timing import device_seconds, launches, sets_past_the_cache
+from leannorm.report.timing import device_seconds, sets_past_the_cache
 
 ROOT = Path(__file__).parents[2]
 triton = importlib.util.find_spec("triton")

@@ -16,6 +16,7 @@ from leannorm._types import Epilogue, KeptByChannelNorm, KeptByRowNorm, Rows, Ru
 from leannorm.autograd import sync
 from leannorm.autograd.sync import Sharing
 from leannorm.functional import batch
+from leannorm.functional.valid import UNMASKED
 from leannorm.ops.backends import REFERENCE, TRITON, triton
 from leannorm.ops.sums import HEADER
 
@@ -80,7 +81,8 @@ def over_ranks() -> Callable[[torch.Tensor], torch.Tensor]:
     m = nn.SyncBatchNorm(64)
     running = Running(m.running_mean, m.running_var, m.num_batches_tracked, 0.1)
     sharing = Sharing("ranks", "layer")
-    return lambda x: batch._by_batch(x, running, Epilogue(m.weight, m.bias), 1e-5, sharing)
+    call = batch._Call(True, 1e-5, UNMASKED, sharing)
+    return lambda x: batch._local(x, running, Epilogue(m.weight, m.bias), call)
 
 
 # each row of the table: the layer, and an input; bf16 layers have parameters in 16 bits

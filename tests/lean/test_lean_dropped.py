@@ -30,7 +30,7 @@ SETTINGS = {
     "verify": {"verify": True},
     "held": {"held": (lambda t: t.clone(), lambda t: t)},
 }
-PROGRAMS = recipes._PROGRAMS
+PROGRAMS = recipes.PROGRAMS
 NETWORKS = {
     **{name: (make, lean_cases.IMAGE) for name, make in lean_cases.IMAGES.items()},
     **{name: (make, lean_cases.TOKENS) for name, make in lean_cases.SEQUENCES.items()},
@@ -105,13 +105,13 @@ SOURCES = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_of_every_recipe(kind, setting):
-    program = PROGRAMS[kind]
+    program, shape = PROGRAMS[kind]
     for source, made in SOURCES.items():
 
         def forward(source=source, made=made):
-            leaf = torch.randn(program.shape, requires_grad=True)
+            leaf = torch.randn(shape, requires_grad=True)
             x = made(leaf)
-            y = program.run(x, leaf)
+            y = program(x, leaf)
             loss = y.square().sum() + y.abs().sqrt().sum()
             return loss + x.square().sum() if source == "saved later" else loss
 

@@ -88,42 +88,33 @@ def _kept_by(ctx: Any) -> KeptByChannelNorm:
     return kept._replace(weight=kept.weight.to(call.wide))
 
 
-def _differentiable(x: Tensor, mask: Tensor | None, call: ChannelCall, what: str) -> Statistics:
-    """The statistics, of all ranks that share them, in plain torch operations that can be differentiated."""
-    local, sharing = REFERENCE.channel_moments(x, call.groups, mask), call.sharing
+def statistics_of(x: Tensor, mask: Maybe, call: ChannelCall, again: str = "") -> Statistics:
+    """Of all ranks that share them. `again`: the name of another sum, of statistics to be differentiated."""
+    backend: Backend = REFERENCE if again else call.backend
+    moments, sharing = backend.channel_moments(x, call.groups, mask), call.sharing
     if sharing is None:
-        size = local.count if isinstance(local.count, Tensor) else None
-        return local.mean, local.m2, REFERENCE.rstd_of(local, call.eps), size
-    sums = REFERENCE.sums_of(_in_a_row(local))
-    total = AddUp.apply(sums, local.count, sharing.group, sharing.call(what, x))
-    mean, m2, rstd, count = REFERENCE.moments_of(total, call.eps)
-    mean, m2, rstd = (v.view(local.mean.shape) for v in (mean, m2, rstd))
-    return mean, m2, rstd, count.detach()
-
-
-def _in_a_row(moments: Moments) -> Moments:
-    """The statistics of every group of every sample, as ranks add them up."""
-    return Moments(moments.mean.flatten(), moments.m2.flatten(), moments.count)
+        size = moments.count if isinstance(moments.count, Tensor) else None
+        return moments.mean, moments.m2, backend.rstd_of(moments, call.eps), size
+    # of every group of every sample, as ranks add them up
+    sums = backend.sums_of(Moments(moments.mean.flatten(), moments.m2.flatten(), moments.count))
+    if again:
+        total = AddUp.apply(sums, moments.count, sharing.group, sharing.call(again, x))
+    else:
+        total = shared(sums, moments.count, sharing, x)
+    mean, m2, rstd, count = backend.moments_of(total, call.eps)
+    if call.groups:
+        mean, m2, rstd = (v.view(moments.mean.shape) for v in (mean, m2, rstd))
+    return mean, m2, rstd, count.detach() if again else count
 
 
 def _forward(
     x: Tensor, epilogue: Epilogue, mask: Tensor | None, running: Running | None, call: ChannelCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The output and its statistics, verb by verb: what one call of a kernel does not do."""
-    backend, sharing = call.backend, call.sharing
-    size: Maybe = None
-    moments = backend.channel_moments(x, call.groups, mask)
-    if sharing is None:
-        mean, m2, rstd = moments.mean, moments.m2, backend.rstd_of(moments, call.eps)
-        size = moments.count if isinstance(moments.count, Tensor) else None
-    else:
-        total = shared(backend.sums_of(_in_a_row(moments)), moments.count, sharing, x)
-        mean, m2, rstd, size = backend.moments_of(total, call.eps)
-        if call.groups:
-            mean, m2, rstd = (v.view(moments.mean.shape) for v in (mean, m2, rstd))
-    y = backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
+    mean, m2, rstd, size = statistics_of(x, mask, call)
+    y = call.backend.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if call.zero else None))
     if running is not None and size is not None:
-        backend.move_running(running, Moments(mean, m2, size))
+        call.backend.move_running(running, Moments(mean, m2, size))
     return y, mean, m2, rstd, size
 
 
@@ -181,8 +172,8 @@ def _backward(
     if dy is None:
         dy = torch.zeros_like(kept.x)  # the other ranks wait for this one's sums all the same
     if twice:
-        backend, what = REFERENCE, "moments to differentiate twice"
-        mean, _, rstd, _ = _differentiable(kept.x, kept.mask, call, what)
+        backend = REFERENCE
+        mean, _, rstd, _ = statistics_of(kept.x, kept.mask, call, "moments to differentiate twice")
         kept = kept._replace(mean=mean, rstd=rstd)
     if call.sharing is None and call.zero:
         return backend.channel_backward(dy, kept, call.groups, needed[3])
@@ -317,7 +308,7 @@ def channel_norm(
             *(bias is not None, residual is not None),
         )
         if in_transform:
-            mean, m2, rstd, size = _differentiable(x, mask, call, "training forward")
+            mean, m2, rstd, size = statistics_of(x, mask, call, "training forward")
             y = REFERENCE.channel_normalize(kept_of(x, mean, rstd, epilogue, mask if zero else None))
             if running is not None and size is not None:
                 REFERENCE.move_running(running, Moments(mean, m2, size))

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm._types import Epilogue, KeptByChannelNorm, Moments
-from leannorm.autograd.channel import twice_differentiable
-from leannorm.autograd.sync import AddUp, Sharing, gradient_sums_of_all, shared
-from leannorm.ops.backends import REFERENCE, Backend
+from leannorm._types import Epilogue, KeptByChannelNorm
+from leannorm.autograd.channel import ChannelCall, Statistics, statistics_of, twice_differentiable
+from leannorm.autograd.sync import Sharing, gradient_sums_of_all
+from leannorm.ops.backends import REFERENCE
 from leannorm.ops.modes import differentiable, many_at_once
 from leannorm.ops.plan import values_per_channel
 from leannorm.ops.select import pick, transformed
@@ -130,26 +130,13 @@ def rstd_outside(variance: Tensor, eps: float) -> Tensor:
     return (variance.sqrt() + eps).reciprocal()
 
 
-def _unbiased(moments: Moments) -> Tensor:
-    count = moments.count
-    return moments.m2 / ((count - 1).clamp_min(1) if isinstance(count, Tensor) else max(count - 1, 1))
-
-
-def _statistics(
-    backend: Backend, z: Tensor, eps: float, outside: bool, sharing: Sharing | None, twice: bool = False
-) -> tuple[Moments, Tensor]:
-    """Of all ranks that share them; with `twice` they can be differentiated."""
-    moments = backend.channel_moments(z)
-    if sharing is not None:
-        sums, call = backend.sums_of(moments), sharing.forward_call(z)
-        if twice:
-            total = AddUp.apply(sums, moments.count, sharing.group, call._replace(what=f"{call.what} again"))
-        else:
-            total = shared(sums, moments.count, sharing, z)
-        mean, m2, _, count = backend.moments_of(total, eps)
-        moments = Moments(mean, m2, count)
-    rstd = rstd_outside(_unbiased(moments), eps) if outside else REFERENCE.rstd_of(moments, eps)
-    return moments, rstd
+def _statistics(z: Tensor, call: ChannelCall, outside: bool, again: bool = False) -> Statistics:
+    """Of all ranks that share them; those of a call `again` can be differentiated."""
+    mean, m2, rstd, size = statistics_of(z, None, call, "training forward again" if again else "")
+    if outside:
+        degrees = max(values_per_channel(z.shape) - 1, 1) if size is None else (size - 1).clamp_min(1)
+        rstd = rstd_outside(m2 / degrees, call.eps)
+    return mean, m2, rstd, size
 
 
 class Normalization(NamedTuple):
@@ -190,9 +177,8 @@ class ConvNorm(torch.autograd.Function):
         if mean is not None and rstd is not None:
             y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
         elif outside or sharing is not None:
-            moments, rstd = _statistics(backend, z, eps, outside, sharing)
-            mean, m2, count = moments.mean, moments.m2, moments.count
-            size = count if isinstance(count, Tensor) else None
+            call = ChannelCall(backend, eps=eps, sharing=sharing)
+            mean, m2, rstd, size = _statistics(z, call, outside)
             y = backend.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias))
         else:
             y, mean, m2, rstd, _ = backend.channel_forward(z, Epilogue(weight, bias), eps)
@@ -221,8 +207,8 @@ class ConvNorm(torch.autograd.Function):
         if twice:
             backend, into = REFERENCE, None
             if not ctx.constant:
-                moments, rstd = _statistics(REFERENCE, z, ctx.eps, ctx.outside, sharing, twice)
-                mean = moments.mean
+                call = ChannelCall(backend, eps=ctx.eps, sharing=sharing)
+                mean, _, rstd, _ = _statistics(z, call, ctx.outside, twice)
         kept, means = KeptByChannelNorm(z, mean, rstd, weight), None
         if ctx.constant or ctx.outside or sharing is not None:
             sums = dbias, dweight = backend.channel_grad_sums(dy, kept)
@@ -260,8 +246,8 @@ def conv_norm(
     if transformed(*operands, weight, bias):
         z, m2 = convolution.apply(*operands), None
         if mean is None or rstd is None:
-            moments, rstd = _statistics(REFERENCE, z, eps, outside, sharing, twice=True)
-            mean, m2 = moments.mean, moments.m2
+            call = ChannelCall(REFERENCE, eps=eps, sharing=sharing)
+            mean, m2, rstd, _ = _statistics(z, call, outside, again=True)
         return REFERENCE.channel_normalize(KeptByChannelNorm(z, mean, rstd, weight, bias)), mean, m2
     result = ConvNorm.apply(*operands, *norm, convolution, eps, outside, sharing)
     if mean is not None:

@@ -65,44 +65,43 @@ def _serving(x: Tensor) -> AsGiven | None:
 
 
 def usual_call(
-    backend: AsGiven | None,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running: Running | None = None,
     moves: bool = False,
     dense: bool = True,
-) -> AsGiven | None:
-    """The `backend`, if its kernels may be handed these tensors as they are; else None.
+) -> bool:
+    """May a backend's kernels be handed these tensors as they are?
 
     The call reads `running` statistics or, if it `moves` them, writes them. With `dense` the kernels take no
     other layout. What a kernel refuses by itself before it writes is not asked here.
     """
     if forward_ad._current_level >= 0 or _transform() is not None or _backward_pass() != -1:
-        return None
+        return False
     mean, var, count, _ = (None, None, None, None) if running is None else running
     if has_torch_function_variadic(weight, bias, mean, var, count) or (dense and not is_dense(x)):
-        return None
+        return False
     on_cpu = x.is_cpu
     if weight is not None:
         if weight.is_cpu is not on_cpu:
-            return None
+            return False
         if bias is not None and (bias.is_cpu is not on_cpu or bias.dtype is not weight.dtype):
-            return None
+            return False
     elif bias is not None:
-        return None
+        return False
     if mean is not None and var is not None:
         if mean.is_cpu is not on_cpu or var.is_cpu is not on_cpu:
-            return None
+            return False
         if moves:
             if mean.requires_grad or var.requires_grad or mean.is_inference() or var.is_inference():
-                return None
+                return False
             if count is not None and (count.is_cpu is not on_cpu or count.is_inference()):
-                return None
+                return False
             for v in (x, weight, bias):
                 if v is not None and v.is_inference() and _recorded(x, weight, bias):
-                    return None  # autograd cannot keep it: statistics must not move
-    return backend
+                    return False  # autograd cannot keep it: statistics must not move
+    return True
 
 
 def _recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -187,7 +186,7 @@ def _by_own(
         y = NODES.channel_norm(x, weight, bias, eps, act, groups, running, by_triton)
         if y is not None:
             return y
-    if usual_call(backend, x, weight, bias, running, running is not None) is None:
+    if not usual_call(x, weight, bias, running, running is not None):
         return None
     try:
         if _recorded(x, weight, bias):
@@ -209,7 +208,7 @@ def _by_constants(
         y = NODES.evaluation(x, weight, bias, eps, act, mean, var, backend is TRITON_AS_GIVEN)
         if y is not None:
             return y
-    if usual_call(backend, x, weight, bias, running) is None:
+    if not usual_call(x, weight, bias, running):
         return None
     try:
         if _recorded(x, weight, bias):
@@ -235,7 +234,7 @@ def _by_all(
     if backend is not CPU_AS_GIVEN or x.dtype not in _DTYPES or act not in ACTIVATIONS or may_be_repeated():
         return None
     channels = x.shape[1]
-    if channels == 0 or usual_call(backend, x, weight, bias, running, moves=True) is None:
+    if channels == 0 or not usual_call(x, weight, bias, running, moves=True):
         return None
     for v in (weight, bias, mean, var):
         if v is not None and not (_of_channels(v, channels) and not v.is_inference()):
@@ -270,7 +269,7 @@ def row_norm(
     start = stop - len(shape)
     if not (eps >= 0 and 0 <= start < stop and x.shape[start:] == shape):
         return None
-    if usual_call(backend, x, weight, bias, dense=False) is None:
+    if not usual_call(x, weight, bias, dense=False):
         return None
     for v in (weight, bias):
         if v is not None and not (v.shape == shape and v.is_floating_point()):

@@ -53,6 +53,7 @@ def doctor(
     from leannorm.cli.models import in_one_line, made_by, model_named
     from leannorm.report.doctor.checks import CHECKS
     from leannorm.report.doctor.examine import examine
+    from leannorm.report.doctor.meeting import meeting_of
     from leannorm.report.doctor.mend import diff, mend
     from leannorm.report.doctor.subject import SEVERITIES
     from leannorm.report.render import require_page
@@ -79,7 +80,7 @@ def doctor(
         batches = made_by(data) if data else random  # when the model has joined its job
         status.update("looking at its norms")
         checks = [check for check in CHECKS if data or not check.of_data]
-        report = examine(network, batches, forward=forward, checks=checks, ranks=True)
+        report = examine(network, batches, forward=forward, checks=checks, meeting=meeting_of(None))
     report.model = model
     tells = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
     if tells:

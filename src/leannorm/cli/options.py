@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,11 +27,12 @@ Model = Annotated[str, typer.Argument(help=_MODEL, metavar="MODEL")]
 ModelOption = Annotated[str, typer.Option("--model", help=_MODEL, metavar="MODEL")]
 
 
-def tell(report: Report, json: Path | None = None, html: Path | None = None) -> None:
-    """A report on the terminal, and in the files that were asked for."""
+def tell(report: Report, json: Path | None = None, html: Path | None = None, passes: Any = True) -> None:
+    """A report on the terminal and in the files that were asked for; fails where it does not pass."""
     from rich.console import Console
 
     from leannorm._files import write_text
+    from leannorm.cli import CHECK_FELL_SHORT
 
     report.print()
     console = Console(soft_wrap=True)
@@ -41,3 +42,5 @@ def tell(report: Report, json: Path | None = None, html: Path | None = None) -> 
     if html:
         report.to_html(html)  # type: ignore[attr-defined]  # of those that have a page
         console.print(f"report: {html}", highlight=False)
+    if not passes:
+        raise typer.Exit(CHECK_FELL_SHORT)

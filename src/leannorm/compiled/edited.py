@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from leannorm.compiled import operators
+from leannorm.program.memory import written_by
 
 
 def readers(graph: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:
@@ -35,7 +36,7 @@ def readers(graph: fx.Graph, num_fwd_outputs: int) -> set[fx.Node]:
 
 def _edited(graph: fx.Graph, num_fwd_outputs: int) -> Iterator[fx.Node]:
     for node in graph.nodes:
-        for argument in _written(node):
+        for argument in written_by(node):
             yield _source(argument)
     output = next(iter(graph.find_nodes(op="output")))
     named: Collection[Any] = output.meta.get("desc") or ()
@@ -43,19 +44,6 @@ def _edited(graph: fx.Graph, num_fwd_outputs: int) -> Iterator[fx.Node]:
     for node in graph.find_nodes(op="placeholder"):
         if node.meta.get("desc") in mutated:
             yield node
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The arguments that a node writes into."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            yield from (
-                n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node)
-            )
 
 
 def _source(node: fx.Node) -> fx.Node:

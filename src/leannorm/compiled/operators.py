@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from leannorm.saving.price import Rates
+from leannorm.program.memory import arguments
+from leannorm.saving.rates import Rates
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 
@@ -53,11 +54,9 @@ _FUSED = _packets(
 _VIEWS = _packets(_aten, "_unsafe_view _reshape_alias reshape detach lift_fresh") | _packets(
     _prims, "broadcast_in_dim"
 )
-_OURS = frozenset(f"{verb}_forward" for verb in ("channel", "row", "row_ada", "row_gated", "masked")) | {
+_OURS = frozenset(f"{verb}_forward" for verb in ("channel", "row", "row_ada", "row_gated")) | {
     "channel_moments",
     "channel_normalize",
-    "masked_moments",
-    "masked_normalize",
     "constants_of",
 }
 """Operators of ours that change nothing and read each element once or twice."""
@@ -131,14 +130,8 @@ def _kind_of(target: Any) -> str:
 
 def _drops_out(node: fx.Node) -> bool:
     """Attention that draws random numbers."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return False
-    for i, argument in enumerate(schema.arguments):
-        if argument.name == "dropout_p":
-            probability = node.args[i] if i < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return bool(probability != 0.0)
-    return False
+    of_operator = isinstance(node.target, torch._ops.OpOverload)
+    return of_operator and bool(arguments(node).get("dropout_p", 0.0) != 0.0)
 
 
 def operations(node: fx.Node) -> int:

@@ -1,22 +1,13 @@
 """Norms as functions: checks, then one call."""
 
-from leannorm.functional.batch import batch_norm as batch_norm
-from leannorm.functional.batch import batch_norm_act as batch_norm_act
-from leannorm.functional.conv import conv_batch_norm as conv_batch_norm
-from leannorm.functional.gated import gated_rms_norm as gated_rms_norm
-from leannorm.functional.group import group_norm as group_norm
-from leannorm.functional.group import group_norm_act as group_norm_act
-from leannorm.functional.group import instance_norm as instance_norm
-from leannorm.functional.layer import add_layer_norm as add_layer_norm
-from leannorm.functional.layer import add_rms_norm as add_rms_norm
-from leannorm.functional.layer import layer_norm as layer_norm
-from leannorm.functional.layer import rms_norm as rms_norm
-from leannorm.functional.modulated import ada_layer_norm as ada_layer_norm
-from leannorm.functional.modulated import ada_rms_norm as ada_rms_norm
-from leannorm.functional.modulated import add_ada_layer_norm as add_ada_layer_norm
-from leannorm.functional.modulated import add_ada_rms_norm as add_ada_rms_norm
-from leannorm.functional.operator import batch_norm_op as batch_norm_op
-from leannorm.functional.sync import sync_batch_norm as sync_batch_norm
+from leannorm.functional.batch import batch_norm, batch_norm_act
+from leannorm.functional.conv import conv_batch_norm
+from leannorm.functional.gated import gated_rms_norm
+from leannorm.functional.group import group_norm, group_norm_act, instance_norm
+from leannorm.functional.layer import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from leannorm.functional.modulated import ada_layer_norm, ada_rms_norm, add_ada_layer_norm, add_ada_rms_norm
+from leannorm.functional.operator import batch_norm_op
+from leannorm.functional.sync import sync_batch_norm
 
 __all__ = [
     "ada_layer_norm",

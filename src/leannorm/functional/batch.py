@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -143,6 +143,17 @@ def batch_norm_act(
     return _by_number(input, running, epilogue, training, eps, (mask, lengths, fill))
 
 
+class _Call(NamedTuple):
+    """A call of batch norm, but for its tensors; `by_batch`: by the statistics of the batch?"""
+
+    by_batch: bool
+    eps: float
+    masking: Masking
+    sharing: Sharing | None = None
+    pool: Pool | None = None
+    group_size: int | None = None
+
+
 def _by_number(
     input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float, masking: Masking
 ) -> Tensor:
@@ -156,13 +167,7 @@ def _by_number(
         _checks.running_statistics(*running[:2], training)
         _checks.activation(epilogue.act)
         return exported_at_data(stock.batch_norm(input, running, epilogue, eps), *masking)
-    _check(input, running, epilogue, training, eps)
-    if sharded(input, *running[:2], *epilogue[:3]):
-        return _of_shards(input, running, epilogue, training, eps, masking)
-    valid = valid_positions(input, *masking)
-    if training:
-        return _by_batch(input, running, epilogue, eps, valid=valid)
-    return _by_running(input, running, epilogue, eps, valid)
+    return _checked(input, running, epilogue, _Call(training, eps, masking))
 
 
 def _as_tracked_or_synchronized(given: Arguments) -> Any:
@@ -223,7 +228,6 @@ def tracked_batch_norm(
         running = Running(running_mean, running_var, None, momentum)
         y = stock.batch_norm(input, running, Epilogue(weight, bias, residual, act), eps)
         return exported_at_data(y, mask, lengths, fill)
-    use_batch = training or running_mean is None
     if sharing is not None:
         group = sharing_group(sharing.asked)
         if group is None:
@@ -233,36 +237,28 @@ def tracked_batch_norm(
             sharing = sharing._replace(group=group, eps=eps, momentum=momentum, tracks=tracks)
     _checks.dim(input, dims)
     running = Running(running_mean, running_var, num_batches_tracked, momentum)
-    epilogue = Epilogue(weight, bias, residual, act)
-    _check(input, running, epilogue, use_batch, eps)
-    if sharded(*tensors):
-        masking, how = (mask, lengths, fill), (sharing, pool, group_size)
-        return _of_shards(input, running, epilogue, use_batch, eps, masking, *how)
-    valid = valid_positions(input, mask, lengths, fill)
-    if use_batch:
-        return _by_batch(input, running, epilogue, eps, sharing, pool, group_size, valid)
-    return _by_running(input, running, epilogue, eps, valid)
+    by_batch, masking = training or running_mean is None, (mask, lengths, fill)
+    call = _Call(by_batch, eps, masking, sharing, pool, group_size)
+    return _checked(input, running, Epilogue(weight, bias, residual, act), call)
 
 
-def _of_shards(
-    input: Tensor,
-    running: Running,
-    epilogue: Epilogue,
-    by_batch: bool,
-    eps: float,
-    masking: Masking,
-    sharing: Sharing | None = None,
-    pool: Pool | None = None,
-    group_size: int | None = None,
-) -> Tensor:
+def _checked(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
+    _check(input, running, epilogue, call)
+    if sharded(input, *running[:3], *epilogue[:3]):
+        return _of_shards(input, running, epilogue, call)
+    return _local(input, running, epilogue, call)
+
+
+def _of_shards(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
     """By the statistics of the whole batch, of which each rank has a part."""
-    if by_batch and group_size is None:
+    by_batch, eps, masking, sharing, pool, size = call
+    if by_batch and size is None:
         _checks.more_than_one_value(input, values_per_channel(input.shape))
 
     def run(cut: Cut, x: Tensor, running: Running, epilogue: Epilogue, masking: Masking) -> Tensor:
-        valid = valid_positions(x, *masking)
+        of_rank = call._replace(masking=masking)
         if not by_batch:
-            return _by_running(x, running, epilogue, eps, valid)
+            return _local(x, running, epilogue, of_rank)
         reduced = (0, *range(2, x.dim()))
         merged = cut.merged(reduced, "batch_norm", eps)
         if sharing is not None and (merged is not None or cut.holds_rank_of(sharing.group)):
@@ -271,59 +267,53 @@ def _of_shards(
                 f"merged already, got placements {cut.placements}; take a BatchNorm, or the group of another "
                 "dimension of the mesh than the input's"
             )
-        if group_size is not None and not (cut.cuts_between(0, group_size) and cut.is_whole(reduced[1:])):
+        if size is not None and not (cut.cuts_between(0, size) and cut.is_whole(reduced[1:])):
             raise cut.refuse(
-                f"batch norm with group_size={group_size} needs whole groups of samples on each rank",
-                reduced,
+                f"batch norm with group_size={size} needs whole groups of samples on each rank", reduced
             )
         if pool is not None and not cut.is_whole((1,)):
             raise cut.refuse("accumulate_stats() needs all channels on each rank", (1,))
         if merged is not None:
             merged = merged._replace(momentum=running.momentum, tracks=running.mean is not None)
-        return _by_batch(x, running, epilogue, eps, merged or sharing, pool, group_size, valid)
+        return _local(x, running, epilogue, of_rank._replace(sharing=merged or sharing))
 
     return by_channel(run, input, running, epilogue, masking, by_batch)
 
 
-def _by_running(
-    input: Tensor, running: Running, epilogue: Epilogue, eps: float, valid: Valid | None = None
-) -> Tensor:
-    if valid is not None and valid.zero:
-        return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue, valid.mask)
-    y = channel_evaluated(input, running, eps, epilogue)
-    return channel_affine(input, *running_mean_and_rstd(running, eps), epilogue) if y is None else y
+def _local(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> Tensor:
+    """Of one rank's tensors."""
+    valid = valid_positions(input, *call.masking)
+    if call.by_batch:
+        return _by_batch(input, running, epilogue, call, valid)
+    if valid is None or not valid.zero:
+        y = channel_evaluated(input, running, call.eps, epilogue)
+        if y is not None:
+            return y
+    mask = valid.mask if valid is not None and valid.zero else None
+    return channel_affine(input, *running_mean_and_rstd(running, call.eps), epilogue, mask)
 
 
-def _check(input: Tensor, running: Running, epilogue: Epilogue, training: bool, eps: float) -> None:
+def _check(input: Tensor, running: Running, epilogue: Epilogue, call: _Call) -> None:
     running_mean, running_var, num_batches, momentum = running
     weight, bias, residual, act = epilogue
     _checks.floating("input", input)
     _checks.at_least_2d(input)
     _checks.parameters(input, running_mean=running_mean, running_var=running_var, weight=weight, bias=bias)
-    _checks.running_statistics(running_mean, running_var, training)
+    _checks.running_statistics(running_mean, running_var, call.by_batch)
     _checks.same_device("num_batches_tracked", num_batches, input)
-    _checks.positive_eps(eps)
+    _checks.positive_eps(call.eps)
     _checks.momentum(momentum)
     _checks.activation(act)
-    if residual is not None:
-        _checks.floating("residual", residual)
-        _checks.same_device("residual", residual, input)
-        _checks.same_shape("residual", residual, input)
-    if training and recorded(input, weight, bias, residual):
+    _checks.like_input("residual", residual, input)
+    if call.by_batch and recorded(input, weight, bias, residual):
         of_act = {} if act == "identity" else {"bias": bias, "residual": residual}
         _checks.may_be_kept(input=input, weight=weight, **of_act)
 
 
 def _by_batch(
-    input: Tensor,
-    running: Running,
-    epilogue: Epilogue,
-    eps: float,
-    sharing: Sharing | None = None,
-    pool: Pool | None = None,
-    group_size: int | None = None,
-    valid: Valid | None = None,
+    input: Tensor, running: Running, epilogue: Epilogue, call: _Call, valid: Valid | None
 ) -> Tensor:
+    _, eps, _, sharing, pool, group_size = call
     count = None if valid is None else valid.total
     if group_size is not None:
         if valid is not None:

@@ -68,9 +68,7 @@ def gated_rms_norm(
     _checks.floating("input", input)
     start, _ = _checks.normalized_axes(input, normalized_shape, None)
     _checks.row_parameters(input, normalized_shape, weight=weight)
-    _checks.floating("gate", gate)
-    _checks.same_device("gate", gate, input)
-    _checks.same_shape("gate", gate, input)
+    _checks.like_input("gate", gate, input)
     _checks.non_negative_eps(eps)
     gating = Gating(start, eps, act, bool(norm_before_gate), cast == "before")
     if not sharded(input, gate, weight):

@@ -46,10 +46,7 @@ def _row_norm(
     _checks.floating("input", input)
     start, stop = _checks.normalized_axes(input, normalized_shape, dim)
     _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
-    if residual is not None:
-        _checks.floating("residual", residual)
-        _checks.same_device("residual", residual, input)
-        _checks.same_shape("residual", residual, input)
+    _checks.like_input("residual", residual, input)
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.non_negative_eps(eps)

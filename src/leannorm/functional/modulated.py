@@ -34,10 +34,7 @@ def _ada_norm(
     _checks.row_parameters(input, normalized_shape, weight=weight, bias=bias)
     _checks.modulations(input, start, scale=scale, shift=shift, gate=gate)
     _checks.same_modulation(scale, shift)
-    if branch is not None:
-        _checks.floating("branch", branch)
-        _checks.same_device("branch", branch, input)
-        _checks.same_shape("branch", branch, input)
+    _checks.like_input("branch", branch, input)
     _checks.non_negative_eps(eps)
     how = Rows(start, input.dim(), eps, rms)
     if not sharded(*tensors):

@@ -176,7 +176,7 @@ def refuse_to_export(arguments: Arguments) -> None:
 
 
 def exported_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fill: str) -> Tensor:
-    """What evaluation leaves at padding, for a graph that leaves: torch's functions, no size is looked at."""
+    """What evaluation leaves at padding, for an exported graph: torch's functions, no size is looked at."""
     if fill == "normalize" or (mask is None and lengths is None):
         return y
     return y.masked_fill(~exported_positions(y, mask, lengths), 0)
@@ -185,7 +185,7 @@ def exported_at_data(y: Tensor, mask: Tensor | None, lengths: Lengths | None, fi
 def exported_positions(
     x: Tensor, mask: Tensor | None, lengths: Lengths | None, kept: tuple[int, int] = (1, 2)
 ) -> Tensor:
-    """`valid_positions` for a graph that leaves: a mask that broadcasts against x; no size is looked at."""
+    """`valid_positions` for an exported graph: a mask that broadcasts against x; no size is looked at."""
     if mask is not None and lengths is not None:
         raise InputError("mask and lengths say the same thing twice, both are given; pass one of them")
     rank, (first, stop) = x.dim(), kept

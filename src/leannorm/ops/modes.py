@@ -47,7 +47,7 @@ _within_transforms._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exporting() -> bool:
-    """Is this call written into a graph that leaves: by `torch.export`, or by TorchScript's tracer?
+    """Is this call written into an exported graph: by `torch.export`, or by TorchScript's tracer?
 
     ONNX's two exporters and AOTInductor come by one of them. This is the one place that decides.
     """

@@ -1,6 +1,6 @@
 """How does one model become one graph that trains and infers?"""
 
-from leannorm.program.forking import fork as fork
-from leannorm.program.program import Program as Program
+from leannorm.program.forking import fork
+from leannorm.program.program import Program
 
 __all__ = ["Program", "fork"]

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from leannorm._errors import InputError
+from leannorm.program.memory import attribute
 
 LIBRARIES = ("aten", "prims", "leannorm", "torchvision")
 _REFUSED = ("aten::from_file",)  # opens a file by name
@@ -46,7 +47,7 @@ def encode_graph(graph: fx.Graph, root: torch.nn.Module) -> dict[str, Any]:
         entry: dict[str, Any] = {"op": n.op, "name": n.name, "target": n.target}
         if n.op == "call_function":
             entry["target"] = _encode_target(n.target)
-        if n.op == "get_attr" and isinstance(module := _attribute(root, str(n.target)), fx.GraphModule):
+        if n.op == "get_attr" and isinstance(module := attribute(root, str(n.target)), fx.GraphModule):
             entry["graph"] = encode_graph(module.graph, module)
         entry["args"] = encode(n.args)
         if n.kwargs:
@@ -196,10 +197,3 @@ def _name(text: str, attribute: bool = False) -> str:
     if text.startswith("__") or (keyword.iskeyword(text) and not attribute):
         raise RefusedError(f"the name {text!r}")
     return text
-
-
-def _attribute(root: torch.nn.Module, path: str) -> Any:
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    return value

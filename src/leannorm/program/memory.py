@@ -41,7 +41,7 @@ class GraphMemory:
         """The storages that this node writes to."""
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self.of(*_written_inside(node))
-        return self.of(*_written(node))
+        return self.of(*written_by(node))
 
     def _find(self, storage: int) -> int:
         while (other := self._same.get(storage, storage)) != storage:
@@ -76,7 +76,8 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operator's call writes into."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return []
@@ -110,10 +111,14 @@ def submodules(node: fx.Node) -> list[fx.GraphModule]:
 
 def is_graph(node: fx.Node) -> bool:
     """Is the attribute that this get_attr node reads a graph, and not a tensor?"""
-    value: Any = node.graph.owning_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return isinstance(value, fx.GraphModule)
+    return isinstance(attribute(node.graph.owning_module, str(node.target)), fx.GraphModule)
+
+
+def attribute(root: Any, path: str) -> Any:
+    """What stands under a dotted name; None where nothing does."""
+    for part in path.split("."):
+        root = getattr(root, part, None)
+    return root
 
 
 def _written_inside(node: fx.Node) -> list[fx.Node]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import log2, sqrt
 from typing import NamedTuple
 
 import torch
@@ -54,11 +53,10 @@ def allowed_error(torchs_error: float, dtype: torch.dtype, largest: float, round
     return 2 * torchs_error + roundings * torch.finfo(dtype).eps / 2 * largest
 
 
-def error_of(ours: Tensor, exact: Tensor, torchs_error: float, summands: int = 0) -> Error:
+def error_of(ours: Tensor, exact: Tensor, torchs_error: float, more: float = 0.0) -> Error:
     """The error of `ours` and its budget: twice torch's error in the same dtype, plus one output rounding.
 
-    A sum of `summands` values of about 1 may be near 0 while its partial sums are not. For it, the budget
-    also has one rounding of a partial sum of size sqrt(n) for each of the log2(n) levels of the sum.
+    `more` is added to the budget.
 
     >>> error_of(torch.ones(2), torch.ones(2).double(), 0.0).within
     True
@@ -66,10 +64,13 @@ def error_of(ours: Tensor, exact: Tensor, torchs_error: float, summands: int = 0
     False
     """
     largest = float(exact.abs().max()) if exact.numel() else 0.0
-    allowed = allowed_error(torchs_error, ours.dtype, largest)
-    if summands > 1:
-        allowed += torch.finfo(torch.float32).eps / 2 * log2(summands) * sqrt(summands)
-    return Error(largest_error(ours, exact), allowed)
+    return Error(largest_error(ours, exact), allowed_error(torchs_error, ours.dtype, largest) + more)
+
+
+def with_gradients(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
+    """Output and gradients of `run(*leaves)`."""
+    y = run(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
 def within_budget(ours: Sequence[Tensor], torchs: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:

@@ -10,14 +10,19 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from leannorm import functional
 from leannorm._freed_memory import keep_freed_memory
 from leannorm._report import Part, Report, Table, counted, milliseconds
 from leannorm.ops.select import backends, use_backend
-from leannorm.report.answers import error_of, largest_error, poisoned_memory, within_budget
+from leannorm.report.answers import (
+    error_of,
+    largest_error,
+    poisoned_memory,
+    with_gradients,
+    within_budget,
+)
+from leannorm.report.numerics import BATCH_NORM, LAYER_NORM
 from leannorm.report.timing import device_seconds, sets_past_the_cache
 
 COMPILED = "torch.compile"
@@ -34,31 +39,9 @@ class Case(NamedTuple):
     features: int
 
 
-def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.batch_norm(x, None, None, weight, bias, training=True)
-
-
-def _torch_batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, weight, bias, training=True)
-
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functional.layer_norm(x, weight.shape, weight, bias)
-
-
-def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias)
-
-
 CASES = (
-    *(
-        Case("batch norm", shape, _batch_norm, _torch_batch_norm, shape[1])
-        for shape in ((32, 64, 56, 56), (32, 512, 7, 7))
-    ),
-    *(
-        Case("layer norm", shape, _layer_norm, _torch_layer_norm, shape[-1])
-        for shape in ((8192, 768), (4096, 4096))
-    ),
+    *(Case("batch norm", shape, *BATCH_NORM, shape[1]) for shape in ((32, 64, 56, 56), (32, 512, 7, 7))),
+    *(Case("layer norm", shape, *LAYER_NORM, shape[-1]) for shape in ((8192, 768), (4096, 4096))),
 )
 
 
@@ -151,21 +134,21 @@ def _bench(
     weight, bias = (torch.rand(case.features, generator=generator).to(device, dtype) + 0.5 for _ in range(2))
     leaves = [v.requires_grad_() for v in (x, weight, bias)]
     serving = [name for name, reasons in backends(*leaves).items() if not reasons]
-    exact = _answers(case.torchs, [v.detach().double().requires_grad_() for v in leaves], dy.double())
-    stock = _answers(case.torchs, leaves, dy)
+    exact = with_gradients(case.torchs, [v.detach().double().requires_grad_() for v in leaves], dy.double())
+    stock = with_gradients(case.torchs, leaves, dy)
     correct, run_of = {"torch": True}, {"torch": case.torchs}
     if compiled:
         run_of[COMPILED] = torch.compile(case.torchs, dynamic=False)  # each case's shape has its own kernels
-        correct[COMPILED] = _near(_answers(run_of[COMPILED], leaves, dy), stock, exact)
+        correct[COMPILED] = _near(with_gradients(run_of[COMPILED], leaves, dy), stock, exact)
     for name in serving:
         run_of[name] = case.ours
         with use_backend(name), poisoned_memory():
-            correct[name] = within_budget(_answers(case.ours, leaves, dy), stock, exact)
+            correct[name] = within_budget(with_gradients(case.ours, leaves, dy), stock, exact)
     sets = [(leaves, dy)]
     for _ in range(sets_past_the_cache(4 * x.nbytes, device) - 1):
         sets.append(([x.detach().clone().requires_grad_(), *leaves[1:]], dy.clone()))
     right = {name: run for name, run in run_of.items() if correct[name]}
-    runs = {name: [partial(_answers, run, *each) for each in sets] for name, run in right.items()}
+    runs = {name: [partial(with_gradients, run, *each) for each in sets] for name, run in right.items()}
     targets = [torch.empty_like(dy) for _ in sets]
     copy_calls = [partial(target.copy_, each[1]) for target, each in zip(targets, sets, strict=True)]
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -200,8 +183,3 @@ def _near(answers: Sequence[Tensor], stock: Sequence[Tensor], exact: Sequence[Te
     outputs = zip(answers, stock, exact, strict=True)
     errors = [error_of(answer, want, largest_error(torchs, want)) for answer, torchs, want in outputs]
     return all(error.found <= 8 * error.allowed for error in errors)
-
-
-def _answers(run: Callable[..., Tensor], leaves: Sequence[Tensor], dy: Tensor) -> list[Tensor]:
-    y = run(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]

@@ -24,7 +24,8 @@ def why_torchvision_fails() -> str | None:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"torchvision {_version()} does not fit torch {torch.__version__} ({reason}): {mended_by()}"
+        found = version_of("torchvision", "(of unknown version)")
+        return f"torchvision {found} does not fit torch {torch.__version__} ({reason}): {mended_by()}"
     return None
 
 
@@ -55,8 +56,9 @@ def import_torchvision() -> str | None:
     return why
 
 
-def _version() -> str:
+def version_of(package: str, otherwise: str) -> str:
+    """The installed version."""
     try:
-        return version("torchvision")
+        return version(package)
     except PackageNotFoundError:
-        return "(of unknown version)"
+        return otherwise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -14,7 +13,7 @@ from leannorm._torch import TESTED, is_tested
 from leannorm.autograd.nodes import WHY_NOT
 from leannorm.ops.backends.library import last_cache
 from leannorm.ops.select import backends
-from leannorm.report.fitting import why_torchvision_fails
+from leannorm.report.fitting import version_of, why_torchvision_fails
 
 _OPTIONAL = ("triton", "scikit-learn", "plotly", "jinja2", "torchvision", "timm")
 
@@ -63,7 +62,7 @@ def installation() -> Installation:
         "autograd nodes of small calls": "in C++" if WHY_NOT is None else f"in Python: {WHY_NOT}",
     }
     wrong = why_torchvision_fails()
-    facts |= {name: _version(name) for name in _OPTIONAL}
+    facts |= {name: version_of(name, "not installed") for name in _OPTIONAL}
     if wrong is not None:
         facts["torchvision"] += ", does not fit this torch"
     return Installation(facts, serving, [] if wrong is None else [wrong])
@@ -71,10 +70,3 @@ def installation() -> Installation:
 
 def _cuda_devices() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

@@ -66,6 +66,15 @@ class MemoryReport(PagedReport):
         yield kind_table(self)
         yield from (Line(f"{name}: {reason}.") for name, reason in _reasons(self))
 
+    def foot(self) -> dict[str, str]:
+        """Where it was measured."""
+        return {
+            "device": self.device,
+            "threads": str(self.threads),
+            "torch": self.torch,
+            "memory": self.freed_memory,
+        }
+
     def html(self) -> str:
         """Memory over the step, bars and numbers for each layer; checkboxes show and hide a setting."""
         return _page(self)
@@ -194,15 +203,9 @@ def _page(report: MemoryReport) -> str:
         sections.append(
             Section("What is rebuilt", "Time of the rebuilds alone, measured.", table=operation_table(report))
         )
-    foot = {
-        "device": report.device,
-        "threads": str(report.threads),
-        "torch": report.torch,
-        "memory": report.freed_memory,
-    }
     title = f"{report.model}: memory of a training step"
     lead = f"Input {', '.join(report.inputs)}. Stock autograd, and ways to hold less for the backward pass."
-    return page(title, lead, facts, sections, foot, toggles=[s.name for s in report.settings])
+    return page(title, lead, facts, sections, report.foot(), toggles=[s.name for s in report.settings])
 
 
 def timeline_section(report: MemoryReport, heading: str) -> Section:

@@ -14,10 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leannorm import functional, nn
-from leannorm.report.answers import error_of, largest_error
+from leannorm.report.answers import error_of, largest_error, with_gradients
 
 # The step of the central differences in float64, and their relative budget; their own error is about 1e-9.
 _GRADCHECK_STEP = 1e-6
+
+
+class OursAndTorchs(NamedTuple):
+    """A norm of (x, weight, bias), twice."""
+
+    ours: Callable[..., Tensor]
+    torchs: Callable[..., Tensor]
+
+
+BATCH_NORM = OursAndTorchs(
+    lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
+    lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+)
+LAYER_NORM = OursAndTorchs(
+    lambda x, w, b: functional.layer_norm(x, w.shape, w, b), lambda x, w, b: F.layer_norm(x, w.shape, w, b)
+)
 
 
 class Check(NamedTuple):
@@ -75,25 +91,15 @@ def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tupl
     return float(torch.stack(absolute).max()), float(torch.stack(relative).max())
 
 
-def _gradients(run: Callable[..., Tensor], dy: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Output and gradients of `run(*inputs)`, computed in the inputs' dtype."""
-    leaves = [v.detach().requires_grad_() for v in inputs]
-    y = run(*leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
-
-
 def _three_ways(
-    name: str,
-    ours: Callable[..., Tensor],
-    torchs: Callable[..., Tensor],
-    formula: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
+    name: str, both: OursAndTorchs, formula: Callable[..., Tensor], inputs: Sequence[Tensor]
 ) -> Iterator[Check]:
     """Check output and gradients of (x, weight, bias), ours and torch's, against the formula in float64."""
     dy = torch.randn_like(inputs[0])
-    exact = _gradients(formula, dy, [v.double() for v in inputs])
+    leaves = [v.requires_grad_() for v in inputs]
+    exact = with_gradients(formula, [v.detach().double().requires_grad_() for v in inputs], dy)
     parts = ("forward", "gradient of the input", "gradient of weight", "gradient of bias")
-    measured = zip(_gradients(ours, dy, inputs), _gradients(torchs, dy, inputs), exact, strict=True)
+    measured = zip(*(with_gradients(run, leaves, dy) for run in both), exact, strict=True)
     for part, results in zip(parts, measured, strict=True):
         yield _within(f"{name}, {part}", *results)
 
@@ -110,8 +116,7 @@ def _per_channel(v: Tensor) -> Tensor:
 def _batch_norm() -> Iterator[Check]:
     yield from _three_ways(
         "batch norm",
-        lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True),
-        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        BATCH_NORM,
         lambda x, w, b: _normalized(x, (0, 2, 3)) * _per_channel(w) + _per_channel(b),
         (torch.randn(8, 3, 20, 20), torch.rand(3) + 0.5, torch.randn(3)),
     )
@@ -148,8 +153,7 @@ def _untracked() -> Check:
 def _layer_norm() -> Iterator[Check]:
     yield from _three_ways(
         "layer norm",
-        lambda x, w, b: functional.layer_norm(x, (64,), w, b),
-        lambda x, w, b: F.layer_norm(x, (64,), w, b),
+        LAYER_NORM,
         lambda x, w, b: _normalized(x, (-1,)) * w + b,
         (torch.randn(32, 10, 64), torch.rand(64) + 0.5, torch.randn(64)),
     )

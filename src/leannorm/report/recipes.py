@@ -18,6 +18,8 @@ from leannorm.saving.recipes import RECIPES
 from leannorm.saving.small import NEVER_SMALL
 
 ATEN = torch.ops.aten
+Program = Callable[[Tensor, Tensor], Tensor]
+"""Makes a node of a kind from a SiLU's output, which is rebuilt itself, and from a leaf."""
 ALIVE, RESTING, WRONG, NOT_TRIED = "alive", "resting", "WRONG", "not tried"
 
 
@@ -34,21 +36,6 @@ class RecipeState(NamedTuple):
     why: str = ""
 
 
-class _Program(NamedTuple):
-    """`run` makes a node of the kind from a SiLU's output, which is rebuilt itself, and from a leaf."""
-
-    run: Callable[[Tensor, Tensor], Tensor]
-    shape: tuple[int, ...] = (1, 16, 32, 32)
-
-
-def _square(run: Callable[[Tensor, Tensor], Tensor]) -> _Program:
-    return _Program(run, (64, 64))
-
-
-def _batched(run: Callable[[Tensor, Tensor], Tensor]) -> _Program:
-    return _Program(run, (4, 32, 32))
-
-
 def _affine(x: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
     """Weight and bias of each channel: leaves, as a layer's are."""
     weight, bias = leaf[0, :, 0, 0].detach().clone(), leaf[0, :, 0, 1].detach().clone()
@@ -63,16 +50,10 @@ def _batch_norm(x: Tensor, leaf: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, *_affine(x, leaf), training=True)
 
 
-def _our_running_norm(
-    x: Tensor, leaf: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
-) -> Tensor:
+def _our_running_norm(x: Tensor, leaf: Tensor) -> Tensor:
     zeros = torch.zeros(x.shape[1])
     state = zeros, zeros + 1, *_affine(x, leaf)
-    return functional.batch_norm_act(x, *state, act="identity", residual=residual, mask=mask)
-
-
-def _mask(x: Tensor) -> Tensor:
-    return torch.arange(x.shape[3]) < x.shape[3] - 2
+    return functional.batch_norm_act(x, *state, act="identity", residual=leaf)
 
 
 def _written_in_a_view(x: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,8 +73,8 @@ def _rows(x: Tensor) -> Tensor:
     return torch.arange(len(x)).flip(0)
 
 
-def _volume(run: Callable[[Tensor, Tensor], Tensor]) -> _Program:
-    return _Program(run, (2, 4, 8, 16, 16))
+def _nearest_exact(x: Tensor, leaf: Tensor) -> Tensor:
+    return F.interpolate(x, scale_factor=2, mode="nearest-exact")
 
 
 def _kernel() -> Tensor:
@@ -104,122 +85,127 @@ def _our_conv_norm(x: Tensor, leaf: Tensor) -> Tensor:
     return functional.conv_batch_norm(leaf, _kernel(), None, None, None, *_affine(x, leaf), training=True)
 
 
-_PROGRAMS: dict[str, _Program] = {
-    "SiluBackward0": _Program(lambda x, leaf: F.silu(x)),
-    "MishBackward0": _Program(lambda x, leaf: F.mish(x)),
-    "HardswishBackward0": _Program(lambda x, leaf: F.hardswish(x)),
-    "HardsigmoidBackward0": _Program(lambda x, leaf: F.hardsigmoid(x)),
-    "GeluBackward0": _Program(lambda x, leaf: F.gelu(x)),
-    "HardtanhBackward0": _Program(lambda x, leaf: F.hardtanh(x)),
-    "LeakyReluBackward0": _Program(lambda x, leaf: F.leaky_relu(x)),
-    "EluBackward0": _Program(lambda x, leaf: F.elu(x)),
-    "CeluBackward0": _Program(lambda x, leaf: F.celu(x)),
-    "SoftplusBackward0": _Program(lambda x, leaf: F.softplus(x)),
-    "GluBackward0": _Program(lambda x, leaf: F.glu(x, 1)),
-    "LogSigmoidBackward0": _Program(lambda x, leaf: F.logsigmoid(x)),
-    "AbsBackward0": _Program(lambda x, leaf: x.abs()),
-    "LogBackward0": _Program(lambda x, leaf: (x * x).log()),
-    "ClampBackward1": _Program(lambda x, leaf: x.clamp(-0.1, 0.5)),
-    "ReluBackward0": _Program(lambda x, leaf: F.relu(x)),
-    "SigmoidBackward0": _Program(lambda x, leaf: x.sigmoid()),
-    "TanhBackward0": _Program(lambda x, leaf: x.tanh()),
-    "LeakyReluBackward1": _Program(lambda x, leaf: F.leaky_relu(x, inplace=True)),
-    "EluBackward1": _Program(lambda x, leaf: F.elu(x, inplace=True)),
-    "CeluBackward1": _Program(lambda x, leaf: F.celu(x, inplace=True)),
-    "ExpBackward0": _Program(lambda x, leaf: x.exp()),
-    "SqrtBackward0": _Program(lambda x, leaf: (x * x).sqrt()),
-    "SoftmaxBackward0": _Program(lambda x, leaf: x.softmax(1)),
-    "LogSoftmaxBackward0": _Program(lambda x, leaf: x.log_softmax(1)),
-    "SafeSoftmaxBackward0": _Program(lambda x, leaf: ATEN._safe_softmax(x, 1)),
-    "NegBackward0": _Program(lambda x, leaf: -x),
-    "PowBackward0": _Program(lambda x, leaf: x.pow(2)),
-    "MeanBackward1": _Program(lambda x, leaf: x.mean(0), (4, 16, 32, 32)),
-    "SumBackward1": _Program(lambda x, leaf: x.sum(0), (4, 16, 32, 32)),
-    "SubBackward0": _Program(lambda x, leaf: leaf - leaf),
-    "WhereBackward0": _Program(lambda x, leaf: torch.where(x > 0, x, leaf)),
-    "RsqrtBackward0": _Program(lambda x, leaf: (x * x).rsqrt()),
-    "DivBackward0": _Program(lambda x, leaf: x / leaf),
-    "CopySlices": _Program(lambda x, leaf: _written_in_a_view(x, leaf)[0]),
-    "AsStridedBackward0": _Program(lambda x, leaf: _written_in_a_view(x, leaf)[1]),
-    "PreluKernelBackward0": _Program(lambda x, leaf: F.prelu(x, _affine(x, leaf)[0])),
-    "MulBackward0": _Program(lambda x, leaf: x * leaf),
-    "MulBackward1": _Program(lambda x, leaf: ATEN.mul.Scalar(x, 0.5)),
-    "NativeDropoutBackward0": _Program(lambda x, leaf: torch.native_dropout(x, 0.5, True)[0]),
-    "AddBackward0": _Program(lambda x, leaf: leaf + leaf),
-    "NativeBatchNormBackward0": _Program(_batch_norm),
-    "NativeGroupNormBackward0": _Program(_group_norm),
-    "NativeLayerNormBackward0": _Program(lambda x, leaf: F.layer_norm(x, x.shape[3:])),
-    "leannorm.ChannelNorm": _Program(
-        lambda x, leaf: functional.batch_norm(x, None, None, *_affine(x, leaf), training=True)
-    ),
-    "leannorm.ChannelAffine": _Program(lambda x, leaf: _our_running_norm(x, leaf, leaf)),
-    "leannorm.RowNorm": _Program(lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3)),
-    "leannorm.AdaNorm": _Program(lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0])),
-    "leannorm.GatedNorm": _Program(lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:])),
-    "leannorm.ConvNorm": _Program(_our_conv_norm),
-    "ScaledDotProductFlashAttentionForCpuBackward0": _Program(
-        lambda x, leaf: F.scaled_dot_product_attention(x, leaf, leaf)
-    ),
-    "ConvolutionBackward0": _Program(lambda x, leaf: F.conv2d(leaf, _kernel())),
-    "MmBackward0": _square(lambda x, leaf: x.mm(leaf)),
-    "BmmBackward0": _batched(lambda x, leaf: x.bmm(leaf)),
-    "AddmmBackward0": _square(lambda x, leaf: torch.addmm(leaf, x, leaf)),
-    "BaddbmmBackward0": _batched(lambda x, leaf: torch.baddbmm(leaf, x, leaf)),
-    "GroupedMmBackward0": _square(_experts),
-    "ViewBackward0": _Program(lambda x, leaf: x.view(16, 1024)),
-    "UnsafeViewBackward0": _Program(lambda x, leaf: ATEN._unsafe_view(x, [16, 1024])),
-    "ReshapeAliasBackward0": _Program(lambda x, leaf: ATEN._reshape_alias(x, [16, 1024], [1024, 1])),
-    "UnsqueezeBackward0": _Program(lambda x, leaf: x.unsqueeze(0)),
-    "SqueezeBackward0": _Program(lambda x, leaf: x.squeeze()),
-    "SqueezeBackward1": _Program(lambda x, leaf: x.squeeze(0)),
-    "SqueezeBackward2": _Program(lambda x, leaf: x.squeeze((0,))),
-    "ExpandBackward0": _Program(lambda x, leaf: x.expand(2, 16, 32, 32)),
-    "AliasBackward0": _Program(lambda x, leaf: ATEN.alias(x)),
-    "TBackward0": _square(lambda x, leaf: x.t()),
-    "TransposeBackward0": _Program(lambda x, leaf: x.transpose(1, 2)),
-    "PermuteBackward0": _Program(lambda x, leaf: x.permute(0, 2, 3, 1)),
-    "SelectBackward0": _Program(lambda x, leaf: x.select(1, -1)),
-    "SliceBackward0": _Program(lambda x, leaf: x[:, 4:]),
-    "UnbindBackward0": _Program(lambda x, leaf: x.unbind(1)[-1]),
-    "SplitBackward0": _Program(lambda x, leaf: x.split(4, 1)[-1]),
-    "SplitWithSizesBackward0": _Program(lambda x, leaf: x.split([4, 12], 1)[-1]),
-    "RollBackward0": _Program(lambda x, leaf: x.roll((1, -2), (2, 3))),
-    "FlipBackward0": _Program(lambda x, leaf: x.flip(2)),
-    "PixelShuffleBackward0": _Program(lambda x, leaf: F.pixel_shuffle(x, 2)),
-    "PixelUnshuffleBackward0": _Program(lambda x, leaf: F.pixel_unshuffle(x, 2)),
-    "IndexBackward0": _Program(lambda x, leaf: x[:, torch.arange(4, 12)]),
-    "IndexSelectBackward0": _square(lambda x, leaf: x.index_select(0, _rows(x))),
-    "GatherBackward0": _square(lambda x, leaf: x.gather(1, _rows(x).expand(64, 64))),
-    "TopkBackward0": _square(lambda x, leaf: x.topk(32).values),
-    "SortBackward0": _square(lambda x, leaf: x.sort(1).values),
-    "UpsampleNearest1DBackward0": _batched(lambda x, leaf: F.interpolate(x, scale_factor=2)),
-    "UpsampleNearest2DBackward0": _Program(lambda x, leaf: F.interpolate(x, scale_factor=2)),
-    "UpsampleNearest3DBackward0": _volume(lambda x, leaf: F.interpolate(x, scale_factor=2)),
-    **{
-        f"UpsampleNearestExact{axes}DBackward0": made(
-            lambda x, leaf: F.interpolate(x, scale_factor=2, mode="nearest-exact")
-        )
-        for axes, made in ((1, _batched), (2, _Program), (3, _volume))
+# by the shape of x and of the leaf: what makes a node of each kind
+_BY_SHAPE: dict[tuple[int, ...], dict[str, Program]] = {
+    (1, 16, 32, 32): {
+        "SiluBackward0": lambda x, leaf: F.silu(x),
+        "MishBackward0": lambda x, leaf: F.mish(x),
+        "HardswishBackward0": lambda x, leaf: F.hardswish(x),
+        "HardsigmoidBackward0": lambda x, leaf: F.hardsigmoid(x),
+        "GeluBackward0": lambda x, leaf: F.gelu(x),
+        "HardtanhBackward0": lambda x, leaf: F.hardtanh(x),
+        "LeakyReluBackward0": lambda x, leaf: F.leaky_relu(x),
+        "EluBackward0": lambda x, leaf: F.elu(x),
+        "CeluBackward0": lambda x, leaf: F.celu(x),
+        "SoftplusBackward0": lambda x, leaf: F.softplus(x),
+        "GluBackward0": lambda x, leaf: F.glu(x, 1),
+        "LogSigmoidBackward0": lambda x, leaf: F.logsigmoid(x),
+        "AbsBackward0": lambda x, leaf: x.abs(),
+        "LogBackward0": lambda x, leaf: (x * x).log(),
+        "ClampBackward1": lambda x, leaf: x.clamp(-0.1, 0.5),
+        "ReluBackward0": lambda x, leaf: F.relu(x),
+        "SigmoidBackward0": lambda x, leaf: x.sigmoid(),
+        "TanhBackward0": lambda x, leaf: x.tanh(),
+        "LeakyReluBackward1": lambda x, leaf: F.leaky_relu(x, inplace=True),
+        "EluBackward1": lambda x, leaf: F.elu(x, inplace=True),
+        "CeluBackward1": lambda x, leaf: F.celu(x, inplace=True),
+        "ExpBackward0": lambda x, leaf: x.exp(),
+        "SqrtBackward0": lambda x, leaf: (x * x).sqrt(),
+        "SoftmaxBackward0": lambda x, leaf: x.softmax(1),
+        "LogSoftmaxBackward0": lambda x, leaf: x.log_softmax(1),
+        "SafeSoftmaxBackward0": lambda x, leaf: ATEN._safe_softmax(x, 1),
+        "NegBackward0": lambda x, leaf: -x,
+        "PowBackward0": lambda x, leaf: x.pow(2),
+        "SubBackward0": lambda x, leaf: leaf - leaf,
+        "WhereBackward0": lambda x, leaf: torch.where(x > 0, x, leaf),
+        "RsqrtBackward0": lambda x, leaf: (x * x).rsqrt(),
+        "DivBackward0": lambda x, leaf: x / leaf,
+        "CopySlices": lambda x, leaf: _written_in_a_view(x, leaf)[0],
+        "AsStridedBackward0": lambda x, leaf: _written_in_a_view(x, leaf)[1],
+        "PreluKernelBackward0": lambda x, leaf: F.prelu(x, _affine(x, leaf)[0]),
+        "MulBackward0": lambda x, leaf: x * leaf,
+        "MulBackward1": lambda x, leaf: ATEN.mul.Scalar(x, 0.5),
+        "NativeDropoutBackward0": lambda x, leaf: torch.native_dropout(x, 0.5, True)[0],
+        "AddBackward0": lambda x, leaf: leaf + leaf,
+        "NativeBatchNormBackward0": _batch_norm,
+        "NativeGroupNormBackward0": _group_norm,
+        "NativeLayerNormBackward0": lambda x, leaf: F.layer_norm(x, x.shape[3:]),
+        "leannorm.ChannelNorm": lambda x, leaf: functional.batch_norm(
+            x, None, None, *_affine(x, leaf), training=True
+        ),
+        "leannorm.ChannelAffine": _our_running_norm,
+        "leannorm.RowNorm": lambda x, leaf: functional.layer_norm(x, x.shape[3:], dim=3),
+        "leannorm.AdaNorm": lambda x, leaf: functional.ada_rms_norm(x, x.shape[3:], leaf[0, 0, 0]),
+        "leannorm.GatedNorm": lambda x, leaf: functional.gated_rms_norm(x, leaf, x.shape[3:]),
+        "leannorm.ConvNorm": _our_conv_norm,
+        "ScaledDotProductFlashAttentionForCpuBackward0": lambda x, leaf: F.scaled_dot_product_attention(
+            x, leaf, leaf
+        ),
+        "ConvolutionBackward0": lambda x, leaf: F.conv2d(leaf, _kernel()),
+        "ViewBackward0": lambda x, leaf: x.view(16, 1024),
+        "UnsafeViewBackward0": lambda x, leaf: ATEN._unsafe_view(x, [16, 1024]),
+        "ReshapeAliasBackward0": lambda x, leaf: ATEN._reshape_alias(x, [16, 1024], [1024, 1]),
+        "UnsqueezeBackward0": lambda x, leaf: x.unsqueeze(0),
+        "SqueezeBackward0": lambda x, leaf: x.squeeze(),
+        "SqueezeBackward1": lambda x, leaf: x.squeeze(0),
+        "SqueezeBackward2": lambda x, leaf: x.squeeze((0,)),
+        "ExpandBackward0": lambda x, leaf: x.expand(2, 16, 32, 32),
+        "AliasBackward0": lambda x, leaf: ATEN.alias(x),
+        "TransposeBackward0": lambda x, leaf: x.transpose(1, 2),
+        "PermuteBackward0": lambda x, leaf: x.permute(0, 2, 3, 1),
+        "SelectBackward0": lambda x, leaf: x.select(1, -1),
+        "SliceBackward0": lambda x, leaf: x[:, 4:],
+        "UnbindBackward0": lambda x, leaf: x.unbind(1)[-1],
+        "SplitBackward0": lambda x, leaf: x.split(4, 1)[-1],
+        "SplitWithSizesBackward0": lambda x, leaf: x.split([4, 12], 1)[-1],
+        "RollBackward0": lambda x, leaf: x.roll((1, -2), (2, 3)),
+        "FlipBackward0": lambda x, leaf: x.flip(2),
+        "PixelShuffleBackward0": lambda x, leaf: F.pixel_shuffle(x, 2),
+        "PixelUnshuffleBackward0": lambda x, leaf: F.pixel_unshuffle(x, 2),
+        "IndexBackward0": lambda x, leaf: x[:, torch.arange(4, 12)],
+        "UpsampleNearest2DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2),
+        "UpsampleNearestExact2DBackward0": _nearest_exact,
+        "UpsampleBilinear2DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        "UpsampleBicubic2DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2, mode="bicubic"),
+        "MaxPool2DWithIndicesBackward0": lambda x, leaf: F.max_pool2d(x, 2),
+        "AvgPool2DBackward0": lambda x, leaf: F.avg_pool2d(x, 2),
+        "ConstantPadNdBackward0": lambda x, leaf: ATEN.constant_pad_nd(x, [0, 0]),
+        "RepeatBackward0": lambda x, leaf: x.repeat(2, 1, 1, 1),
+        "CloneBackward0": lambda x, leaf: x.clone(),
+        "ToCopyBackward0": lambda x, leaf: x.double(),
+        "CatBackward0": lambda x, leaf: torch.cat((leaf, x), 1),
+        "StackBackward0": lambda x, leaf: torch.stack((leaf, x), 1),
     },
-    "UpsampleLinear1DBackward0": _batched(lambda x, leaf: F.interpolate(x, scale_factor=2, mode="linear")),
-    "UpsampleBilinear2DBackward0": _Program(
-        lambda x, leaf: F.interpolate(x, scale_factor=2, mode="bilinear")
-    ),
-    "UpsampleBicubic2DBackward0": _Program(lambda x, leaf: F.interpolate(x, scale_factor=2, mode="bicubic")),
-    "UpsampleTrilinear3DBackward0": _volume(
-        lambda x, leaf: F.interpolate(x, scale_factor=2, mode="trilinear")
-    ),
-    "MaxPool2DWithIndicesBackward0": _Program(lambda x, leaf: F.max_pool2d(x, 2)),
-    "MaxPool3DWithIndicesBackward0": _volume(lambda x, leaf: F.max_pool3d(x, 2)),
-    "AvgPool2DBackward0": _Program(lambda x, leaf: F.avg_pool2d(x, 2)),
-    "AvgPool3DBackward0": _volume(lambda x, leaf: F.avg_pool3d(x, 2)),
-    "ConstantPadNdBackward0": _Program(lambda x, leaf: ATEN.constant_pad_nd(x, [0, 0])),
-    "RepeatBackward0": _Program(lambda x, leaf: x.repeat(2, 1, 1, 1)),
-    "CloneBackward0": _Program(lambda x, leaf: x.clone()),
-    "ToCopyBackward0": _Program(lambda x, leaf: x.double()),
-    "CatBackward0": _Program(lambda x, leaf: torch.cat((leaf, x), 1)),
-    "StackBackward0": _Program(lambda x, leaf: torch.stack((leaf, x), 1)),
+    (4, 16, 32, 32): {
+        "MeanBackward1": lambda x, leaf: x.mean(0),
+        "SumBackward1": lambda x, leaf: x.sum(0),
+    },
+    (64, 64): {
+        "MmBackward0": lambda x, leaf: x.mm(leaf),
+        "AddmmBackward0": lambda x, leaf: torch.addmm(leaf, x, leaf),
+        "GroupedMmBackward0": _experts,
+        "TBackward0": lambda x, leaf: x.t(),
+        "IndexSelectBackward0": lambda x, leaf: x.index_select(0, _rows(x)),
+        "GatherBackward0": lambda x, leaf: x.gather(1, _rows(x).expand(64, 64)),
+        "TopkBackward0": lambda x, leaf: x.topk(32).values,
+        "SortBackward0": lambda x, leaf: x.sort(1).values,
+    },
+    (4, 32, 32): {
+        "BmmBackward0": lambda x, leaf: x.bmm(leaf),
+        "BaddbmmBackward0": lambda x, leaf: torch.baddbmm(leaf, x, leaf),
+        "UpsampleNearest1DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2),
+        "UpsampleNearestExact1DBackward0": _nearest_exact,
+        "UpsampleLinear1DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2, mode="linear"),
+    },
+    (2, 4, 8, 16, 16): {
+        "UpsampleNearest3DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2),
+        "UpsampleNearestExact3DBackward0": _nearest_exact,
+        "UpsampleTrilinear3DBackward0": lambda x, leaf: F.interpolate(x, scale_factor=2, mode="trilinear"),
+        "MaxPool3DWithIndicesBackward0": lambda x, leaf: F.max_pool3d(x, 2),
+        "AvgPool3DBackward0": lambda x, leaf: F.avg_pool3d(x, 2),
+    },
 }
+PROGRAMS = {kind: (run, shape) for shape, several in _BY_SHAPE.items() for kind, run in several.items()}
 _ELSEWHERE = {
     "CudnnBatchNormBackward0": "made on CUDA devices, by cuDNN",
     "MiopenBatchNormBackward0": "made on ROCm devices, by MIOpen",
@@ -241,14 +227,14 @@ def recipe_states() -> Iterator[RecipeState]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for kind in RECIPES:
-            if kind in _PROGRAMS:
-                yield _tried(kind, _PROGRAMS[kind])
+            if kind in PROGRAMS:
+                yield _tried(kind, *PROGRAMS[kind])
             else:
                 yield RecipeState(kind, NOT_TRIED, _ELSEWHERE.get(kind, ""))
 
 
-def _tried(kind: str, program: _Program) -> RecipeState:
-    leaf = torch.randn(program.shape)
+def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
+    leaf = torch.randn(shape)
     try:
         stock, _ = _gradient(program, leaf, nullcontext())
         saved = lean("conv")
@@ -267,11 +253,11 @@ def _tried(kind: str, program: _Program) -> RecipeState:
     return RecipeState(kind, ALIVE)
 
 
-def _gradient(program: _Program, leaf: Tensor, context: Any) -> tuple[Tensor, str]:
+def _gradient(program: Program, leaf: Tensor, context: Any) -> tuple[Tensor, str]:
     """The leaf's gradient, and the kind of node that the program made."""
     leaf = leaf.clone().requires_grad_()
     with torch.random.fork_rng(devices=[]), context:
-        y = program.run(F.silu(leaf), leaf)
+        y = program(F.silu(leaf), leaf)
         kind = kind_of(y.grad_fn)
         loss = y.square().sum()
     loss.backward()

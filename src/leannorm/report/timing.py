@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from torch._C._autograd import DeviceType
 
 _HEAD_START = 30_000_000  # cycles, about 15 ms: longer than the host needs to launch one group of calls
 _GROUP = 8
@@ -70,19 +69,3 @@ def sets_past_the_cache(nbytes: int, device: torch.device | str) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return min(max(2, -(-4 * cache // max(nbytes, 1))), 64)
-
-
-def launches(call: Callable[[], object], device: torch.device | str) -> int | None:
-    """How many kernels, copies and fills a call starts on a GPU, counted by the profiler; None on the CPU."""
-    from torch.profiler import ProfilerActivity, profile
-
-    device = torch.device(device)
-    if device.type != "cuda":
-        return None
-    call()
-    for _ in range(2):  # the first profile of a process may miss kernels, until its library is ready
-        torch.cuda.synchronize(device)
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as recorded:
-            call()
-            torch.cuda.synchronize(device)
-    return sum(bool(event.device_type == DeviceType.CUDA) for event in recorded.events() or ())

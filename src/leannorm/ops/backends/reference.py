@@ -19,6 +19,8 @@ are 0. Counts are then float64 tensors, () or (N, 1), as the host may not know t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -126,21 +128,22 @@ def _before_activation(xhat: Tensor, epilogue: Epilogue) -> Tensor:
     return z if residual is None else z + residual.to(z.dtype)
 
 
-def _activation_grad(dy: Tensor, xhat: Tensor, kept: KeptByChannelNorm) -> Tensor:
-    """dz: the gradient before the activation, from its output where that is given, else rebuilt."""
-    dz, activation = dy.to(xhat.dtype), ACTIVATIONS[kept.act]
+def activation_grad(dy: Tensor, kept: KeptByChannelNorm, z: Callable[[], Tensor]) -> Tensor:
+    """dz: the gradient before the activation, by its output where that is kept, else by its input `z()`."""
+    dz, activation = dy.to(compute_dtype(kept.x)), ACTIVATIONS[kept.act]
     if kept.act == "identity":
         return dz
     if kept.output is not None and activation.from_output is not None:
-        return dz * activation.from_output(kept.output.to(xhat.dtype))
-    return dz * activation.grad(_before_activation(xhat, kept.epilogue()))
+        return dz * activation.from_output(kept.output.to(dz.dtype))
+    return dz * activation.grad(z())
 
 
 def _gradient(dy: Tensor, part: slice, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor, KeptByChannelNorm]:
     """dz and xhat of these samples, and what is kept of them."""
     some = _of_samples(part, kept)
     xhat = _xhat(some.x, some.mean, some.rstd)
-    return _activation_grad(at_data(some.mask, dy[part]), xhat, some), xhat, some
+    dy = at_data(some.mask, dy[part])
+    return activation_grad(dy, some, lambda: _before_activation(xhat, some.epilogue())), xhat, some
 
 
 class ChannelVerbs(RunningVerbs):

@@ -22,6 +22,7 @@ from leannorm.ops import schema
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.backend import Backend
 from leannorm.ops.backends.compiled import Compiled, dense
+from leannorm.ops.backends.reference import activation_grad
 from leannorm.ops.plan import channel_plan
 from leannorm.ops.precision import compute_dtype, in_dtype, statistics_dtype
 
@@ -48,7 +49,7 @@ class Shown(Backend):
         return in_dtype(ACTIVATIONS[kept.act].forward(_before_activation(kept)), kept.x.dtype)
 
     def channel_grad_sums(self, dy: Tensor, kept: KeptByChannelNorm) -> tuple[Tensor, Tensor]:
-        x, dz = kept.x, _activation_grad(dy, kept)
+        x, dz = kept.x, activation_grad(dy, kept, lambda: _before_activation(kept))
         dims = [d for d in range(x.dim()) if d > 1 or (d == 0 and kept.mean.dim() == 1)]
         sums = (v.sum(dims) if dims else v for v in (dz, dz * _xhat(kept)))
         sum_dz, sum_dz_xhat = (s.to(statistics_dtype(x)) for s in sums)
@@ -63,7 +64,7 @@ class Shown(Backend):
         into: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """`into` is not used."""
-        x, dz = kept.x, _activation_grad(dy, kept)
+        x, dz = kept.x, activation_grad(dy, kept, lambda: _before_activation(kept))
         scale = rstd = _of_channels(x, kept.rstd)
         if kept.weight is not None:
             scale = scale * kept.weight
@@ -106,16 +107,6 @@ def _before_activation(kept: KeptByChannelNorm) -> Tensor:
     scale = scale if kept.weight is None else scale * kept.weight
     z = _centred(kept.x, kept.mean, scale, kept.bias)
     return z if kept.residual is None else z + kept.residual.to(z.dtype)
-
-
-def _activation_grad(dy: Tensor, kept: KeptByChannelNorm) -> Tensor:
-    """dz, the gradient before the activation."""
-    dz, activation = dy.to(compute_dtype(kept.x)), ACTIVATIONS[kept.act]
-    if kept.act == "identity":
-        return dz
-    if kept.output is not None and activation.from_output is not None:
-        return dz * activation.from_output(kept.output.to(dz.dtype))
-    return dz * activation.grad(_before_activation(kept))
 
 
 SHOWN = Shown()

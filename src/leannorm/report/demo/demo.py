@@ -50,9 +50,7 @@ class DemoReport(PagedReport):
             yield one.table()
         yield setting_table(self.digits)
         yield self._epochs()
-        style = "bold green" if self else "bold red"
-        yield from (Line(f"{one.in_words()}.", style) for one in self.networks)
-        yield Line(f"{self.summary()}.", style)
+        yield Line(f"{self.summary()}.", "bold green" if self else "bold red")
         yield Line(NEXT)
 
     def _epochs(self) -> Table:
@@ -82,13 +80,7 @@ class DemoReport(PagedReport):
             Section("Digits: what a step costs", table=setting_table(self.digits)),
             Section("Digits: epoch by epoch", table=self._epochs()),
         ]
-        foot = {
-            "device": self.digits.device,
-            "threads": str(self.digits.threads),
-            "torch": self.digits.torch,
-            "memory": self.digits.freed_memory,
-        }
-        return page("leannorm demo", f"{self.summary()}.\n{NEXT}", facts, sections, foot)
+        return page("leannorm demo", f"{self.summary()}.\n{NEXT}", facts, sections, self.digits.foot())
 
 
 def demo(
@@ -137,7 +129,7 @@ def _facts(one: Saved) -> list[Fact]:
             f"{lean.kept / stock.kept:.2f} ×",
             f'bytes held by {one.network} under lean("{lean.name}"), at {lean.time_ratio:.2f} × the time',
         ),
-        Fact(f"{one.larger_batch:.1f} ×", f"largest batch of {one.network} in {one.memory}"),
+        Fact(f"{one.larger_batch:.1f} ×", f"largest batch of {one.network} in {one.batches.available}"),
     ]
 
 
@@ -147,8 +139,7 @@ def _sections(one: Saved) -> list[Section]:
         timeline_section(one.steps, f"{one.network}, {images}: memory over one step"),
         Section(
             f"{one.network}: what a step costs",
-            f"{one.in_words()}. Bytes and time of one step, each with its ratio to stock; "
-            "the batch is of 224×224 images.",
+            "Bytes and time of one step, each with its ratio to stock; the batch is of 224×224 images.",
             table=one.table(),
         ),
     ]

@@ -14,7 +14,7 @@ from leannorm.report.fit import FitReport, fit
 from leannorm.report.memory_report import Measured, MemoryReport, setting_table
 from leannorm.report.profile import profile
 
-MEMORY = "16GB"  # in which the largest batch is looked for, in images of 224×224
+MEMORY = "16 GB"  # in which the largest batch is looked for, in images of 224×224
 
 
 class Network(NamedTuple):
@@ -33,7 +33,7 @@ NETWORKS = (
 
 
 class Saved(NamedTuple):
-    """One network's step, stock and under each setting of `lean()`, and the largest batches in `MEMORY`."""
+    """One network's step, stock and under each setting of `lean()`, and the largest batches in a memory."""
 
     network: str
     steps: MemoryReport
@@ -50,34 +50,12 @@ class Saved(NamedTuple):
         sizes = {one.name: one.batch for one in self.batches.fits}
         return sizes[self.leanest.name] / sizes["stock"]
 
-    @property
-    def memory(self) -> str:
-        return f"{self.batches.memory / 1e9:g} GB"
-
     def table(self) -> Table:
         """The settings: bytes, time, gradients, and the largest batch."""
         table = setting_table(self.steps)
         batches = {fit.name: str(fit.batch) for fit in self.batches.fits}
         rows = [[*row, batches.get(row[0], "–")] for row in table.rows]
-        return Table([*table.columns, f"batch in {self.memory}"], rows, table.title)
-
-    def in_words(self) -> str:
-        """One line: bytes, time, batch, and the setting.
-
-        >>> from leannorm.report.demo.saved import Network, measured
-        >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
-        >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))
-        >>> next(measured("cpu", [small], "1MB")).in_words().split(":")[0]
-        'small'
-        """
-        stock, lean = self.steps.settings[0], self.leanest
-        equal, off = "equal bit for bit", f"off by {lean.gradient_difference:.0e}"
-        return (
-            f'{self.network}: lean("{lean.name}") holds {lean.kept / stock.kept:.2f} of stock\'s bytes, '
-            f"peaks at {lean.peak / stock.peak:.2f} and takes {lean.time_ratio:.2f} of the time; "
-            f"{self.memory} hold a batch {self.larger_batch:.1f} times as large; "
-            f"gradients are {off if lean.gradient_difference else equal}"
-        )
+        return Table([*table.columns, f"batch in {self.batches.available}"], rows, table.title)
 
 
 def measured(
@@ -86,7 +64,13 @@ def measured(
     memory: str = MEMORY,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Iterator[Saved]:
-    """Each network's few steps on random images, then the largest batches on fake tensors."""
+    """Each network's few steps on random images, then the largest batches on fake tensors.
+
+    >>> layers = lambda: torch.nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    >>> small = Network("small", layers, (2, 3, 9, 9), (3, 9, 9))
+    >>> next(measured("cpu", [small], "1MB")).network
+    'small'
+    """
     for name, make, images, sample in networks:
         torch.manual_seed(0)
         progress(f"{name}: stock and under lean()")

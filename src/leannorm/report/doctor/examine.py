@@ -77,9 +77,8 @@ def doctor(
     >>> report.findings[0].remedy
     'model.get_submodule("1").momentum = 0.1'
     """
-    return examine(
-        model, batches, optimizer, forward, backward=backward, averaged=averaged, group=group, ranks=True
-    )
+    of_passes = batches, optimizer, forward
+    return examine(model, *of_passes, backward=backward, averaged=averaged, meeting=meeting_of(group))
 
 
 def examine(
@@ -91,11 +90,10 @@ def examine(
     *,
     backward: Callable[[Module, Any], Any] | None = None,
     averaged: Module | None = None,
-    group: Any = None,
-    ranks: bool = False,
+    meeting: Meeting | None = None,
 ) -> DoctorReport:
-    """`doctor` by some of the checks; `ranks`: with the other ranks of the group."""
-    with (meeting_of(group) if ranks else None) or nullcontext() as meeting:
+    """`doctor` by some of the checks, and with the other ranks of a meeting."""
+    with meeting or nullcontext():
         _checks.module(model, "doctor")
         if averaged is not None:
             _checks.module(averaged, "doctor(averaged=)")

@@ -17,8 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from leannorm._batch import call
 from leannorm._catalog import Norm
 from leannorm._errors import InputError
-from leannorm.nn.conv import _ConvBatchNorm
-from leannorm.report.doctor.observe import Forward, eager, moved, tensors_of, unwrapped
+from leannorm.report.doctor.observe import Forward, eager, moved, place_of, set_modes, tensors_of, unwrapped
 from leannorm.report.doctor.ranks import digest_of, in_numbers, part_of
 from leannorm.report.doctor.subject import values_of
 from leannorm.report.doctor.untouched import untouched
@@ -44,12 +43,10 @@ def gradients_of(
     whose = "" if backward else f"{digest_of(batch)}"
     with torch.inference_mode(False), torch.enable_grad(), eager(core), untouched(model, parameters=False):
         with _kept(model), one_value_passes(norms):
-            for module in model.modules():
-                own = module in training or (isinstance(module, _ConvBatchNorm) and module.bn in training)
-                module.training = own
+            set_modes(model, training)
             for parameter in model.parameters():
                 parameter.grad = None
-            place = next((p.device for p in model.parameters()), None)
+            place = place_of(model)
             _seed(place)
             if backward is not None:
                 backward(model, moved(batch, place))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice
@@ -99,7 +99,7 @@ def observe(
     run = forward or call
     core = unwrapped(model)
     seen = {norm.name: Seen() for norm in norms}
-    place = _place_of(core)
+    place = place_of(core)
     with torch.no_grad(), eager(core):
         with untouched(core), one_value_passes(norms), _watched(norms, seen) as begin:
             if not core.training:
@@ -112,11 +112,7 @@ def observe(
         outputs = []
         for trained in ([], by_batch):
             with untouched(core), one_value_passes(norms) as alone:
-                for module in core.modules():
-                    module.training = False
-                for module in core.modules():
-                    if module in trained or (isinstance(module, _ConvBatchNorm) and module.bn in trained):
-                        module.training = True
+                set_modes(core, trained)
                 outputs.append([t.double() for t in tensors_of(run(core, moved(batches[0], place)))])
     return seen, None if alone else _difference(*outputs)  # of one value there is no second mode
 
@@ -227,7 +223,15 @@ def _find_padding(one: Seen, x: Tensor) -> None:
             one.padded, one.uneven = share, True
 
 
-def _place_of(model: Module) -> torch.device | None:
+def set_modes(model: Module, trained: Collection[Module]) -> None:
+    """These norms in training mode, with the layers that compute them; all else in evaluation mode."""
+    for module in model.modules():
+        norm = module.bn if isinstance(module, _ConvBatchNorm) else module
+        module.training = norm in trained
+
+
+def place_of(model: Module) -> torch.device | None:
+    """The device of its first parameter."""
     return next((p.device for p in model.parameters()), None)
 
 

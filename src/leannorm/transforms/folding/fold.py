@@ -21,7 +21,7 @@ from leannorm.functional.exporter import export
 from leannorm.nn.conv import _ConvBatchNorm
 from leannorm.program.program import Program
 from leannorm.transforms.folding.decided import Decided, decided
-from leannorm.transforms.folding.graph import all_variables, find_all, fold_graph, in_float64, owner
+from leannorm.transforms.folding.graph import all_variables, double, find_all, fold_graph, in_float64, owner
 from leannorm.transforms.folding.match import Fold, Skip
 from leannorm.transforms.folding.modules import fold_modules
 from leannorm.transforms.fusing.fuse import unfused
@@ -256,7 +256,7 @@ def _verified(
     difference, scale, eps = _difference(before, after)
     checked, largest, allowed = difference, scale, ROUNDINGS * eps * scale
     with suppress(RuntimeError):  # a model that casts may not run in float64: the check above is used then
-        inputs = pytree.tree_map(_double, inputs)
+        inputs = pytree.tree_map(double, inputs)
         exact = _outputs(wide, inputs)
         checked, largest, eps = _difference(exact, _outputs(again(wide), inputs))
         # a model that amplifies a rounding of its weights amplifies the roundings of folding, too
@@ -279,10 +279,6 @@ def _rounded_once(wide: torch.nn.Module) -> torch.nn.Module:
             step = torch.empty(v.shape, dtype=v.dtype).uniform_(-1, 1, generator=generator)
             v.mul_(1 + torch.finfo(v.dtype).eps * step.to(v.device))
     return moved
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _outputs(model: torch.nn.Module, inputs: tuple[Any, ...]) -> list[Any]:

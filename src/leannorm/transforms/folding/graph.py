@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from leannorm.ops.activation import ACTIVATIONS
+from leannorm.program.memory import attribute
 from leannorm.transforms.folding.arithmetic import Affine, affine, into_layer_after, into_layer_before
 from leannorm.transforms.folding.match import Fold, NormCall, Skip, find
 
@@ -79,13 +80,14 @@ def _behind(
 
 def in_float64(module: fx.GraphModule) -> fx.GraphModule:
     """The module with its floating-point variables in float64, and the same operators."""
-    values = {
-        str(n.target): _attribute(module, str(n.target)) for n in module.graph.nodes if n.op == "get_attr"
-    }
-    wide = {
-        k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in values.items()
-    }
+    paths = [str(n.target) for n in module.graph.nodes if n.op == "get_attr"]
+    wide = {path: double(attribute(module, path)) for path in paths}
     return fx.GraphModule(wide, _copied(module.graph)[0])
+
+
+def double(value: Any) -> Any:
+    """A tensor of floating point in float64; everything else as it is."""
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -93,12 +95,6 @@ def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     copied.output(copied.graph_copy(graph, new))
     copied.set_codegen(graph._codegen)
     return copied, new
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return module
 
 
 def owner(variable: Any) -> str:

@@ -9,8 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from leannorm.ops.activation import ACTIVATIONS
+
 # their derivative is 0 or 1, so a product with it is not rounded
 MASKS = ("identity", "relu", "relu6", "hardtanh")
+
+
+def check_activation(act: str) -> None:
+    if act not in ACTIVATIONS:
+        raise RuntimeError(f"unknown activation {act}; the kernels have {', '.join(ACTIVATIONS)}")
 
 
 @triton.jit

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Epilogue, KeptByChannelNorm, Maybe
-from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.compiled import is_dense
+from leannorm.ops.backends.triton.activations import check_activation
 from leannorm.ops.backends.triton.channel_kernels import (
     merge_moments_kernel,
     moments_kernel,
@@ -52,22 +53,17 @@ def groups_of(x: Tensor, mean: Tensor) -> int:
     return mean.shape[1] if same else -(x.shape[0] // mean.shape[0])
 
 
-def _dense(x: Tensor) -> bool:
-    return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
-
-
 def check(x: Tensor, epilogue: Epilogue, *others: Maybe, mask: Maybe = None, groups: int = 0) -> None:
     """Raise for what the kernels, which see pointers and integers, would read wrongly."""
     weight, bias, residual, act = epilogue
-    if act not in ACTIVATIONS:
-        raise RuntimeError(f"unknown activation {act}; the kernels have {', '.join(ACTIVATIONS)}")
-    if not _dense(x):
+    check_activation(act)
+    if not is_dense(x):
         raise RuntimeError(f"x must be contiguous or channels_last, its strides are {x.stride()}")
     for other in (residual, *others):
         if other is None or (other.stride() == x.stride() and other.dtype == x.dtype):
             continue
         like = other.dtype == x.dtype and other.shape == x.shape
-        if not (like and _dense(other) and other.is_contiguous() == x.is_contiguous()):
+        if not (like and is_dense(other) and other.is_contiguous() == x.is_contiguous()):
             raise RuntimeError("dy, residual and out must have the dtype, shape and layout of x")
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.numel() != x.shape[1]:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from leannorm._types import Maybe
-from leannorm.ops.activation import ACTIVATIONS
+from leannorm.ops.backends.compiled import flat
 from leannorm.ops.backends.triton import row_gate_kernels as kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
+from leannorm.ops.backends.triton.activations import check_activation
 from leannorm.ops.backends.triton.launch import processors
 from leannorm.ops.backends.triton.rows import (
     NO_LINE,
@@ -50,10 +51,6 @@ def _lines(v: Tensor | None, x: Tensor) -> Line:
     return Line(v, x.shape[0] // v.shape[0], step)
 
 
-def _flat(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.contiguous()
-
-
 def _plan(x: Tensor) -> Plan:
     if x.dim() != 2 or not x.is_contiguous():
         raise RuntimeError(f"x must be contiguous rows, its strides are {x.stride()}")
@@ -77,7 +74,7 @@ def row_ada_forward(
     mean, rstd = (empty(x.shape[:1], compute_dtype(x), x.device) for _ in range(2))
     of_gate, of_factor, of_addend = (_lines(v, x) for v in (gate, factor, addend))
     to = None if branch is None else total
-    given = x, _flat(branch), of_gate, of_factor, of_addend
+    given = x, flat(branch), of_gate, of_factor, of_addend
     run_forward(ForwardCall(*given, y, to, mean, rstd, None, plan, eps, rms, float(one)))
     return y, total, mean, rstd
 
@@ -101,7 +98,7 @@ def row_ada_backward(
     counts = groups, 0 if alone else groups
     of_xhat, plain = (empty((n, x.shape[1]), factor.dtype, x.device) for n in counts)
     of_line = of_xhat if want_sums else None, plain if want_sums and not alone else None
-    dy, dtotal, mean, rstd = dy.contiguous(), _flat(dtotal), mean.contiguous(), rstd.contiguous()
+    dy, dtotal, mean, rstd = dy.contiguous(), flat(dtotal), mean.contiguous(), rstd.contiguous()
     given = dy, dtotal, x, mean, rstd, None, _lines(factor, x)
     run_backward(BackwardCall(*given, dx, *of_line, plan, rms, float(one)))
     return dx, of_xhat, plain
@@ -126,7 +123,7 @@ def row_gate_backward(dtotal: Tensor, branch: Tensor | None, gate: Tensor) -> tu
         kernels.gate_backward,
         parts * groups * blocks,
         *(dtotal, tile, plan),
-        *(dtotal, _flat(branch), line.values, dbranch, shares.dweight, rows, plan.kept, count, parts, groups),
+        *(dtotal, flat(branch), line.values, dbranch, shares.dweight, rows, plan.kept, count, parts, groups),
         line.step,
         EACH=line.each == 1,
     )
@@ -147,17 +144,12 @@ def _rows(kept: int, *tensors: Tensor) -> list[Tensor]:
     return [t.contiguous() if _step(t) % divides else t for t in tensors]
 
 
-def _check_gated(act: str, x: Tensor, *others: Tensor) -> None:
-    if act not in ACTIVATIONS:
-        raise RuntimeError(f"unknown activation {act}; the kernels have {', '.join(ACTIVATIONS)}")
-    _check(x, *others)
-
-
 @taped
 def row_gated_forward(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, act: str, norm_before_gate: bool, cast_before: bool
 ) -> tuple[Tensor, Tensor]:
-    _check_gated(act, x, gate)
+    check_activation(act)
+    _check(x, gate)
     plan = Plan(x.shape[0], x.shape[1], 1)
     y, rstd = empty(x.shape, x.dtype, x.device), empty(x.shape[:1], compute_dtype(x), x.device)
     x, gate = _rows(plan.kept, x, gate)
@@ -188,7 +180,8 @@ def row_gated_backward(
     norm_before_gate: bool,
     want_affine: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_gated(act, x, dy, gate)
+    check_activation(act)
+    _check(x, dy, gate)
     outer, kept = x.shape
     plan = Plan(outer, kept, 1)
     dx, dgate = (empty(x.shape, x.dtype, x.device) for _ in range(2))

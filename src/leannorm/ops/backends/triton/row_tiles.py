@@ -10,6 +10,8 @@ from __future__ import annotations
 from math import gcd
 from typing import NamedTuple
 
+from leannorm.ops.backends.triton.tiling import power_of_two
+
 _SECTORS = 64  # bytes of neighbouring rows that are read at once, where rows lie side by side
 _REGISTERS = 65536  # of a multiprocessor; all programs of the backward pass must be resident at once
 _LONG = 4096  # values of a tile in a row that is longer than a tile
@@ -64,11 +66,6 @@ class Backward(NamedTuple):
         values = self.tile.rows * self.tile.block
         loads = tensors * itemsize + (2 * itemsize + 4 if self.halves else 0)
         return (self.stages - 1) * values * loads + 1024
-
-
-def power_of_two(n: int) -> int:
-    """The smallest one that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def _beside(inner: int, itemsize: int) -> int:

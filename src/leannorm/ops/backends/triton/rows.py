@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from leannorm.ops.backends.compiled import flat
 from leannorm.ops.backends.triton import row_backward_kernels, row_forward_kernels
 from leannorm.ops.backends.triton import row_tiles as tiles
 from leannorm.ops.backends.triton.launch import launch, processors
@@ -84,10 +85,6 @@ def _like(x: Tensor, other: Tensor | None) -> Tensor | None:
 def _in_layout_of(x: Tensor, result: Tensor, dense: Tensor) -> Tensor:
     """The result in x's layout, where the kernel read a `dense` copy of x."""
     return result if x is dense else torch.empty_like(x).copy_(result)
-
-
-def _flat(v: Tensor | None) -> Tensor | None:
-    return None if v is None else v.contiguous()
 
 
 class ForwardCall(NamedTuple):
@@ -173,7 +170,7 @@ def row_forward(
     dense, plan = (x, row_plan(x.shape, start, stop)) if view else _dense(x, start, stop)
     y = empty_like(dense) if y is None or dense is not x else y
     total = none if residual is None else empty_like(dense)
-    given = dense, _like(dense, residual), NO_LINE, Line(_flat(weight)), Line(_flat(bias))
+    given = dense, _like(dense, residual), NO_LINE, Line(flat(weight)), Line(flat(bias))
     results = y, None if residual is None else total, mean, rstd, valid
     call = ForwardCall(*given, *results, plan, eps, rms, float(weight_offset), cast_before)
     run_forward(call, view or NO_VIEW)
@@ -213,7 +210,7 @@ def row_backward(
     statistics = mean.contiguous(), rstd.contiguous(), valid
     of_affine = dweight if want_affine else None, dbias if want_affine and not rms else None
     call = BackwardCall(
-        *given, *statistics, Line(_flat(weight)), dx, *of_affine, plan, rms, float(weight_offset)
+        *given, *statistics, Line(flat(weight)), dx, *of_affine, plan, rms, float(weight_offset)
     )
     run_backward(call, view or NO_VIEW)
     return _in_layout_of(x, dx, dense), dweight, dbias
