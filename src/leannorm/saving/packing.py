@@ -57,7 +57,7 @@ from leannorm.saving.steps import Step
 from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
-from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter, size_of
+from leannorm.saving.values import EditedError, FreedError, Value, held, held_by, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -151,8 +151,7 @@ class Packing(CountingHook):
             unedited = False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
-            whole = size if tensor._base is None else local.untyped_storage().nbytes() // local.itemsize
-            worth = self.policy.is_worth(whole, self._largest) and unedited is not False
+            worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         found: Step | Missing = Missing()
         visits = list[Visit]()

@@ -307,6 +307,12 @@ def size_of(value: Value) -> int:
     return prod(value.shape if value.tensor is None else value.tensor.shape)
 
 
+def held_by(tensor: Tensor) -> int:
+    """Elements of the memory that the tensor would hold: a view, all of its base's."""
+    whole = tensor._base is None
+    return tensor.numel() if whole else tensor.untyped_storage().nbytes() // tensor.itemsize
+
+
 def products_of(values: tuple[Value, ...]) -> int:
     """The longest chain of products among these inputs; those that are much smaller than the largest one are
     not counted, such as the shift and scale of a norm's output, from a linear layer on a condition."""
