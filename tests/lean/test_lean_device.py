@@ -13,7 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import convert
 from leannorm import nn as lnn
-from leannorm.saving import device, lean, leaves, masks, memo, narrowed, reasons, search, trial
+from leannorm.saving import (
+    device,
+    lean,
+    leaves,
+    masks,
+    memo,
+    narrowed,
+    provenance,
+    reasons,
+    search,
+    trial,
+)
 from leannorm.saving import values as saved_values
 
 aten = torch.ops.aten
@@ -50,15 +61,20 @@ CASES = {
 }
 
 
+# The repeated bias of the keys comes from a node that saves nothing and reads a parameter alone. Only where
+# nodes tell when they were made is it known that it is of this pass; elsewhere it is compared in every pass.
+UNTOLD = {"torch's attention, with weights"}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_only_the_first_two_passes_look_at_values(name, as_on_a_device):
+def test_only_the_first_two_passes_look_at_values(name, as_on_a_device, with_and_without_nodes):
     make, shape = CASES[name]
     model = make()
     for _ in range(3):
         with Looks() as noted:  # torch makes views of another kind of node where a mode is on
             step(model, torch.randn(shape), lean("conv"))
         model.zero_grad()
-    assert not noted.looks
+    assert bool(noted.looks) == (name in UNTOLD and provenance.NODES is None)
 
 
 def test_a_look_is_noticed(as_on_a_device):

@@ -242,7 +242,7 @@ class Search:
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader, leaf)
-        if self.from_here and not self.provenance.made(producer):
+        if (producer, number) in missing or (self.from_here and not self.provenance.made(producer)):
             return None, True
         lookup = registered(producer, number)
         known = lookup() if lookup else None
