@@ -48,7 +48,7 @@ class Module(torch.nn.Module):
         self.tensors = torch.nn.ParameterList(tensors)
 
     def forward(self, factor):
-        given = iter(list(self.tensors))  # torch 2.15 does not compile the generator of a ParameterList twice
+        given = iter(self.tensors)
         return first(CALLS[self.name](lambda *shape: next(given) * factor))
 
 
