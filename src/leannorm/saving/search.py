@@ -242,7 +242,7 @@ class Search:
         if kind_of(producer) == ACCUMULATES:
             leaf = producer.variable
             return held(leaf), self.leaves.proves(reader, leaf)
-        if (producer, number) in missing or (self.from_here and not self.provenance.made(producer)):
+        if self.from_here and not self.provenance.made(producer):
             return None, True
         lookup = registered(producer, number)
         known = lookup() if lookup else None
@@ -251,6 +251,8 @@ class Search:
                 return None, True
             after = known.as_made or self.provenance.made_after(reader, known)
             return (None, True) if after is False else (known, after is True)
+        if (producer, number) in missing:  # looked at before, on another path
+            return None, True
         step = self._step(producer, number, self._laid_out_as(reader, producer), depth, missing)
         if step is None or not (step.kind == "norm" or self.policy.allows(step)):
             self._ruled_out |= step is not None and not missing
