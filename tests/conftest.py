@@ -38,6 +38,12 @@ def no_plan_of_another_test():
 
 
 @pytest.fixture(autouse=True)
+def prices_of_the_table(monkeypatch):
+    """Rates are measured in the tests that are about them."""
+    monkeypatch.setenv("LEANNORM_RATES", "")
+
+
+@pytest.fixture(autouse=True)
 def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)

@@ -57,7 +57,7 @@ def test_other_code_makes_other_keys(monkeypatch):
     monkeypatch.setattr(options, "_sources", lambda: "other code")
     assert options._identity(Goal(budget=0.5)) != before
     monkeypatch.undo()
-    monkeypatch.setattr(options.price, "rates", lambda device: "other rates")
+    monkeypatch.setattr(options.rates, "table", lambda device: "other rates")
     assert options._identity(Goal(budget=0.5)) != before
 
 

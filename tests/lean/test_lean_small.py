@@ -94,7 +94,9 @@ def test_a_node_that_ran_in_the_small_part_is_no_evidence():
         assert torch.equal(run(lean()), expected)
 
 
-@pytest.mark.parametrize("setting", [{"budget": 0.6}, {"overhead": 0.5}, {"verify": True}], ids=str)
+@pytest.mark.parametrize(
+    "setting", [{"budget": 0.6}, {"overhead": 50.0}, {"peak": 0.9}, {"verify": True}], ids=str
+)
 def test_who_asks_for_more_gets_it_at_any_size(setting):
     model, x = network(), torch.randn(48, 32)
     for _ in range(3):

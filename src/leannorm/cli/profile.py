@@ -13,6 +13,8 @@ def profile(
     model: Model,
     input: Inputs,
     budget: Annotated[list[float], typer.Option(help="Share of stock's bytes to hold; repeatable.")] = [],  # noqa: B006  # typer needs a list as the default
+    overhead: Annotated[list[float], typer.Option(help="Share of stock's time to spend; repeatable.")] = [],  # noqa: B006
+    peak: Annotated[list[str], typer.Option(help="Share of stock's peak, or 8GiB; repeatable.")] = [],  # noqa: B006
     against: Annotated[str, typer.Option(help="checkpoint, compile or both, with a comma.")] = "",
     compiled: Annotated[bool, typer.Option("--compiled", help="The same under torch.compile, too.")] = False,
     steps: Annotated[int, typer.Option(help="Timed steps of each setting.", min=1)] = 5,
@@ -47,6 +49,7 @@ def profile(
         measured = measure(
             network,
             inputs,
+            recompute=["norm", "conv", *(f"overhead {n:g}" for n in overhead), *(f"peak {n}" for n in peak)],
             budgets=budget,
             against=others,
             compiled=compiled,

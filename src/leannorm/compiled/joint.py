@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from leannorm.compiled import operators
 from leannorm.planning.timeline import Moment, Outcome, Step, Value, outcome
-from leannorm.saving.price import Rates
+from leannorm.saving.rates import Rates
 
 MOST_READS = 4
 """A result that several kernels read is written to memory if computing it reads more large tensors."""

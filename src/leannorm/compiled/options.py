@@ -13,7 +13,7 @@ from leannorm.compiled import internals
 from leannorm.compiled.partition import partition
 from leannorm.compiled.report import CompileReport, Planned
 from leannorm.planning.goal import Goal, goal
-from leannorm.saving import price
+from leannorm.saving import rates
 
 
 class CompileOptions(dict[str, Any]):
@@ -71,7 +71,7 @@ def _again(goal: Goal, identity: object) -> Any:
 
 def _identity(goal: Goal) -> tuple[object, ...]:
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    return "leannorm", _sources(), tuple(goal), tuple(repr(price.rates(torch.device(d))) for d in devices)
+    return "leannorm", _sources(), tuple(goal), tuple(repr(rates.table(torch.device(d))) for d in devices)
 
 
 @cache
@@ -81,7 +81,7 @@ def _sources() -> str:
 
     root = Path(__file__).parent.parent
     files = sorted(
-        [*(root / "planning").glob("*.py"), *(root / "compiled").glob("*.py"), Path(price.__file__)]
+        [*(root / "planning").glob("*.py"), *(root / "compiled").glob("*.py"), Path(rates.__file__)]
     )
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 

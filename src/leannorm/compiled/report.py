@@ -9,6 +9,7 @@ from typing import NamedTuple
 from leannorm._report import Line, Part, Report, Table, bytes_in_words, counted
 from leannorm.planning.goal import Goal
 from leannorm.planning.plan import Plan
+from leannorm.saving.reasons import out_of_reach
 
 _COLUMNS = ("graph", "holds", "torch's", "ratio", "planned peak", "torch's", "ratio", "time")
 
@@ -56,7 +57,7 @@ class CompileReport(Report):
             ]
         reasons = [graph.reason for graph in self.graphs if graph.reason is not None]
         unreached = (graph.plan for graph in self.graphs if graph.plan and not graph.plan.reached)
-        reasons += [_out_of_reach(self.goal, plan) for plan in unreached]
+        reasons += [out_of_reach(self.goal, plan) for plan in unreached]
         frames = {graph.place.partition("/")[0] for graph in self.graphs}
         if len(frames) > 1:
             reasons.append(
@@ -99,18 +100,3 @@ def _row(graph: Planned) -> list[str]:
     held = [bytes_in_words(plan.point.held), bytes_in_words(plan.stock.held), f"{plan.ratio:.2f}"]
     peak = [bytes_in_words(plan.point.peak), bytes_in_words(plan.stock.peak), f"{plan.peak_ratio:.2f}"]
     return [graph.place, *held, *peak, f"{1 + plan.overhead:.2f}"]
-
-
-def _out_of_reach(goal: Goal, plan: Plan) -> str:
-    if goal.peak is not None:
-        share = plan.least / max(plan.stock.peak, 1)
-        asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
-        return (
-            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of stock's) is the"
-            " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
-            " again"
-        )
-    return (
-        f"budget={goal.budget:g} is out of reach: all that can be computed again leaves"
-        f" {plan.least / max(plan.stock.held, 1):.2f} of stock's bytes, without a peak above stock's"
-    )

@@ -44,15 +44,17 @@ def plan(lines: Lines, goal: Goal) -> Plan:
         line = lines.by_peak
         point = next((p for p in line if p.peak <= most), line[-1])
         return Plan(point, stock, seconds, line[-1].peak, point.peak <= most)
-    line, least = lines.by_held, lines.by_held[-1].held
+    line = lines.by_held if goal.worth is not None else [*lines.by_held, *lines.beyond]
+    leanest = min(line, key=lambda p: (p.held, p.seconds))
     if goal.budget is not None:
-        point = next((p for p in line if p.held <= goal.budget * stock.held), line[-1])
-        return Plan(point, stock, seconds, least, point.held <= goal.budget * stock.held)
+        most = goal.budget * stock.held
+        point = next((p for p in line if p.held <= most), leanest)
+        return Plan(point, stock, seconds, leanest.held, point.held <= most)
     if goal.overhead is not None:
         most = stock.seconds + goal.overhead * seconds
         line = [p for p in line if p is stock or p.seconds <= most]
     rate = goal.worth * seconds / max(stock.held, 1) if goal.worth is not None else float("inf")
-    return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, least, True)
+    return Plan(min(line, key=lambda p: _cost(p, rate)), stock, seconds, leanest.held, True)
 
 
 def _cost(point: Outcome, rate: float) -> tuple[float, float]:

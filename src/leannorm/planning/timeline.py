@@ -19,7 +19,8 @@ class Value(NamedTuple):
     moments of the forward pass that make it and that read it last; `until` before `made`: it never lies in
     memory there. `again`: its bytes while it lies in memory otherwise, as a rule `nbytes`. `fused`: each
     reader can compute it, and it lies in memory only if one of them asks for that. `whole`: making this value
-    asks for it, of what it is made of.
+    asks for it, of what it is made of. `spares`: bytes that its first reader needs less where it is made
+    again.
     """
 
     nbytes: int | None
@@ -30,6 +31,7 @@ class Value(NamedTuple):
     again: int = 0
     fused: bool = False
     whole: bool = True
+    spares: int = 0
 
 
 class Moment(NamedTuple):
@@ -46,7 +48,8 @@ class Step(NamedTuple):
 
     `forward`: the number of its moments. `beside`: for every moment, of both passes, the bytes alive that are
     none of the values: gradients, temporaries. `stock`: the values that are kept without a plan; the others
-    that can be are made again. `seconds`: the price of the step without a plan.
+    that can be are made again. `seconds`: the price of the step without a plan. `held`: bytes that are kept
+    whatever is chosen, beside the values.
     """
 
     values: Sequence[Value]
@@ -55,6 +58,7 @@ class Step(NamedTuple):
     beside: Sequence[int]
     stock: frozenset[int]
     seconds: float
+    held: int = 0
 
 
 class Outcome(NamedTuple):
@@ -108,7 +112,7 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
     """
     uses, writes = Uses(step, again), [moment.writes for moment in step.backward]
     change = [0] * (len(step.beside) + 1)
-    kept, made_again, held, seconds = [], [], 0, 0.0
+    kept, made_again, held, seconds = [], [], step.held, 0.0
     for i, value in enumerate(step.values):
         if value.made <= value.until:
             change[value.made] += value.again
@@ -121,6 +125,8 @@ def outcome(step: Step, again: Collection[int]) -> Outcome:
             made_again.append(i)
             seconds += value.seconds
             start, size = uses.first[i], value.again if uses.written[i] else 0
+            change[start] -= value.spares
+            change[start + 1] += value.spares
         else:
             assert value.nbytes is not None, f"value {i} cannot be kept"
             kept.append(i)

@@ -66,17 +66,23 @@ def leaner(name: str, **more: Any) -> lean:
 
 def _arguments(name: str) -> dict[str, Any]:
     option, _, value = name.partition(" ")
-    return {option: float(value)} if value else {"recompute": option}
+    if not value:
+        return {"recompute": option}
+    try:
+        return {option: float(value)}
+    except ValueError:
+        return {option: value}  # 8GiB
 
 
 def code_of(name: str) -> str:
     """The call that `leaner` makes, as it is typed.
 
-    >>> code_of("norm"), code_of("conv"), code_of("budget 0.5")
-    ('leannorm.lean()', 'leannorm.lean("conv")', 'leannorm.lean(budget=0.5)')
+    >>> code_of("norm"), code_of("budget 0.5"), code_of("peak 8GiB")
+    ('leannorm.lean()', 'leannorm.lean(budget=0.5)', 'leannorm.lean(peak="8GiB")')
     """
     option, _, value = name.partition(" ")
-    argument = f"{option}={value}" if value else "" if name == "norm" else f'"{name}"'
+    quoted = value if value.replace(".", "", 1).isdigit() else f'"{value}"'
+    argument = f"{option}={quoted}" if value else "" if name == "norm" else f'"{name}"'
     return f"leannorm.lean({argument})"
 
 

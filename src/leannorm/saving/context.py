@@ -11,12 +11,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from leannorm._report import bytes_in_words
+from leannorm.planning.goal import goal
 from leannorm.saving import reasons
 from leannorm.saving.forward_pass import ForwardPass, Settings
 from leannorm.saving.ledger import Ledger, Record
 from leannorm.saving.moved import hooks_of
-from leannorm.saving.plan import Goal, RebuildPlan
-from leannorm.saving.policy import CONV, LEANEST, NORM, check
+from leannorm.saving.plan import RebuildPlan
+from leannorm.saving.policy import CONV, LEANEST, NORM
 from leannorm.saving.small import place_of
 
 
@@ -27,6 +28,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         lean("conv")        also of linear layers, attention and cheap convolutions
         lean(budget=0.3)    keeps at most 0.3 of stock's bytes
         lean(overhead=0.1)  keeps as little as a tenth more time allows
+        lean(peak=0.6)      lowers the peak of a step to 0.6 of stock's, or to "8GiB"
 
     Around the forward pass of any eager model, which is not changed. Every tensor that autograd saves is
     looked at with the node that made it: the output of a norm follows from the norm's input, that of an
@@ -35,7 +37,7 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     of step is tried once on the spot, and what does not come out equal is held.
 
     Passes that save less than 4 MiB in all are left as they are from their second time at the same place on,
-    unless `budget`, `overhead`, `held` or `verify` is given.
+    unless `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     Args:
         recompute: "norm" rebuilds outputs of norms, activations, products, casts and views; "conv" also
@@ -44,8 +46,14 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             keeps as little as it can; later ones rebuild the cheapest set that meets the budget, or nearly
             all there is if that is not enough. Costs are prices by shapes, from a table, so equal passes have
             equal plans.
-        overhead: in place of `budget`, the share of stock's step time that rebuilding may cost by those
-            prices, 0 or more. As few bytes are kept as that time allows.
+        overhead: in place of `budget`, the share of stock's step time that `lean` may cost, 0 or more:
+            rebuilds and its own looking at tensors, by rates measured once on this device. As few bytes are
+            kept as that time allows.
+        peak: in place of these, the most bytes that may be alive at one moment of a step: a share of
+            stock's, in (0, 1], or bytes, as `8 * 2**30` or "8GiB". Counted is what the step allocates: what
+            it saves, gradients, of weights too, what operations need; not what is there before it, such as
+            weights, the optimizer's state or gradients that are added to. The first pass is a timeline of
+            when everything is made, read last and freed; later ones take the least time that fits.
         held: other saved-tensor hooks for the tensors that must be held, such as
             `torch.autograd.graph.save_on_cpu()`, or a pair of functions (pack, unpack). `kept_bytes` counts
             these tensors too, wherever the hooks put them.
@@ -53,10 +61,10 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             in the backward pass. The first difference raises, and names node, shape, layer and values.
 
     `kept_bytes`, `rebuilt_bytes`: held for the backward pass (storages, each once, without parameters), and
-    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget` or `overhead` chose,
-    once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all is well.
-    What concerns the whole pass (compiled code, others' hooks, a budget out of reach) is also warned of, once
-    per cause.
+    left out. `records`: every saved tensor; they add up to those. `plan`: what `budget`, `overhead` or
+    `peak` chose, once there is a plan. `reasons`: why nothing, or less than asked, was saved; empty where all
+    is well. What concerns the whole pass (compiled code, others' hooks, a budget or peak out of reach) is
+    also warned of, once per cause.
 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
     `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
@@ -66,8 +74,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
     passes.
 
-    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, both of
-    them, or a `held` that is no hooks; with `verify`, `RebuildError` in the backward pass.
+    Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, a
+    `peak` that is neither share nor bytes, two of them, or a `held` that is no hooks; with `verify`,
+    `RebuildError` in the backward pass.
 
     >>> import torch, leannorm
     >>> from torch import nn
@@ -85,13 +94,16 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         *,
         budget: float | None = None,
         overhead: float | None = None,
+        peak: float | int | str | None = None,
         held: saved_tensors_hooks | tuple[Any, Any] | None = None,
         verify: bool = False,
     ) -> None:
-        check(recompute, budget, overhead)
-        goal = None if budget is None and overhead is None else Goal(budget, overhead)
-        policy = {"norm": NORM, "conv": CONV}[recompute] if goal is None else LEANEST
-        self._settings = Settings(policy, goal, None if held is None else hooks_of(held), verify)
+        asked = goal(recompute, budget, overhead, peak)
+        planned = asked.worth is None
+        policy = LEANEST if planned else {"norm": NORM, "conv": CONV}[recompute]
+        self._settings = Settings(
+            policy, asked if planned else None, None if held is None else hooks_of(held), verify
+        )
         self._open: list[ForwardPass] = []
         self._ledger = Ledger()
         self.place: Hashable = None
@@ -104,8 +116,9 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             return self
         if not self._open:
             self._ledger, self.reasons = Ledger(), []
-        place = place_of(sys._getframe(1)) if self.place is None else self.place
-        self._open.append(ForwardPass(self._settings, self._ledger, place))
+        frame = sys._getframe(1)
+        place = place_of(frame) if self.place is None else self.place
+        self._open.append(ForwardPass(self._settings, self._ledger, place, id(frame)))
         self._open[-1].open()
         return self
 
@@ -136,7 +149,8 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         ]
         if self.plan is not None:
             told.append(
-                f"plan: {self.plan.ratio:.2f} of stock's bytes at {1 + self.plan.overhead:.2f} of its time"
+                f"plan: {self.plan.ratio:.2f} of stock's bytes and {self.plan.peak_ratio:.2f} of its peak at"
+                f" {1 + self.plan.overhead:.2f} of its time"
             )
         return f"lean({'; '.join(told + self.reasons)})"
 

@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.saving import memo, packing, reasons
+from leannorm.planning.goal import Goal
+from leannorm.saving import memo, packing, reasons, small
 from leannorm.saving.aside import PassHooks
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.moved import Hooks
 from leannorm.saving.packing import Packing
-from leannorm.saving.plan import Goal, RebuildPlan
+from leannorm.saving.plan import RebuildPlan
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
 from leannorm.saving.unpacking import unpack
 from leannorm.saving.verify import Layers
+
+_NEARLY = 1.01
 
 
 class Settings(NamedTuple):
@@ -36,14 +39,23 @@ class Settings(NamedTuple):
         """May a small pass be left as it is? Not if a setting asks for something else."""
         return self.goal is None and self.hooks is None and not self.verify
 
+    @property
+    def may_be_dear(self) -> bool:
+        """May the hooks alone take more time than was allowed?"""
+        return self.goal is not None and self.goal.overhead is not None and not (self.hooks or self.verify)
+
 
 class ForwardPass:
-    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it."""
+    """One forward pass, from `open` to `close`; `place` identifies the line of the program that opens it, and
+    `opened_by`, the `id` of its frame, the running function."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable) -> None:
-        self._settings, self._ledger = settings, ledger
-        may_be_small = settings.may_be_small and place is not NEVER_SMALL
-        self._place = (place, settings.policy) if may_be_small else None
+    def __init__(self, settings: Settings, ledger: Ledger, place: Hashable, opened_by: int) -> None:
+        self._settings, self._ledger, self._opened_by = settings, ledger, opened_by
+        self._place: Hashable = None  # of passes that may be small
+        if settings.may_be_small and place is not NEVER_SMALL:
+            self._place = place, settings.policy
+        elif settings.may_be_dear:
+            self._place = place, settings.goal
         self._stack = ExitStack()
         self._following = None if settings.goal is None else Following(settings.goal)
         self._packing: Packing | None = None
@@ -57,8 +69,9 @@ class ForwardPass:
         self._refused = _refusal()
         if self._refused is not None:
             return
-        if self._place is not None and was_small(self._place):
-            self._small = SmallPass(self._begin)
+        most = None if self._place is None else was_small(self._place)
+        if most is not None:
+            self._small = SmallPass(self._begin, most)
         pack = self._begin() if self._small is None else self._small.pack
         self._set = self._stack.enter_context(PassHooks(pack, unpack))
 
@@ -69,9 +82,9 @@ class ForwardPass:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
-        self._packing = Packing(
-            self._settings.policy, self._ledger, self._following, layers, self._settings.hooks, from_here
-        )
+        policy, hooks = self._settings.policy, self._settings.hooks
+        opened_by, following = self._opened_by, self._following
+        self._packing = Packing(policy, self._ledger, following, opened_by, layers, hooks, from_here)
         self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack
@@ -82,42 +95,49 @@ class ForwardPass:
         if self._packing is not None:
             self._packing.seen = self._hook.seen
             self._packing.search.leaves.forget()
+            self._packing.recent.clear()
         self._ledger.close(() if self._small is None else self._small.kept)
 
     def forget(self) -> None:
         """Let go of the nodes that prices were read from."""
         if self._packing is not None:
-            self._packing.nodes.clear()
+            self._packing.reads.made.clear()
 
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         packing, following = self._packing, self._following
-        if self._place is not None and (packing is None or packing.seen) and self._refused is None:
-            note(self._place, self._ledger.kept() + self._ledger.rebuilt())
+        nbytes = self._ledger.kept() + self._ledger.rebuilt()
+        seen = self._place is not None and (packing is None or packing.seen) and self._refused is None
+        if seen and self._settings.may_be_small:
+            note(self._place, nbytes, small.SMALL)
         if following is None or packing is None or not packing.calls:
             return None
         try:
-            if not self._ledger.kept() + self._ledger.rebuilt():
+            if not nbytes:
                 packing.reasons[reasons.BACKWARD_WITHIN] = 1
             following.end(packing.calls, packing.passed)
         except Exception as error:  # a plan is never worth an error in the forward pass
             packing.reasons[reasons.no_plan(error)] = 1
             return None
+        if seen and following.plan is not None:
+            note(self._place, nbytes, 2 * nbytes if following.plan.is_dear else -1)
         return following.plan
 
-    def _ratio(self, plan: RebuildPlan | None) -> float:
-        """Held bytes of stock's."""
+    def _missed(self, plan: RebuildPlan | None) -> str | None:
+        """That the budget or the peak is out of reach, if it is."""
+        goal = self._settings.goal
+        if goal is None:
+            return None
+        if plan is not None:
+            return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
         kept, stock = self._ledger.kept(), self._ledger.kept() + self._ledger.rebuilt()
-        return kept / max(stock, 1) if plan is None else plan.ratio
-
-    def missed_budget(self, plan: RebuildPlan | None) -> float | None:
-        """The budget, if more is held."""
-        budget = None if self._settings.goal is None else self._settings.goal.budget
-        return None if budget is None or self._ratio(plan) <= 1.01 * budget else budget
+        ratio = kept / max(stock, 1)
+        missed = goal.budget is not None and ratio > _NEARLY * goal.budget
+        return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
 
     def why_held(self, plan: RebuildPlan | None) -> list[str]:
         """Which operations' outputs are held, and why; not where a plan holds as much as was asked for."""
-        if self._settings.goal is not None and self.missed_budget(plan) is None:
+        if self._settings.goal is not None and self._missed(plan) is None:
             return []
         return list(reasons.by_bytes(self._ledger.rows()))
 
@@ -134,10 +154,12 @@ class ForwardPass:
         if not (seen or whole) and torch.is_grad_enabled():
             whole.append(reasons.NOTHING)
         if seen_by_small and self._packing is None:
-            whole.append(reasons.SMALL)
-        budget = self.missed_budget(plan)
-        if budget is not None:
-            whole.append(reasons.out_of_reach(budget, self._ratio(plan)))
+            whole.append(reasons.SMALL if self._settings.goal is None else reasons.DEAR)
+        elif plan is not None and plan.is_dear:
+            whole.append(reasons.dear(plan.hooks, plan.asked or 0.0))
+        missed = self._missed(plan)
+        if missed is not None:
+            whole.append(missed)
         of_tensors = [
             f"{count} tensors: {reason}" if count > 1 else reason
             for reason, count in found.items()

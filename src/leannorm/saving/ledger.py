@@ -65,16 +65,6 @@ class Ledger:
         self.references.append(weakref.ref(value))
         self._closed = None
 
-    def parts(self) -> Iterator[tuple[Value, list[int], int, float]]:
-        """The rebuilt values grouped by storage: the value that owns it, the group's indices among the packed
-        tensors, the storage's bytes, and the price of the most expensive rebuild."""
-        places: dict[Value, dict[int, float]] = {}
-        for value in self.values():
-            if not value.is_held and value.place >= 0:
-                places.setdefault(_root(value), {})[value.place] = value.price
-        for root, sharing in places.items():
-            yield root, sorted(sharing), root.frees, max(sharing.values())
-
     def close(self, kept: Iterable[Kept] = ()) -> None:
         """Store the bytes of each value, to be read also after the backward pass has freed the tensors.
 

@@ -139,6 +139,7 @@ def make_lean(
     *,
     budget: float | None = None,
     overhead: float | None = None,
+    peak: float | int | str | None = None,
     held: saved_tensors_hooks | tuple[Any, Any] | None = None,
     verify: bool = False,
 ) -> _Model:
@@ -149,12 +150,14 @@ def make_lean(
     ones. Compiled, the model runs as without, and a warning says so once.
 
     Passes that save less than 4 MiB in all are left as they are from this model's second one on, unless
-    `budget`, `overhead`, `held` or `verify` is given.
+    `budget`, `overhead`, `peak`, `held` or `verify` is given.
 
     Args:
         model: any model; it is changed in place.
-        recompute, budget, overhead, held, verify: as in `lean`: what is rebuilt, the share of stock's bytes
-            to keep, the share of stock's step time to spend, the hooks for what must be held, and a check.
+        recompute, budget, overhead, peak, held, verify: as in `lean`: what is rebuilt, the share of stock's
+            bytes to keep, the share of stock's step time to spend, the peak of a step, the hooks for what
+            must be held, and a check. What the loss allocates outside of the model's forward pass is not
+            known to a peak.
 
     Raises: `InputError` as `lean` does; the model is unchanged then.
 
@@ -162,7 +165,7 @@ def make_lean(
     >>> model = leannorm.make_lean(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)))
     >>> model(torch.randn(4, 8)).sum().backward()
     """
-    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead}
+    settings: dict[str, Any] = {"recompute": recompute, "budget": budget, "overhead": overhead, "peak": peak}
     settings |= {"held": held, "verify": verify}
     _checks.module(model, "make_lean")
     lean(**settings)  # raises where there are no such settings

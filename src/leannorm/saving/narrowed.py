@@ -140,7 +140,7 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
 def copy_that(step: Step) -> Value:
     """The narrower copy that this step reads, perhaps through a cast."""
     narrow = step.inputs[0]
-    while narrow.step is not None:
+    while narrow.step is not None and narrow.step.inputs:
         narrow = narrow.step.inputs[0]
     return narrow
 
@@ -195,12 +195,12 @@ def _source_dtype(tensor: Tensor, node: Any) -> torch.dtype | None:
     return source if widened else None
 
 
-_CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made
+CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made
 
 
 def _widens_to(narrow: Tensor, tensor: Tensor) -> bool:
     """Are the bits of the narrow tensor, cast back, those of the wide one? Both lie alike in their memory."""
     size = (tensor.numel(),)
     narrow, wide = (t.detach().as_strided(size, (1,)) for t in (narrow, tensor))
-    parts = zip(narrow.split(_CHUNK), wide.split(_CHUNK), strict=True)
+    parts = zip(narrow.split(CHUNK), wide.split(CHUNK), strict=True)
     return all(torch.equal(bits(a.to(tensor.dtype)), bits(b)) for a, b in parts)

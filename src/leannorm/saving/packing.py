@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable
 from types import FrameType
 from typing import Any
@@ -43,17 +43,18 @@ from leannorm.saving.narrowed import (
     narrowed_positions,
     references_when_alone,
 )
-from leannorm.saving.plan import Part, Pass, longest_chain_of_sums
+from leannorm.saving.plan import Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.price import of_rebuild, of_step
 from leannorm.saving.provenance import sequence_number
+from leannorm.saving.rates import rates_for
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
 from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
+from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.values import EditedError, FreedError, Value, held, is_parameter, size_of
@@ -71,6 +72,7 @@ class Packing(CountingHook):
         policy: Policy,
         ledger: Ledger,
         following: Following | None,
+        opened_by: int,
         layers: Layers | None = None,
         hooks: Hooks | None = None,
         from_here: bool = False,
@@ -78,6 +80,7 @@ class Packing(CountingHook):
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks = layers, hooks
         self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
+        self.reads, self.recent = Reads(opened_by), deque[Tensor](maxlen=0)
         self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits, self._largest, self.seen = False, 0, 0
@@ -90,7 +93,10 @@ class Packing(CountingHook):
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
         self.seen = self.search.provenance.order = self.seen + 1
         try:
-            return self._of_this_pass(self._pack(tensor, references, frame))
+            value = self._of_this_pass(self._pack(tensor, references, frame))
+            if self._makes_a_plan:
+                self.reads.note(tensor, value, references, frame)
+            return value
         except EditedError:  # a tensor that the step would read was edited after its node read it
             return self._of_this_pass(self._hold(tensor))
         except FreedError:
@@ -136,7 +142,6 @@ class Packing(CountingHook):
             place = len(self.calls)
             self.calls.append((kind, *seen_as[:3]))
             if self._makes_a_plan:
-                self.nodes.append(node)
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
@@ -157,8 +162,8 @@ class Packing(CountingHook):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and self.search.considers(kind):
             found = self.search.step(node, output, tensor, visits)
-            if unedited is None and isinstance(found, Step):
-                found = found._replace(proved=False)
+            if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
+                found, self.recent = found._replace(proved=False), deque(self.recent, maxlen=2)
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
@@ -172,7 +177,6 @@ class Packing(CountingHook):
             value.watch, value.sample, value.spec = version_of(tensor), sample_of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
             if self._makes_a_plan:
-                value.price = of_rebuild(step, local.shape, tensor.dtype, tensor.device)
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
                 self.ledger.rebuilds(value, local)
@@ -192,6 +196,7 @@ class Packing(CountingHook):
         value.copied_to_edit = kind == "CloneBackward0" and is_copied_to_edit(node, number)
         value.call = self._call_of(frame, number)
         self._mark(value, local)
+        self._remember(value, tensor)
         if known is not None and known.step is not None and known.layout is None:
             known.packed = value
         register_packed(node, output, value)
@@ -217,6 +222,7 @@ class Packing(CountingHook):
         if known.step is None or known.memory is not None:
             return known
         edited = not matches(known.sample, tensor)
+        self._remember(known, tensor)
         if edited or (self._sharded and self.units.freed(known.step) is not None):
             known.memory = tensor.detach()
         return known
@@ -229,6 +235,12 @@ class Packing(CountingHook):
             value.where = self.layers.at_work()
             if value.step is not None:
                 value.original = tensor.detach()
+
+    def _remember(self, value: Value, tensor: Tensor) -> None:
+        """Where a step that reads this value must be compared, it finds the tensor, if that is alive."""
+        if self.following is not None and value.step is not None and value.spec is None:
+            value.seen = weakref.ref(tensor)
+            self.recent.append(tensor)
 
     def _call_of(self, frame: FrameType, number: int) -> CallArguments | None:
         """The call that saves this tensor. One node saves all its tensors under one sequence number."""
@@ -266,21 +278,13 @@ class Packing(CountingHook):
 
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
-        known: dict[Value, int] = {}
-        # if the base of several views was not packed, every view rebuilds the whole base
-        parts = tuple(
-            Part(
-                tuple(places),
-                root.if_held if root.if_held and len(places) == 1 else nbytes,  # a view would hold all of it
-                price,
-                longest_chain_of_sums(root, known),
-            )
-            for root, places, nbytes, price in self.ledger.parts()
-        )
-        seconds = of_step(self.nodes, self.device) if self.nodes else 0.0
-        always = self.ledger.rebuilt() - sum(part.nbytes for part in parts)
+        assert self.following is not None
+        rates, why = rates_for(self.following.goal, self.device)
+        if why is not None:
+            self.reasons[why] = 1
+        lines, places = lines_of(self.reads.made, self.ledger.alive(), rates)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
-        return Pass(tuple(self.calls), parts, self.ledger.kept(), seconds, always, narrow)
+        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads.made))
 
     # ------------------------------------------------ held
 
@@ -392,7 +396,5 @@ class Packing(CountingHook):
                         value.if_held = 0 if copy is None else copy.nbytes
                     value.becomes(step, tensor)
                     value.seconds = spent
-                    if self._makes_a_plan:
-                        value.price = of_rebuild(step, tensor.shape, tensor.dtype, tensor.device)
                     self._mark(value, tensor)
                     self.ledger.rebuilds(value, tensor)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from leannorm.saving.plan import Goal, Pass, RebuildPlan, plan, structure
+from leannorm.planning.goal import Goal
+from leannorm.saving.plan import Pass, RebuildPlan, plan, structure
 
 _Key = tuple[Goal, Hashable]  # and the structure of the first tensor
 _PLANS: dict[_Key, list[RebuildPlan]] = {}
@@ -62,7 +63,7 @@ class Following:
             return
         else:
             passed = read()
-            if not passed.stock:
+            if not passed.lines.stock.held:
                 return
         made = plan(self.goal, passed)
         if sum(map(len, _PLANS.values())) >= _MAX_PLANS:  # shapes that never repeat must not fill memory

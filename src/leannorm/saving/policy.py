@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from leannorm._errors import InputError
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.steps import Step
 from leannorm.saving.values import MUCH_LARGER, Value, is_parameter, products_of, size_of
@@ -82,22 +81,3 @@ def is_bias(value: Value) -> bool:
             return False
         value = value.step.inputs[0]
     return value.tensor is not None and is_parameter(value.tensor)
-
-
-def check(recompute: str, budget: float | None, overhead: float | None = None) -> None:
-    """Raises InputError for settings that do not exist."""
-    if recompute not in ("norm", "conv"):
-        meant = f": for a share of the bytes write budget={recompute!r}" if _is_number(recompute) else ""
-        raise InputError(f'recompute is "norm" or "conv"; got {recompute!r}{meant}')
-    if budget is not None and overhead is not None:
-        raise InputError(f"budget or overhead, not both; got budget={budget!r} and overhead={overhead!r}")
-    if overhead is not None and not (_is_number(overhead) and overhead >= 0):
-        raise InputError(f"overhead is a share of stock's step time, 0 or more; got {overhead!r}")
-    if budget is not None and not 0 < budget <= 1:
-        raise InputError(
-            f"budget is a share of the bytes that stock autograd keeps, in (0, 1]; got {budget!r}"
-        )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

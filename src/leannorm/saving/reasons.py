@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from leannorm._report import bytes_in_words
+from leannorm.planning.goal import Goal
+from leannorm.planning.plan import Plan
 from leannorm.saving.graph import saved_names
 from leannorm.saving.ledger import Row
 
@@ -51,6 +54,10 @@ BENCHMARK = (
 SMALL = (
     "what this pass saves is held as it is: it is less than 4 MiB in all, as in the pass before it, and"
     " rebuilding would take more time than it brings memory; a budget or an overhead is met at any size"
+)
+DEAR = (
+    "what this pass saves is held as it is: looking at it would take more time than the overhead that was"
+    " asked for, as in the pass before it; ask for more, or for a budget or a peak"
 )
 SUBCLASSES = (
     "tensors of a subclass were saved (such as jagged tensors): they are held, as lean() rebuilds plain"
@@ -127,6 +134,14 @@ def sharded(unit: str, around: str) -> str:
     return f"{SHARDED} (of a {unit}); {wrap}"
 
 
+def dear(hooks: float, overhead: float) -> str:
+    """Looking at what is saved takes more than the overhead that is allowed."""
+    return (
+        f"overhead={overhead:g} is out of reach: to look at what the pass saves takes {hooks:.2f} of stock's"
+        " step; all is held from the next pass on, and nothing looked at"
+    )
+
+
 def failed(tensor: Tensor, error: Exception) -> str:
     """A recipe raised an error, or its trial did: the tensor is held."""
     made_by = "a leaf" if tensor.grad_fn is None else tensor.grad_fn.name()
@@ -139,10 +154,24 @@ def no_plan(error: Exception) -> str:
     return f"no plan could be made of this pass, since it failed with {type(error).__name__}: {text}"
 
 
-def out_of_reach(budget: float, ratio: float) -> str:
+def out_of_reach(goal: Goal, plan: Plan) -> str:
+    """A budget or a peak that no plan meets, with the least that is possible."""
+    if goal.peak is not None:
+        share = plan.least / max(plan.stock.peak, 1)
+        asked = f"{goal.peak:g}" if isinstance(goal.peak, float) else bytes_in_words(goal.peak)
+        return (
+            f"peak={asked} is out of reach: {bytes_in_words(plan.least)} ({share:.2f} of stock's) is the"
+            " least, as the rest are gradients, what a single operation needs, and what cannot be computed"
+            " again"
+        )
+    return budget_out_of_reach(goal.budget or 0.0, plan.least / max(plan.stock.held, 1))
+
+
+def budget_out_of_reach(budget: float, ratio: float) -> str:
     return (
         f"budget={budget:g} is out of reach: all that can be rebuilt leaves {ratio:.2f} of stock's bytes, as"
-        " the rest are outputs of nodes that have no recipe (see saved.records), inputs or statistics"
+        " the rest are outputs of nodes that have no recipe (see saved.records), inputs or statistics, or"
+        " would raise the peak"
     )
 
 
@@ -166,6 +195,7 @@ _WARNED: set[str] = set()
 def warn_once(reason: str) -> None:
     """Warn once per cause in this process, at the line that opened `lean()`."""
     cause = reason.split(":")[0]
-    if cause not in _WARNED and reason != SMALL:  # a small pass needs no action
+    if cause not in _WARNED and reason not in (SMALL, DEAR) and not reason.startswith("overhead="):
+        # a small pass, or one that stays as fast as stock, needs no action
         _WARNED.add(cause)
         warnings.warn(f"leannorm: {reason}", UserWarning, stacklevel=4)

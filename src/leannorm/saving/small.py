@@ -1,7 +1,8 @@
 """Small passes: everything that they save is held, since rebuilding would take more time than it is worth.
 
 A pass starts as a small pass only if the one before, at the same place of the program, was small. It stops
-being one when it has saved more than `SMALL` bytes; steps are searched from there on.
+being one when it has saved more than `SMALL` bytes; steps are searched from there on. So does a pass of whose
+time the hooks would take more than an `overhead` allows, when it has saved twice the bytes of the one before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NEVER_SMALL = object()
 
 Kept = tuple[Tensor, int]  # a tensor and its version
 
-_STAYED_SMALL: dict[Hashable, None] = {}
+_STAYED_SMALL: dict[Hashable, int] = {}  # and the bytes up to which the next one is small
 _MAX_PLACES = 4096
 
 
@@ -32,39 +33,40 @@ def place_of(frame: FrameType) -> Hashable:
     return frame.f_code, frame.f_lasti
 
 
-def was_small(place: Hashable) -> bool:
-    """Was the last pass at this place small?"""
-    return place in _STAYED_SMALL
+def was_small(place: Hashable) -> int | None:
+    """The bytes up to which a pass at this place is small; None if the last one was not."""
+    return _STAYED_SMALL.get(place)
 
 
-def note(place: Hashable, nbytes: int) -> None:
-    """Record that a pass at this place has saved so many bytes in all."""
-    if nbytes > SMALL:
+def note(place: Hashable, nbytes: int, most: int) -> None:
+    """Record that a pass at this place has saved so many bytes in all, and the most that a small one may."""
+    if nbytes > most:
         _STAYED_SMALL.pop(place, None)
     else:
         if len(_STAYED_SMALL) >= _MAX_PLACES:
             _STAYED_SMALL.clear()
-        _STAYED_SMALL[place] = None
+        _STAYED_SMALL[place] = most
 
 
 class SmallPass:
     """The pack hook of a small pass, and the tensors that it has held."""
 
-    def __init__(self, pack_from_here: Callable[[bool], Callable[[Tensor], Any]]) -> None:
-        """`pack_from_here(True)` makes the hook for the rest of a pass that turns out not to be small."""
+    def __init__(self, pack_from_here: Callable[[bool], Callable[[Tensor], Any]], most: int) -> None:
+        """`pack_from_here(True)` makes the hook for the rest of a pass that saves more than `most` bytes."""
+        self._most = most
         self._pack_from_here = pack_from_here
         self._pack: Callable[[Tensor], Any] | None = None
         self.kept: list[Kept] = []
         self.nbytes = 0
 
     def pack(self, tensor: Tensor) -> Any:
-        """The tensor, detached, and its version; after `SMALL` bytes, the result of the other hook."""
+        """The tensor, detached, and its version; after `most` bytes, the result of the other hook."""
         if self._pack is not None:
             return self._pack(tensor)
         of_parameter = is_parameter(tensor)
         if not of_parameter:
             self.nbytes += tensor.nbytes if type(tensor) is Tensor else nbytes_of(tensor)
-        if self.nbytes > SMALL:
+        if self.nbytes > self._most:
             self._pack = self._pack_from_here(True)
             return self._pack(tensor)
         kept = tensor if tensor.grad_fn is None else tensor.detach(), tensor._version

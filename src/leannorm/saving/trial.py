@@ -56,7 +56,8 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
         return 0.0
     key = (key_of(step), seen_as, tensor.device)
     is_proved, tried = proved(step), _SEEN.get(key)
-    if tried is not None and is_proved and tried.speaks_for(tensor):
+    speaks = tried is not None and tried.speaks_for(tensor)
+    if tried is not None and speaks and (is_proved or tried.seconds is None):
         return tried.seconds
     if capturing(tensor):
         raise NotTriedError(
@@ -64,6 +65,8 @@ def seconds(step: Step, tensor: Tensor, seen_as: Hashable) -> float | None:
             f" {_ENOUGH} forward and backward passes with the same settings and shapes before it"
         )
     with torch.no_grad(), without_autocast():
+        if tried is not None and speaks:  # compared, since it may read something else than its node read
+            return tried.seconds if _is(_rebuilt(step, _packed(step)), tensor) else None
         middle = _middle(step)
         found = _try(step, tensor) if middle.as_told else None
     if found is None:
@@ -120,19 +123,32 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _try(step: Step, tensor: Tensor) -> float | None:
-    packed = [value.look() if value.layout or value.step is None else None for value in step.inputs]
+    packed = _packed(step)
 
     def rebuilt() -> Tensor:
-        pairs = zip(packed, step.inputs, strict=True)  # an input that was not packed is rebuilt here
-        inputs = [(value.look() if tensor is None else tensor, Owner.HELD) for tensor, value in pairs]
-        return run(step, inputs, current())[0]
+        return _rebuilt(step, packed)
 
     spent, again = _timed(rebuilt, tensor)
-    if layout(again) != layout(tensor) or not same_bits(again, tensor.detach()):
+    if not _is(again, tensor):
         return None
     del again
     second, _ = _timed(rebuilt, tensor)  # the first call may have compiled or selected its kernel
     return min(spent, second)
+
+
+def _is(again: Tensor, tensor: Tensor) -> bool:
+    return layout(again) == layout(tensor) and same_bits(again, tensor.detach())
+
+
+def _packed(step: Step) -> list[Tensor | None]:
+    return [value.look() if value.layout or value.step is None else None for value in step.inputs]
+
+
+def _rebuilt(step: Step, packed: list[Tensor | None]) -> Tensor:
+    """The step's result; an input that was not packed is rebuilt here."""
+    pairs = zip(packed, step.inputs, strict=True)
+    inputs = [(value.look() if tensor is None else tensor, Owner.HELD) for tensor, value in pairs]
+    return run(step, inputs, current())[0]
 
 
 class _Middle(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable
 from math import prod
 from typing import Any
@@ -38,7 +39,6 @@ class Value:
     shape = torch.Size()  # shape and dtype of a rebuilt tensor, for records
     dtype = torch.float32
     seconds = 0.0  # of one rebuild, measured
-    price = 0.0  # of one rebuild, by the table
     frees = 0  # bytes of a rebuilt storage, at the value that owns it
     if_held = 0  # bytes that holding it would take, perhaps in a narrower dtype
     place = -1  # index among the packed tensors
@@ -62,6 +62,7 @@ class Value:
     sample: bytes | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
+    seen: weakref.ref[Tensor] | None = None  # the packed tensor, as long as the program has it
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
     sort: int | None = None  # a number for all that searches ask of it (memo.py)
     in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
@@ -209,6 +210,9 @@ class Value:
             if self._rebuilt._version != self._rebuilt_version:
                 raise EditedError(self._edited(self._rebuilt))
             return self._rebuilt
+        there = None if self.seen is None else self.seen()
+        if there is not None and there._version == self.version and matches(self.sample, there):
+            return there.detach()
         return run(self.step, [(value.look(), Owner.HELD) for value in self.step.inputs], current())[0]
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:

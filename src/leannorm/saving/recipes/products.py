@@ -57,6 +57,11 @@ def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> St
     return Step(_convolution, tuple(inputs), (), constants, kind="product", flops=flops, costly=costly)
 
 
+def groups_of(step: Step) -> int:
+    """The groups of a convolution; 0 for any other step."""
+    return int(step.constants[-1]) if step.function is _convolution else 0  # type: ignore[call-overload]
+
+
 def frozen_bias(weight: Value) -> Value | None:
     """A bias without an edge in the graph, where the call that saved the weight is known."""
     bias = weight.call.bias if isinstance(weight.call, CallArguments) else None

@@ -1,0 +1,258 @@
+"""How fast a device is, and what the hooks of `lean()` cost its host: a table, or measured once and kept.
+
+What was measured is in the JSON file that LEANNORM_RATES names (none is read or made, if that is empty), else
+in `leannorm/rates.json` of the user's cache folder: an object of devices' names. What was measured by another
+version, with another number of threads, or is not understood, is measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from threading import Thread
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from leannorm._files import write_json
+from leannorm.planning.goal import Goal
+
+
+class Rates(NamedTuple):
+    """`memory`: bytes moved per second. `products`: operations per second, by element size. `call`: seconds
+    of a call. `convolutions`, `grouped`: their rates over those of products. `hold`, `rebuild`: seconds of a
+    tensor's two hooks where it is held, and what is added where it is rebuilt, kernels aside."""
+
+    memory: float
+    products: dict[int, float]
+    call: float
+    convolutions: float = 1.0
+    grouped: float = 0.25
+    hold: float = 30e-6
+    rebuild: float = 100e-6
+
+
+_GB, _T = 1e9, 1e12
+# What torch reaches on large tensors: half to two thirds of what data sheets say.
+_CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
+_CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
+_CPU_TILES = _CPU._replace(products={**_CPU.products, 2: 0.29 * _T})
+_CUDA = {
+    7: Rates(600 * _GB, {8: 5 * _T, 4: 10 * _T, 2: 60 * _T}, 5e-6),
+    8: Rates(1300 * _GB, {8: 9 * _T, 4: 15 * _T, 2: 200 * _T}, 5e-6),
+    9: Rates(2500 * _GB, {8: 35 * _T, 4: 45 * _T, 2: 550 * _T}, 5e-6),
+    10: Rates(6000 * _GB, {8: 35 * _T, 4: 60 * _T, 2: 1300 * _T}, 5e-6),
+}
+
+
+@lru_cache
+def table(device: torch.device) -> Rates:
+    """The row of the table for this device: the same in every run and on every rank."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        major = torch.cuda.get_device_capability(device)[0]
+        return _CUDA[min(max(major, min(_CUDA)), max(_CUDA))]
+    if device.type != "cpu":
+        return _CUDA[8]
+    if torch.cpu._is_amx_tile_supported():
+        return _CPU_TILES
+    return _CPU_BFLOAT16 if torch.cpu._is_avx512_bf16_supported() else _CPU
+
+
+def rates_for(goal: Goal, device: torch.device) -> tuple[Rates, str | None]:
+    """Measured rates for what is promised in time; for bytes those of the table, as plans are then alike."""
+    return measured(device) if goal.overhead is not None else (table(device), None)
+
+
+RANKS = (
+    "prices come from the table, not from this device: with several ranks they must be the same on each; a"
+    " step may take more than the overhead that was asked for"
+)
+
+
+def measured(device: torch.device) -> tuple[Rates, str | None]:
+    """What was measured on this device, now or before; or the table, and why."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return table(device), RANKS
+    return _measured(device, path())
+
+
+def path() -> Path | None:
+    """Where the file is, or would be; None where there shall be none."""
+    named = os.environ.get("LEANNORM_RATES")
+    if named is not None:
+        return Path(named) if named else None
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "leannorm" / "rates.json"
+
+
+@lru_cache
+def _measured(device: torch.device, file: Path | None) -> tuple[Rates, str | None]:
+    if file is None or device.type not in ("cpu", "cuda"):
+        return table(device), None
+    name, made_by, entries = _name(device), _made_by(), _read(file)
+    found = _rates_of(entries.get(name), made_by)
+    if found is not None:
+        return found, None
+    try:  # before the work, not after it
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, entries)
+        found = _in_a_thread(lambda: measure(device))
+        write_json(file, {**entries, name: {"made_by": made_by, **found._asdict()}})
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return table(device), f"prices come from the table, since measuring this device failed: {text}"
+    return found, None
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _made_by() -> list[Any]:
+    from leannorm import __version__
+    from leannorm.autograd.nodes import NODES
+
+    return [__version__, torch.__version__, torch.get_num_threads(), NODES is not None]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
+
+
+def _rates_of(entry: Any, made_by: list[Any]) -> Rates | None:
+    """The rates of an entry; None where it is none of this version, or cut off."""
+    if not isinstance(entry, dict) or entry.get("made_by") != made_by:
+        return None
+    try:
+        numbers = {name: float(entry[name]) for name in Rates._fields if name != "products"}
+        products = {int(size): float(rate) for size, rate in entry["products"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    positive = all(0 < number < float("inf") for number in (*numbers.values(), *products.values()))
+    return Rates(products=products, **numbers) if positive and set(products) == {2, 4, 8} else None
+
+
+def _in_a_thread(run: Callable[[], Rates]) -> Rates:
+    """In no mode that the caller may be in."""
+    found: list[Any] = []
+
+    def inside() -> None:
+        try:
+            found.append(run())
+        except Exception as error:
+            found.append(error)
+
+    thread = Thread(target=inside)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], Exception):
+        raise found[0]
+    made: Rates = found[0]
+    return made
+
+
+_COLD = 2.0
+"""Between large kernels, which leave the caches full of their data, the hooks take so many times as long."""
+_LONG = 0.2  # seconds of one measurement, beyond two turns
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The least of some turns: what others do on the machine is in the others."""
+    taken = list[float]()
+    while len(taken) < 2 or (len(taken) < 8 and sum(taken) < _LONG):
+        _wait(device)
+        start = perf_counter()
+        run()
+        _wait(device)
+        taken.append(perf_counter() - start)
+    return min(taken)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def measure(device: torch.device) -> Rates:
+    """Some seconds of work on the device."""
+    large = 512 if device.type == "cpu" else 8192
+    a = torch.ones(large * large * 16, device=device)
+    memory = 3 * a.nbytes / _seconds(lambda: a + a, device)
+    few = torch.ones(16, device=device)
+    call = _seconds(lambda: [few + few for _ in range(100)], device) / 100
+    products = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        b = torch.ones(large, large, dtype=dtype, device=device)
+        products[dtype.itemsize] = 2 * large**3 / _seconds(lambda b=b: b @ b, device)  # type: ignore[misc]
+    x = torch.ones(4, 64, 56, 56, device=device)
+    dense, single = (torch.ones(64, n, 3, 3, device=device) for n in (64, 1))
+    of_dense = 2 * 9 * 64 * x.numel() / _seconds(lambda: torch.conv2d(x, dense, padding=1), device)
+    of_single = 2 * 9 * x.numel() / _seconds(lambda: torch.conv2d(x, single, padding=1, groups=64), device)
+    hold, rebuild = of_hooks()
+    shares = of_dense / products[4], of_single / products[4]
+    return Rates(memory, products, call, *shares, hold, rebuild)
+
+
+@torch.enable_grad()
+def of_hooks(layers: int = 12) -> tuple[float, float]:
+    """Seconds of the host for a tensor that is held, and what is added for one that is rebuilt.
+
+    On tensors so small that their kernels take no time, beside the same steps without hooks.
+    """
+    from leannorm.saving.context import lean
+    from leannorm.saving.small import NEVER_SMALL
+
+    with torch.random.fork_rng(devices=[]):
+        units = [m for _ in range(layers) for m in (nn.Linear(16, 16), nn.LayerNorm(16), nn.SiLU())]
+        model = nn.Sequential(*units)
+    x = torch.arange(64 * 16.0).sin().view(64, 16)  # several values: what is tried on it speaks for all
+
+    def step(around: Any) -> tuple[float, Any]:
+        start = thread_time()
+        with around as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+        return thread_time() - start, saved
+
+    def contexts() -> list[Any]:
+        made: list[Any] = [torch.enable_grad(), lean(budget=1.0), lean("conv")]
+        for context in made[1:]:
+            context.place = NEVER_SMALL
+        return made
+
+    best, rebuilt = [float("inf")] * 3, 1
+    for turn in range(12):
+        for i, context in enumerate(contexts()):
+            seconds, saved = step(context)
+            best[i] = min(best[i], seconds) if turn > 1 else best[i]
+            if i == 2:
+                rebuilt = max(sum(record.rebuilt for record in saved.records), 1)
+    packed: list[Tensor] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        packed.append(tensor.detach())
+        return tensor
+
+    step(saved_tensors_hooks(count, lambda t: t))
+    saves = len(packed)
+    best = [_COLD * seconds for seconds in best]
+    hold = max(best[1] - best[0], 0.0) / saves
+    return max(hold, 1e-7), max(best[2] - best[1], 1e-7) / rebuilt

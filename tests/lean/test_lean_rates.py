@@ -1,0 +1,154 @@
+"""Rates of a device: measured once and kept, the table where that cannot be; and what the hooks cost."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from leannorm.planning.goal import Goal
+from leannorm.saving import lean, rates
+from leannorm.saving.plan import plan
+
+CPU = torch.device("cpu")
+FOUND = rates.table(CPU)._replace(memory=7e9, hold=1e-9, rebuild=1e-9)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """Where rates are kept; measuring itself takes seconds, and gives FOUND."""
+    path = tmp_path / "cache" / "rates.json"
+    monkeypatch.setenv("LEANNORM_RATES", str(path))
+    monkeypatch.setattr(rates, "measure", lambda device: measured.append(device) or FOUND)
+    measured.clear()
+    rates._measured.cache_clear()
+    yield path
+    rates._measured.cache_clear()
+
+
+measured: list[torch.device] = []
+
+
+def again():
+    rates._measured.cache_clear()
+    return rates.measured(CPU)
+
+
+def test_a_device_is_measured_once_and_kept(file):
+    assert again() == again() == (FOUND, None)
+    assert measured == [CPU]
+    assert list(json.loads(file.read_text())) == [rates._name(CPU)]
+
+
+def entry(file, **changes):
+    made = json.loads(file.read_text())[rates._name(CPU)]
+    return {rates._name(CPU): made | changes}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        lambda file: json.dumps(entry(file))[:-40],
+        lambda file: json.dumps(entry(file, made_by=["0.0.1", "2.0.0", 1, True])),
+        lambda file: json.dumps({"another processor": entry(file)[rates._name(CPU)]}),
+        lambda file: json.dumps(entry(file, memory=-1.0)),
+        lambda file: json.dumps(entry(file, memory="fast")),
+        lambda file: json.dumps(entry(file, products={"4": 1e9})),
+        lambda file: "[]",
+        lambda file: "",
+    ],
+    ids=["cut off", "older", "another device", "negative", "a word", "two dtypes missing", "a list", "empty"],
+)
+def test_what_another_device_or_version_left_or_half_of_it_is_measured_again(file, text):
+    again()
+    file.write_text(text(file))
+    assert again() == (FOUND, None)
+    assert measured == [CPU, CPU]
+    assert again() == (FOUND, None)
+    assert len(measured) == 2
+
+
+def test_where_nothing_can_be_written_the_table_serves_and_says_so(file, monkeypatch):
+    file.parent.parent.joinpath("cache").write_text("a file in place of the folder")
+    found, why = again()
+    assert found == rates.table(CPU)
+    assert why is not None
+    assert why.startswith("prices come from the table")
+    assert measured == []
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    with pytest.warns(UserWarning, match="prices come from the table"), lean(overhead=1e3) as saved:
+        model(torch.randn(64, 64)).sum()
+    assert saved.reasons == [why]
+
+
+def test_ranks_keep_the_table(file, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert rates.measured(CPU) == (rates.table(CPU), rates.RANKS)
+    assert measured == []
+
+
+def test_without_a_file_nothing_is_measured(monkeypatch):
+    monkeypatch.setenv("LEANNORM_RATES", "")
+    assert again() == (rates.table(CPU), None)
+
+
+def test_measuring_finds_what_can_be_and_touches_no_generator():
+    before = torch.get_rng_state()
+    hold, rebuild = rates.of_hooks(4)
+    assert 0 < hold < 1e-2
+    assert 0 < rebuild < 1e-1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Run:
+    def __init__(self):
+        torch.manual_seed(0)
+        layers = [m for _ in range(6) for m in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+        self.model, self.x = nn.Sequential(*layers), torch.randn(256, 64)
+
+    def step(self, saved):
+        self.model.zero_grad()
+        with saved:
+            loss = self.model(self.x).square().mean()
+        loss.backward()
+        return [p.grad for p in self.model.parameters()]
+
+
+def test_where_the_hooks_cost_more_nothing_is_looked_at_from_the_second_pass_on(file, monkeypatch):
+    monkeypatch.setattr(rates, "measure", lambda device: FOUND._replace(hold=1.0))
+    run, saved = Run(), lean(overhead=0.1)
+    stock = run.step(torch.enable_grad())
+    for turn in range(3):
+        assert all(map(torch.equal, run.step(saved), stock))
+        assert (saved.rebuilt_bytes == 0) == (turn > 0)
+        assert "overhead" in saved.reasons[0]
+    assert {record.node for record in saved.records} == {""}  # held as it is
+    run.x = torch.cat([run.x] * 3)  # three times the bytes: looked at again
+    run.step(saved)
+    assert saved.rebuilt_bytes > 0
+
+
+def test_more_time_never_keeps_more_and_the_hooks_are_counted(file, monkeypatch):
+    monkeypatch.setattr(rates, "measure", lambda device: FOUND._replace(hold=2e-6, rebuild=5e-6))
+    run, saved = Run(), lean(overhead=10.0)
+    run.step(saved)
+    passed = saved.plan.made_for
+    made = [plan(Goal(overhead=i / 50), passed) for i in range(200)]
+    kept = [one.kept_bytes for one in made]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] == passed.lines.stock.held > kept[-1]
+    assert all(one.overhead <= i / 50 + 1e-9 for i, one in enumerate(made) if not one.is_dear)
+    assert made[0].is_dear
+    assert made[-1].hooks == pytest.approx(2e-6 * len(kept) / passed.lines.step.seconds, rel=10)
+
+
+def test_a_named_file_is_used(monkeypatch, tmp_path):
+    monkeypatch.setenv("LEANNORM_RATES", str(tmp_path / "mine.json"))
+    assert rates.path() == tmp_path / "mine.json"
+    monkeypatch.delenv("LEANNORM_RATES")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert rates.path() == tmp_path / "leannorm" / "rates.json"
+    assert os.environ.get("LEANNORM_RATES") is None
