@@ -13,7 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import convert
 from leannorm import nn as lnn
-from leannorm.saving import device, lean, leaves, masks, memo, narrowed, reasons, search, trial
+from leannorm.saving import (
+    device,
+    lean,
+    leaves,
+    masks,
+    memo,
+    narrowed,
+    provenance,
+    reasons,
+    search,
+    trial,
+)
 from leannorm.saving import values as saved_values
 
 aten = torch.ops.aten
@@ -50,15 +61,20 @@ CASES = {
 }
 
 
+# The repeated bias of the keys comes from a node that saves nothing and reads a parameter alone. Only where
+# nodes tell when they were made is it known that it is of this pass; elsewhere it is compared in every pass.
+UNTOLD = {"torch's attention, with weights"}
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_only_the_first_two_passes_look_at_values(name, as_on_a_device):
+def test_only_the_first_two_passes_look_at_values(name, as_on_a_device, with_and_without_nodes):
     make, shape = CASES[name]
     model = make()
     for _ in range(3):
         with Looks() as noted:  # torch makes views of another kind of node where a mode is on
             step(model, torch.randn(shape), lean("conv"))
         model.zero_grad()
-    assert not noted.looks
+    assert bool(noted.looks) == (name in UNTOLD and provenance.NODES is None)
 
 
 def test_a_look_is_noticed(as_on_a_device):
@@ -262,13 +278,18 @@ needs_cuda_build = pytest.mark.skipif(
 
 
 def rebuilt(make, *shape, dtype=torch.float32):
-    """What `lean()` makes of a function's saved tensors, by node; on fake CUDA tensors, forward only."""
+    """What `lean()` makes of a function's saved tensors, by node; on fake CUDA tensors, forward only.
+
+    The functions begin with a tangent: its node keeps what it puts out, and has no recipe.
+    """
     with FakeTensorMode():
         x = torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
         with lean() as saved:
             kept = make(x)
         assert kept.device.type == "cuda"
-    return {record.node: record.rebuilt for record in saved.records}, saved
+    nodes = {record.node: record.rebuilt for record in saved.records}
+    assert not nodes.get("TanBackward0")
+    return nodes, saved
 
 
 def weights(n, dtype=torch.float32):
@@ -285,7 +306,7 @@ def linear(x, n=64):
 def test_cudnn_batch_norm(training, statistics):
     def run(x):
         running = [torch.zeros(64, device="cuda") for _ in range(2)] if statistics else [None, None]
-        y = F.batch_norm(x.exp(), *running, *weights(64), training or not statistics)
+        y = F.batch_norm(x.tan(), *running, *weights(64), training or not statistics)
         assert y.grad_fn.name() == "CudnnBatchNormBackward0"
         return F.conv2d(y, torch.ones(8, 64, 1, 1, device="cuda", requires_grad=True))
 
@@ -297,7 +318,7 @@ def test_cudnn_batch_norm(training, statistics):
 @needs_cuda_build
 def test_native_batch_norm_on_cuda():
     def run(x):
-        y = F.batch_norm(x.exp(), None, None, *weights(64), True)  # cuDNN's is for other dtypes
+        y = F.batch_norm(x.tan(), None, None, *weights(64), True)  # cuDNN's is for other dtypes
         assert y.grad_fn.name() == "NativeBatchNormBackward0"
         return F.conv2d(y, torch.ones(8, 64, 1, 1, device="cuda", dtype=torch.bfloat16, requires_grad=True))
 
@@ -311,7 +332,7 @@ def test_native_batch_norm_on_cuda():
 def test_rows_on_cuda(norm, rows):
     def run(x):
         w, b = weights(64)
-        y = F.layer_norm(x.exp(), (64,), w, b) if norm == "layer" else F.rms_norm(x.exp(), (64,), w)
+        y = F.layer_norm(x.tan(), (64,), w, b) if norm == "layer" else F.rms_norm(x.tan(), (64,), w)
         assert y.grad_fn.name() == {"layer": "NativeLayerNormBackward0", "rms": "FusedRmsNormBackward0"}[norm]
         return linear(y)
 
@@ -333,7 +354,7 @@ def test_attention_on_cuda_keeps_its_output_once(kind):
     batch, tokens, heads, width = 2, 128, 4, 16
 
     def run(x):
-        qkv = (x.exp()).view(batch, tokens, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
+        qkv = (x.tan()).view(batch, tokens, 3, heads, width).permute(2, 0, 3, 1, 4).unbind(0)
         y = _ATTENTIONS[kind](*qkv)
         assert y.grad_fn.name().startswith("ScaledDotProduct")
         return linear(y.transpose(1, 2).reshape(batch * tokens, heads * width))

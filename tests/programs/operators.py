@@ -1,7 +1,8 @@
 """Every operator of torch's own table of tests, under `lean()`: gradients are stock's bit for bit.
 
-python -m programs.operators                    all: some 237,000 programs, 10 minutes on one core
+python -m programs.operators                    all: some 237,000 programs
 python -m programs.operators --most 2           two calls of each, in float32
+python -m programs.operators --start 400        without the first 400 operators; --count: how many
 
 The table has more arguments of each operator than a test would think of. They come out of a layer, so that
 they can be rebuilt, and the result goes into one, so that it may be. One process tries them all: what is
@@ -12,9 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +35,19 @@ NOT_REPEATABLE = "linalg.lstsq", "linalg.lstsq.grad_oriented"
 FEWEST_REBUILT = 30  # kinds of nodes; below, the equality would say little
 
 
-def calls(most: int | None) -> Iterator[tuple[str, object, object]]:
-    """Operators, and arguments of theirs."""
-    dtypes = (torch.float32,) if most else (torch.float32, torch.bfloat16, torch.float64)
-    for op in op_db:
-        for dtype in dtypes:
-            if op.full_name in NOT_REPEATABLE or not op.supports_autograd:
-                continue
-            if dtype not in op.supported_dtypes("cpu"):
-                continue
-            try:
-                samples = list(op.sample_inputs("cpu", dtype, requires_grad=True))
-            except RuntimeError:  # needs a library that this torch lacks
-                continue
-            for sample in samples[:most]:
-                yield f"{op.full_name}, {dtype}", op, sample
+def calls(op, most: int | None) -> Iterator[tuple[torch.dtype, object]]:
+    """Arguments of the operator, and their dtype."""
+    if op.full_name in NOT_REPEATABLE or not op.supports_autograd:
+        return
+    for dtype in (torch.float32,) if most else (torch.float32, torch.bfloat16, torch.float64):
+        if dtype not in op.supported_dtypes("cpu"):
+            continue
+        try:
+            samples = list(op.sample_inputs("cpu", dtype, requires_grad=True))
+        except RuntimeError:  # needs a library that this torch lacks
+            continue
+        for sample in samples[:most]:
+            yield dtype, sample
 
 
 def gradients(op, sample, layer, saving) -> list[Tensor | None] | None:
@@ -87,26 +89,44 @@ def stock_of(op, sample, layer) -> list[Tensor | None] | None:
     return tries[0] if None not in tries and equal(*tries) else None
 
 
+def fault(op, sample, layer, saving, stock) -> str:
+    """What is wrong under `lean()`: "" if nothing is."""
+    try:
+        return "" if equal(gradients(op, sample, layer, saving), stock) else "other gradients"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="programs.operators", description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int)
-    most = parser.parse_args().most
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--count", type=int, default=len(op_db))
+    options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of torch's own tests
     packing.SMALLEST, small.SMALL = 1, -1
-    layers, policies = (["product"], ["conv"]) if most else (list(LAYERS), ["norm", "conv"])
-    count, wrong, rebuilt = 0, [], set()
-    for name, op, sample in calls(most):
-        for layer in layers:
+    layers, policies = (["product"], ["conv"]) if options.most else (list(LAYERS), ["norm", "conv"])
+    count, wrong, rebuilt = 0, 0, set()
+    chosen = op_db[options.start : options.start + options.count]
+    for i, op in enumerate(chosen, options.start):
+        began, before, faults = time.monotonic(), count, Counter()
+        for (dtype, sample), layer in product(calls(op, options.most), layers):
             stock = stock_of(op, sample, LAYERS[layer])
             for policy in policies if stock is not None else ():
                 saving = lean(policy)
                 count += 1
-                if not equal(gradients(op, sample, LAYERS[layer], saving), stock):
-                    wrong.append(f"{name}, {layer}, {policy}")
+                if found := fault(op, sample, LAYERS[layer], saving, stock):
+                    faults[f"{dtype}, {layer}, {policy}: {found}"] += 1
                 rebuilt |= {record.node for record in saving.records if record.rebuilt}
-    print(f"{count} programs, {len(rebuilt)} kinds of nodes rebuilt, {len(wrong)} wrong", *wrong, sep="\n")
-    return bool(wrong) or len(rebuilt) < FEWEST_REBUILT
+        seconds = time.monotonic() - began
+        if not options.most:
+            print(f"{i} {op.full_name}: {count - before} programs, {seconds:.0f} s", flush=True)
+        for words, times in faults.items():
+            print(f"WRONG {op.full_name}, {words} ({times} times)", flush=True)
+        wrong += faults.total()
+    print(f"{count} programs, {len(rebuilt)} kinds of nodes rebuilt, {wrong} wrong")
+    return bool(wrong) or (len(chosen) == len(op_db) and len(rebuilt) < FEWEST_REBUILT)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ is known, and a step that depends on it is compared every time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from leannorm.saving.values import Value
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # of this thread's next node
 
-_MOST_PRODUCERS = 20  # in a row, that saved nothing
+_MOST_READ = 64  # nodes, looked at for one
 
 
 class Provenance:
@@ -37,17 +37,12 @@ class Provenance:
         """Is it known of any two nodes of this pass which of them came first?"""
         return self._thread is not None
 
-    def made(self, node: Any, most: int = _MOST_PRODUCERS) -> bool:
+    def made(self, node: Any) -> bool:
         """Was the node made in this pass? False where that is not known."""
         if NODES is not None and self._thread is not None:
             of_thread: bool = NODES.thread_of(node) == self._thread
             return of_thread and bool(node._sequence_nr() >= self._since)
-        if any(value.provenance is self for value in saved_values(node)):
-            return True
-        if most == 0:
-            return False
-        producers = (producer for producer, _ in node.next_functions)
-        return any(producer is not None and self.made(producer, most - 1) for producer in producers)
+        return self.saved_since(node, 0)
 
     def made_after(self, node: Any, value: Value) -> bool | None:
         """Was the node made after this value was packed? None where that is not known."""
@@ -55,8 +50,21 @@ class Provenance:
             return None
         if self._thread is not None:
             return bool(node._sequence_nr() >= value.seen_at) if self.made(node) else None
-        saved = saved_values(node)
-        return any(v.provenance is self and v.order > value.order for v in saved) or None
+        return self.saved_since(node, value.order + 1) or None
+
+    def saved_since(self, node: Any, order: int) -> bool:
+        """Did the node, or one that was made before it as it reads it, save what was packed then or later?"""
+        saved = (value for one in _with_read(node) for value in saved_values(one))
+        return any(value.provenance is self and value.order >= order for value in saved)
+
+
+def _with_read(node: Any) -> Iterator[Any]:
+    """The node and those that it was made of, the nearest first, whatever the number of paths to them."""
+    nodes = [node]
+    for one in nodes:
+        yield one
+        if len(nodes) < _MOST_READ:
+            nodes += [p for p, _ in one.next_functions if p is not None and p not in nodes]
 
 
 class FlagLog:
@@ -69,6 +77,7 @@ class FlagLog:
     def __init__(self, provenance: Provenance) -> None:
         self._provenance = provenance
         self._from, self._flags = [-1], [current()]
+        self._order = 0  # of the first tensor that was packed under the last of them
         self._while_next: dict[int, Flags] = {}  # flags at saves, by the number of the next node
         self._last = -1
 
@@ -86,6 +95,7 @@ class FlagLog:
         if now is not self._flags[-1]:
             self._from.append(number)
             self._flags.append(now)
+            self._order = self._provenance.order
 
     def of(self, node: Any) -> tuple[Flags, bool]:
         """The flags under which the node ran, and True. If that is not sure: the flags now, and False.
@@ -97,7 +107,7 @@ class FlagLog:
         if len(self._flags) == 1:
             return self._flags[0], True
         if not self._provenance.orders_nodes:
-            return self._flags[-1], False
+            return self._flags[-1], self._provenance.saved_since(node, self._order)
         made = node._sequence_nr()
         if made + 1 in self._while_next:
             return self._while_next[made + 1], True

@@ -259,6 +259,8 @@ class Search:
                 return None, True
             after = known.as_made or self.provenance.made_after(reader, known)
             return (None, True) if after is False else (known, after is True)
+        if (producer, number) in missing:  # looked at before, on another path
+            return None, True
         step = self._step(producer, number, self._laid_out_as(reader, producer), depth, missing)
         if step is None or not (step.kind == "norm" or self.policy.allows(step)):
             self._ruled_out |= step is not None and not missing

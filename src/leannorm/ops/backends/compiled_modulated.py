@@ -149,7 +149,7 @@ class CompiledModulated(Compiled):
         start, *how = gating
         if x.numel() == 0 or _wider(gate, x) or (gating.cast_before and _wider(weight, x)):
             return super().gated_forward(x, gate, weight, gating)
-        both = (_apart(t, start, x.dtype) for t in (x, gate))
+        both = [_apart(t, start, x.dtype) for t in (x, gate)]
         y, rstd = self.ops.row_gated_forward(*both, self._weight(x, weight, start), *how)
         return y.view(x.shape), rstd.view(row_statistics_shape(x.shape, start, x.dim()))
 
@@ -160,7 +160,7 @@ class CompiledModulated(Compiled):
         start, _, act, norm_before_gate, _ = gating
         if x.numel() == 0 or _wider(dy, x) or _wider(gate, x):
             return super().gated_backward(dy, kept, gating, want_affine)
-        three = (_apart(t, start, x.dtype) for t in (dy, x, gate))
+        three = [_apart(t, start, x.dtype) for t in (dy, x, gate)]
         how = rstd.reshape(-1), self._weight(x, weight, start), act, norm_before_gate, want_affine
         dx, dgate, dweight = self.ops.row_gated_backward(*three, *how)
         dgate = dgate.view(x.shape)
