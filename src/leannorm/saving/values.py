@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from leannorm._errors import LeannormError
 from leannorm.saving.device import share, stream_of
-from leannorm.saving.evidence import matches, owner_of, sample_of, version_of
+from leannorm.saving.evidence import matches, near, owner_of, sample_of, version_of
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.shards import local_of, shared_as, spec_of
 from leannorm.saving.steps import Owner, Step, run
@@ -24,6 +25,10 @@ class EditedError(RuntimeError):
 
 class FreedError(RuntimeError):
     """The memory of a tensor that a step reads was freed, as sharding does with weights."""
+
+
+class RebuildError(LeannormError, RuntimeError):
+    """A rebuilt tensor is not the one that the forward pass saved."""
 
 
 class Value:
@@ -258,6 +263,8 @@ class Value:
                     if captured is not None:
                         share(captured, self.stream)
             tensor, memory = run(self.step, inputs, flags)
+            if self.original is None and not (matches(self.sample, tensor) or near(self.sample, tensor)):
+                raise RebuildError(self._rebuilt_otherwise())
             self._rebuilt_on = stream_of(tensor)
         self._left -= 1
         if self._left <= 0 and not self.from_narrow:
@@ -267,6 +274,14 @@ class Value:
             if self.from_narrow:  # not both at once: the copy is freed, the tensor lasts as in stock
                 self.step = self.step._replace(inputs=())
         return tensor, memory
+
+    def _rebuilt_otherwise(self) -> str:
+        return (
+            f"the output of {self.name or 'a node'} of shape {list(self.shape)} was rebuilt, and is not what"
+            " the forward pass saved: what it was made of, or a tensor on the way, was edited where autograd"
+            " does not see it (under no_grad, through .data). Edit a copy of it, or leave leannorm.lean() out"
+            " of this part; lean(verify=True) names the layer"
+        )
 
     def _check_version(self) -> None:
         if not self.current:

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leannorm._errors import LeannormError
 from leannorm.saving.trial import layout, same_bits
-from leannorm.saving.values import Value
-
-
-class RebuildError(LeannormError, RuntimeError):
-    """A rebuilt tensor is not the one that the forward pass saved."""
+from leannorm.saving.values import RebuildError, Value
 
 
 def check_equal(rebuilt: Tensor, original: Tensor, value: Value) -> None:

@@ -1,0 +1,80 @@
+"""Edits that autograd does not count, of tensors that no node saves: the backward pass tells them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from leannorm.saving import lean
+from leannorm.saving.evidence import near, sample_of
+from leannorm.saving.values import RebuildError
+
+
+def _edited(x, edit):
+    if edit:
+        with torch.no_grad():
+            x.mul_(-1.5)
+    return x
+
+
+def _clamped(x, edit):
+    if edit:
+        with torch.no_grad():
+            x.clamp_(-0.1, 0.1)
+    return x
+
+
+PROGRAMS = {
+    "multiple": lambda h, edit: (_edited(h, edit) * 2.0).sin(),
+    "sum": lambda h, edit: ((_edited(h, edit) + 1) * 3).sin(),
+    "cast": lambda h, edit: _edited(h, edit).bfloat16().sin(),
+    "activation": lambda h, edit: F.relu(_clamped(h, edit)).exp(),
+    "concatenation": lambda h, edit: torch.cat([_edited(h, edit), h.detach() * 0.5], 1).sin(),
+}
+
+
+@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.1}], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.filterwarnings("ignore:leannorm. budget=")
+def test_an_edit_without_gradients_is_stocks_or_told(program, setting):
+    conv, norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+    weights = [*conv.parameters(), *norm.parameters()]
+
+    def gradients(x, edit, **around):
+        loss = lambda: PROGRAMS[program](norm(conv(x)), edit).float().square().mean()  # noqa: E731
+        if not around:
+            return torch.autograd.grad(loss(), weights)
+        around.pop("on")
+        with lean(**around):
+            made = loss()
+        return torch.autograd.grad(made, weights)
+
+    for seed in range(4):  # kinds are settled, so that nothing is tried any more
+        x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+        ours, stock = gradients(x, False, on=True, **setting), gradients(x, False)
+        assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+    told, ours = "", ()
+    try:
+        ours = gradients(x, True, on=True, **setting)
+    except RebuildError as error:
+        told = str(error)
+    equal = [torch.equal(a, b) for a, b in zip(ours, gradients(x, True), strict=False)]
+    assert "edited where autograd does not see it" in told or (equal and all(equal))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_rounding_is_no_edit(dtype):
+    x = torch.randn(64, 64).to(dtype)
+    sample = sample_of(x)
+    assert near(sample, x * (1 + 2**-8))
+    assert near(sample, torch.nextafter(x, x + 1)) if not dtype.is_complex else True
+    assert not near(sample, x * 1.1)
+    assert not near(sample, torch.zeros_like(x))
+    assert not near(sample, x[:32])
+    assert near(None, x)
+
+
+def test_other_integers_are_another_tensor():
+    x = torch.arange(4096)
+    assert near(sample_of(x), x.clone())
+    assert not near(sample_of(x), x + 1)
