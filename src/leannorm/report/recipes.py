@@ -16,6 +16,7 @@ from leannorm.saving import lean
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.small import NEVER_SMALL
+from leannorm.saving.values import RebuildError
 
 ATEN = torch.ops.aten
 Program = Callable[[Tensor, Tensor], Tensor]
@@ -242,6 +243,8 @@ def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is held, which is told here
             ours, made = _gradient(program, leaf, saved)
+    except RebuildError:
+        return RecipeState(kind, WRONG, "it is not what the forward pass saved")
     except Exception as error:  # this torch has no such function
         return RecipeState(kind, RESTING, f"{type(error).__name__}: {' '.join(str(error).split())}")
     if made != kind:
