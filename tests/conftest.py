@@ -47,6 +47,7 @@ def prices_of_the_table(monkeypatch):
 def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)
+    monkeypatch.setattr("leannorm.saving.small._STAYED_SMALL", {})  # nor was one, in another test
 
 
 @pytest.fixture(autouse=True)
