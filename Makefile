@@ -47,7 +47,8 @@ measured: $(VENV)/.ready
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps dynamic-network-architectures monai
 	$(BIN)/python -m benchmarks.volumes --json benchmarks/results/volumes.json
 	$(BIN)/python -m benchmarks.detectors --json benchmarks/results/detectors.json
-	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe --json benchmarks/results/mixtures.json
+	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe DeepseekV3 \
+	    Glm4MoeLite Jamba GptOss --json benchmarks/results/mixtures.json
 	$(BIN)/python -m benchmarks.scaling --json benchmarks/results/scaling.json
 	$(MAKE) pages
 
