@@ -1,4 +1,4 @@
-"""Write a file so that an interruption leaves the old one or none, never half of one."""
+"""Where files of ours are, and how they are written: an interruption leaves the old file, or none."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from leannorm._errors import InputError
+
+
+def cached(variable: str, name: str) -> Path | None:
+    """The file that the environment variable names, None if that is empty; else `name` in our folder of the
+    user's cache."""
+    named = os.environ.get(variable)
+    if named is not None:
+        return Path(named) if named else None
+    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_home) / "leannorm" / name
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -79,8 +79,8 @@ class Packing(CountingHook):
     ) -> None:
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks = layers, hooks
-        self.calls, self.nodes = list[tuple[Any, ...]](), list[Node]()
-        self.reads, self.recent = Reads(opened_by), deque[Tensor](maxlen=0)
+        self.calls, self.reads = list[tuple[Any, ...]](), Reads(opened_by, SMALLEST)
+        self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
         self.device, self.reasons = torch.device("cpu"), Counter[str]()
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits, self._largest, self.seen = False, 0, 0

@@ -30,6 +30,11 @@ class Pass(NamedTuple):
     narrow: frozenset[int] = frozenset()
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
 
+    @property
+    def share_of_hooks(self) -> float:
+        """The price of the hooks themselves over that of stock's step."""
+        return self.hooks / max(self.lines.step.seconds, 1e-12)
+
     def resized(self, calls: Sequence[Call]) -> Pass:
         """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
         ratios = [size(new) / max(size(old), 1) for new, old in zip(calls, self.calls, strict=True)]
@@ -92,8 +97,8 @@ class RebuildPlan(NamedTuple):
 
     @property
     def hooks(self) -> float:
-        """The price of the hooks themselves over that of stock's step."""
-        return self.made_for.hooks / max(self.chosen.step, 1e-12)
+        """As `Pass.share_of_hooks`."""
+        return self.made_for.share_of_hooks
 
 
 def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
@@ -103,8 +108,7 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     """
     asked = goal.overhead
     if asked is not None:
-        of_hooks = made_for.hooks / max(made_for.lines.step.seconds, 1e-12)
-        goal = goal._replace(overhead=max(asked - of_hooks, 0.0))
+        goal = goal._replace(overhead=max(asked - made_for.share_of_hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
     rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
     return RebuildPlan(made_for, tuple(i in rebuilt for i in range(len(made_for.calls))), chosen, asked)

@@ -8,7 +8,6 @@ version, with another number of threads, or is not understood, is measured again
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from leannorm._files import write_json
+from leannorm._files import cached, write_json
 from leannorm.planning.goal import Goal
 
 
@@ -85,11 +84,7 @@ def measured(device: torch.device) -> tuple[Rates, str | None]:
 
 def path() -> Path | None:
     """Where the file is, or would be; None where there shall be none."""
-    named = os.environ.get("LEANNORM_RATES")
-    if named is not None:
-        return Path(named) if named else None
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "leannorm" / "rates.json"
+    return cached("LEANNORM_RATES", "rates.json")
 
 
 @lru_cache

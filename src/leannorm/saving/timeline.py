@@ -60,10 +60,11 @@ class Read(NamedTuple):
 
 
 class Reads:
-    """All that nodes have saved in one pass. `opened_by`: the `id` of the frame that opened it."""
+    """All that nodes have saved in one pass. `opened_by`: the `id` of the frame that opened it. For tensors
+    of up to `smallest` elements no variables are looked at."""
 
-    def __init__(self, opened_by: int) -> None:
-        self.made, self._opened_by, self._largest = list[Read](), opened_by, 1024
+    def __init__(self, opened_by: int, smallest: int) -> None:
+        self.made, self._opened_by, self._largest = list[Read](), opened_by, smallest
 
     def note(self, tensor: Tensor, value: Value, references: int, frame: FrameType) -> None:
         """The node that is being made now saves this tensor. Where it is the largest so far, the variables of

@@ -9,7 +9,6 @@ elsewhere, is not used.
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from leannorm._files import cached, write_json
 from leannorm.ops.backends.triton.tiling import Choice
 
 # what the kernels can be launched with
@@ -41,11 +41,7 @@ class RefusedError(ValueError):
 
 def path() -> Path | None:
     """Where the file is, or would be; None where there shall be none."""
-    named = os.environ.get("LEANNORM_TUNED")
-    if named is not None:
-        return Path(named) if named else None
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "leannorm" / "tuned.json"
+    return cached("LEANNORM_TUNED", "tuned.json")
 
 
 def triton_version() -> str:
@@ -118,6 +114,4 @@ def save(file: Path, device: str, processors: int, choice: Choice) -> None:
             entries = {}
         entries = entries if isinstance(entries, dict) else {}
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".part")
-    temporary.write_text(json.dumps(entries | {device: entry}, indent=1) + "\n")
-    os.replace(temporary, file)
+    write_json(file, entries | {device: entry})
