@@ -1,5 +1,4 @@
-// Rows that are lines of memory, up to kTogether of them at a time: sums over each, then all of them by blocks of
-// columns, so that what they share stays in registers.
+// Rows that are lines of memory, up to kTogether of them at a time: sums over each, then what is computed of them.
 #pragma once
 
 #include "row_moments.h"
@@ -67,35 +66,41 @@ template <class T, bool kStream> inline void line_forward_rows(const RowForward&
     static_cast<S*>(a.mean)[(row + k) * a.statistics_row] = mean[k] = moments.mean[k];
     static_cast<S*>(a.rstd)[(row + k) * a.statistics_row] = rstd[k] = moments.rstd[k];
   }
-  const Line<T> weight(a.weight, row), bias(a.bias, row);
   const V one = splat<V>(a.one);
   const bool rounds = sizeof(T) == 2 && a.cast;
-  each_block<W, kBlock>(n, [&](auto extent, auto vectors, int64_t at, int64_t count) LEANNORM_BODY {
-    using E = decltype(extent);
-    constexpr int N = decltype(vectors)::value;
-    V w[N], b[N];
-#pragma GCC unroll 4
-    for (int c = 0; c < N; ++c) {
-      w[c] = weight.template factor<E>(one, at + c * W, count);
-      b[c] = bias.p == nullptr ? -V{} : bias.template at<E>(at + c * W, count);
-    }
-    for (int64_t k = 0, i = at, j = at; k < rows; ++k, i += x_row, j += y_row) {
-      const V m = all<V>(mean[k]), r = all<V>(rstd[k]);
+  for (int64_t k = 0, i = 0, j = 0; k < rows; ++k, i += x_row, j += y_row) {
+    const Line<T> weight(a.weight, row + k), bias(a.bias, row + k);
+    const V m = all<V>(mean[k]), r = all<V>(rstd[k]);
+    each_block<W, 4>(n, [&](auto extent, auto vectors, int64_t at, int64_t count) LEANNORM_BODY {
+      using E = decltype(extent);
+      constexpr int N = decltype(vectors)::value;
+      V v[N];
 #pragma GCC unroll 4
       for (int c = 0; c < N; ++c) {
-        fetch_near(source + i + c * W + next);
-        if constexpr (!kStream) fetch_to_write(y + j + c * W + rows * y_row);
-        V xhat = (load<E>(x + i + c * W, count) - m) * r;
-        if (rounds) xhat = rounded<T>(xhat);
-        put<E, kStream>(y + j + c * W, fma(xhat, w[c], b[c]), count);
+        const int64_t in = i + at + c * W, out = j + at + c * W;
+        if (begins_line<T>(c * W)) {
+          fetch_near(source + in + next);
+          if constexpr (!kStream) fetch_to_write(y + out + rows * y_row);
+        }
+        v[c] = (load<E>(x + in, count) - m) * r;
+        if (rounds) v[c] = rounded<T>(v[c]);
       }
-    }
-  });
+      if (weight.p != nullptr || bias.p != nullptr) {
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c)
+          v[c] = fma(v[c], weight.template factor<E>(one, at + c * W, count),
+                     bias.p == nullptr ? -V{} : bias.template at<E>(at + c * W, count));
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < N; ++c) put<E, kStream>(y + j + at + c * W, v[c], count);
+    });
+  }
 }
 
 template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t end) {
-  const bool own = a.weight.row != 0 || a.bias.row != 0;
-  for (int64_t row = begin, most = own ? 1 : lines_together<T>(a.shape.kept, 1); row < end; row += most) {
+  const int64_t few = larger(2, (2 << 10) / (a.shape.kept * sizeof(T)));  // past the caches: read and write by turns
+  const int64_t together = lines_together<T>(a.shape.kept, 1), most = a.stream ? smaller(together, few) : together;
+  for (int64_t row = begin; row < end; row += most) {
     const int rows = smaller(most, end - row);
     if (a.stream) line_forward_rows<T, true>(a, row, rows);
     else line_forward_rows<T, false>(a, row, rows);
@@ -106,103 +111,130 @@ template <class T> void line_forward(const RowForward& a, int64_t begin, int64_t
 // What one row's gradient needs: dx = rstd * (dy * weight + first + xhat * second) + dtotal.
 template <class S> struct LineGrad { S mean, rstd, first, second; };
 
+// The sums of h = dy * weight and of h * (x - mean) over a row.
+template <class T>
+LEANNORM_ONCE Pair<double> line_grad_sums(const T* dy, const T* x, ScalarOf<T> mean, int64_t n, const Line<T>& weight,
+                                          ScalarOf<T> one) {
+  using V = VectorOf<T>;
+  const V m = all<V>(mean), o = all<V>(one);
+  const Line<T> own = weight;
+  const auto sum = [&](auto weighted) LEANNORM_BODY {
+    return line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
+      using E = decltype(extent);
+      V h = load<E>(dy + i, count);
+      if constexpr (decltype(weighted)::value) h = h * (o + own.template at<E>(i, count));
+      return Pair<V>{h, load<E>(x + i, count, m) - m};
+    });
+  };
+  return own.p == nullptr ? sum(std::false_type{}) : sum(std::true_type{});
+}
+
 template <class T>
 inline void line_grads(const RowBackward& a, int64_t row, int rows, LineGrad<ScalarOf<T>>* to) {
-  using V = VectorOf<T>;
   using S = ScalarOf<T>;
   const int64_t n = a.shape.kept;
-  const Line<T> weight(a.weight, row);
-  const V one = splat<V>(a.one);
   const double share = -1.0 / n;
+  const Line<T> weight(a.weight, row);
   for (int k = 0; k < rows; ++k) {
     const T* const x = static_cast<const T*>(a.x) + (row + k) * a.x_row;
     const T* const dy = static_cast<const T*>(a.dy) + (row + k) * a.dy_row;
     const S mean = static_cast<const S*>(a.mean)[(row + k) * a.statistics_row];
     const S rstd = static_cast<const S*>(a.rstd)[(row + k) * a.statistics_row];
-    const V m = all<V>(mean);
-    const Pair<double> sums = line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
-      using E = decltype(extent);
-      const V h = load<E>(dy + i, count) * weight.template factor<E>(one, i, count);
-      return Pair<V>{h, load<E>(x + i, count, m) - m};
-    });
+    const Pair<double> sums = line_grad_sums<T>(dy, x, mean, n, weight, a.one);
     to[k] = {mean, rstd, S(a.rms ? 0 : sums.first * share), S(sums.second * share * rstd)};
   }
 }
 
-template <class T, bool kParameters, bool kStream>
-inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, void* dweight, void* dbias) {
+// Where a row's share of the parameters' gradients goes: nowhere, added to one line for all rows, or to a line of its own.
+enum class Shares { none, weight, both, own };
+
+// dx of `rows` rows by blocks of columns, so that what they share stays in registers.
+template <class T, Shares kShares, bool kStream>
+inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, const LineGrad<ScalarOf<T>>* grads,
+                               void* dweight, void* dbias) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
-  LineGrad<S> grads[kTogether];
-  line_grads<T>(a, row, rows, grads);
-  const int64_t x_row = a.x_row, dy_row = a.dy_row, dx_row = a.dx_row;
-  const int64_t next = a.x_ahead != 0 ? a.x_ahead : rows * x_row, next_dy = a.dy_ahead != 0 ? a.dy_ahead : rows * dy_row;
+  constexpr int W = lanes<V>;
+  const int64_t x_row = a.x_row, dy_row = a.dy_row, dx_row = a.dx_row, dtotal_row = a.dtotal_row;
   const T *const x = static_cast<const T*>(a.x) + row * x_row, *const dy = static_cast<const T*>(a.dy) + row * dy_row;
-  const T* const dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + row * a.dtotal_row;
+  const T* const dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + row * dtotal_row;
   T* const dx = static_cast<T*>(a.dx) + row * dx_row;
+  const int64_t next = a.x_ahead != 0 ? a.x_ahead : rows * x_row, next_dy = a.dy_ahead != 0 ? a.dy_ahead : rows * dy_row;
   const Line<T> weight(a.weight, row);
   const V one = splat<V>(a.one);
   S *const dw = static_cast<S*>(dweight), *const db = static_cast<S*>(dbias);
-  each_block<lanes<V>, kBlock>(a.shape.kept, [&](auto extent, auto vectors, int64_t at, int64_t count) LEANNORM_BODY {
+  const int64_t own = row * a.shape.kept;
+  each_block<W, kBlock>(a.shape.kept, [&](auto extent, auto vectors, int64_t at, int64_t count) LEANNORM_BODY {
     using E = decltype(extent);
-    constexpr int W = lanes<V>, N = decltype(vectors)::value;
+    constexpr int N = decltype(vectors)::value;
     V w[N], sum_dw[N], sum_db[N];
 #pragma GCC unroll 4
     for (int c = 0; c < N; ++c) {
-      w[c] = weight.template factor<E>(one, at + c * W, count);
-      sum_dw[c] = sum_db[c] = V{};
-      if constexpr (kParameters) {
-        if (!a.own) sum_dw[c] = load<E>(dw + at + c * W, count);
-        if (db != nullptr) sum_db[c] = load<E>(db + at + c * W, count);
-      }
+      w[c] = weight.template factor<E>(one, at + c * W, count), sum_dw[c] = sum_db[c] = V{};
+      if constexpr (kShares == Shares::weight || kShares == Shares::both) sum_dw[c] = load<E>(dw + at + c * W, count);
+      if constexpr (kShares == Shares::both) sum_db[c] = load<E>(db + at + c * W, count);
     }
-    for (int64_t k = 0, i = at, j = at, o = at; k < rows; ++k, i += x_row, j += dy_row, o += dx_row) {
-      const LineGrad<S>& g = grads[k];
-      const V m = all<V>(g.mean), r = all<V>(g.rstd), first = all<V>(g.first), second = all<V>(g.second);
+    const T *from = x + at, *dfrom = dy + at;
+    T* to = dx + at;
+    for (int k = 0; k < rows; ++k, from += x_row, dfrom += dy_row, to += dx_row) {
+      const V m = all<V>(grads[k].mean), r = all<V>(grads[k].rstd), first = all<V>(grads[k].first), second = all<V>(grads[k].second);
       V v[N];
 #pragma GCC unroll 4
       for (int c = 0; c < N; ++c) {
-        fetch_near(x + i + c * W + next);
-        fetch_near(dy + j + c * W + next_dy);
-        if constexpr (!kStream) fetch_to_write(dx + o + c * W + rows * dx_row);
-        const V d = held(load<E>(dy + j + c * W, count)), xhat = (load<E>(x + i + c * W, count) - m) * r;
-        v[c] = r * fma(xhat, second, fma(d, w[c], first));
-        if constexpr (kParameters) {
-          sum_dw[c] = fma(d, xhat, sum_dw[c]);
-          sum_db[c] = sum_db[c] + d;
+        if (begins_line<T>(c * W)) {
+          fetch_near(from + c * W + next);
+          fetch_near(dfrom + c * W + next_dy);
         }
+        const V d = held(load<E>(dfrom + c * W, count)), xhat = (load<E>(from + c * W, count) - m) * r;
+        v[c] = r * fma(xhat, second, fma(d, w[c], first));
+        if constexpr (kShares != Shares::none) sum_dw[c] = fma(d, xhat, sum_dw[c]);
+        if constexpr (kShares == Shares::both) sum_db[c] = sum_db[c] + d;
       }
       if (dtotal != nullptr) {
 #pragma GCC unroll 4
-        for (int c = 0; c < N; ++c) v[c] = v[c] + load<E>(dtotal + k * a.dtotal_row + at + c * W, count);
+        for (int c = 0; c < N; ++c) v[c] = v[c] + load<E>(dtotal + k * dtotal_row + at + c * W, count);
       }
 #pragma GCC unroll 4
-      for (int c = 0; c < N; ++c) put<E, kStream>(dx + o + c * W, v[c], count);
+      for (int c = 0; c < N; ++c) put<E, kStream>(to + c * W, v[c], count);
     }
-    if constexpr (kParameters) {
 #pragma GCC unroll 4
-      for (int c = 0; c < N; ++c) {
-        const int64_t i = at + c * W, line = row * a.shape.kept + i;
-        if (!a.own) store<E>(dw + i, sum_dw[c], count);
-        else if (sizeof(T) < sizeof(S) && a.weight.narrow) put<E, kStream>(static_cast<T*>(dweight) + line, sum_dw[c], count);
-        else put<E, kStream>(dw + line, sum_dw[c], count);
-        if (db != nullptr) store<E>(db + i, sum_db[c], count);
+    for (int c = 0; c < N; ++c) {
+      const int64_t i = at + c * W;
+      if constexpr (kShares == Shares::weight || kShares == Shares::both) store<E>(dw + i, sum_dw[c], count);
+      if constexpr (kShares == Shares::both) store<E>(db + i, sum_db[c], count);
+      if constexpr (kShares == Shares::own) {
+        if (sizeof(T) < sizeof(S) && a.weight.narrow) put<E, kStream>(static_cast<T*>(dweight) + own + i, sum_dw[c], count);
+        else put<E, kStream>(dw + own + i, sum_dw[c], count);
       }
     }
   });
 }
 
-template <class T, bool kParameters, bool kStream>
+template <class T, Shares kShares, bool kStream>
 inline void line_backward_as(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
-  for (int64_t row = begin, most = a.own ? 1 : lines_together<T>(a.shape.kept, 4); row < end; row += most)
-    line_backward_rows<T, kParameters, kStream>(a, row, smaller(most, end - row), dweight, dbias);
+  LineGrad<ScalarOf<T>> grads[kTogether];
+  // A load waits for a store before it whose address has the same last twelve bits: of rows 4096 bytes apart few go
+  // together, so that little of what a column reads stands behind what it wrote.
+  const bool alike = a.x_row * sizeof(T) % 4096 == 0 || a.dx_row * sizeof(T) % 4096 == 0;
+  const int64_t most = a.weight.row != 0 ? 1 : alike ? 2 : lines_together<T>(a.shape.kept, 4);
+  for (int64_t row = begin; row < end; row += most) {
+    const int rows = smaller(most, end - row);
+    line_grads<T>(a, row, rows, grads);
+    line_backward_rows<T, kShares, kStream>(a, row, rows, grads, dweight, dbias);
+  }
 }
 
 template <class T>
 void line_backward(const RowBackward& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
-  if (dweight == nullptr) return line_backward_as<T, false, false>(a, begin, end, dweight, dbias);
-  if (!a.stream) return line_backward_as<T, true, false>(a, begin, end, dweight, dbias);
-  line_backward_as<T, true, true>(a, begin, end, dweight, dbias);
+  const auto as = [&](auto stream) {
+    constexpr bool kStream = decltype(stream)::value;
+    if (dweight == nullptr) line_backward_as<T, Shares::none, kStream>(a, begin, end, dweight, dbias);
+    else if (a.own) line_backward_as<T, Shares::own, kStream>(a, begin, end, dweight, dbias);
+    else if (dbias == nullptr) line_backward_as<T, Shares::weight, kStream>(a, begin, end, dweight, dbias);
+    else line_backward_as<T, Shares::both, kStream>(a, begin, end, dweight, dbias);
+  };
+  if (!a.stream) return as(std::false_type{});
+  as(std::true_type{});
   settle();
 }
 

@@ -32,28 +32,41 @@ template <class T> inline Pair<double> wide_line_moments(const T* x, int64_t n, 
 
 struct alignas(64) LineMoments { double mean[kTogether], rstd[kTogether]; };
 
-// Of `rows` lines, `step` elements apart.
+// Sums of the deviations of a line from `centre` and of their squares.
+template <class T> LEANNORM_ONCE Pair<double> line_deviations(const T* line, int64_t n, ScalarOf<T> centre) {
+  using V = VectorOf<T>;
+  const V from = all<V>(centre);
+  return line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
+    const V d = load<decltype(extent)>(line + i, count, from) - from;
+    return Pair<V>{d, d};
+  });
+}
+
+// Of `rows` lines, `step` elements apart. The first elements of a line give a centre near its mean; what the
+// deviations from it add up to mends both. Where it was not near, they are taken once more, from the mended mean.
 template <class T>
 inline void line_moments(const T* x, int64_t step, int rows, int64_t n, double eps, bool rms, LineMoments& to) {
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
-  const double share = 1.0 / n;
+  const int64_t few = smaller(n, 4 * lanes<V>);
+  const double share = 1.0 / n, share_of_few = 1.0 / few;
   alignas(64) double first[kTogether], second[kTogether], centre[kTogether];
   for (int k = 0; k < kTogether; ++k) first[k] = second[k] = centre[k] = 0;
-  for (int k = 0; k < rows && !rms; ++k) {  // the means, or nearly
+  for (int k = 0; k < rows && !rms; ++k) {
     const T* const line = x + k * step;
-    const Pair<double> sums = line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
+    const Pair<double> sums = line_sum<V>(few, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
       return Pair<V>{load<decltype(extent)>(line + i, count), V{}};
     });
-    centre[k] = static_cast<S>(sums.first * share);
+    centre[k] = static_cast<S>(sums.first * share_of_few);
   }
   for (int k = 0; k < rows; ++k) {
-    const T* const line = x + k * step;
-    const V from = all<V>(static_cast<S>(centre[k]));
-    const Pair<double> sums = line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
-      const V d = load<decltype(extent)>(line + i, count, from) - from;
-      return Pair<V>{d, d};
-    });
+    const Pair<double> sums = line_deviations(x + k * step, n, static_cast<S>(centre[k]));
+    first[k] = sums.first, second[k] = sums.second;
+  }
+  for (int k = 0; k < rows && !rms; ++k) {
+    if (4 * first[k] * first[k] <= second[k] * n) continue;  // a quarter of the squares is of the distance, at most
+    centre[k] = static_cast<S>(centre[k] + first[k] * share);
+    const Pair<double> sums = line_deviations(x + k * step, n, static_cast<S>(centre[k]));
     first[k] = sums.first, second[k] = sums.second;
   }
   for (int k = 0; k < kTogether; k += lanes<D>) {

@@ -50,6 +50,9 @@ inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void fetch_to_write(const void* p) { __builtin_prefetch(p, 1, 3); }
 
+// Is the element `i` elements behind the first of a line of the caches the first of one, too?
+template <class T> constexpr bool begins_line(int64_t i) { return i * sizeof(T) % 64 == 0; }
+
 // body(extent, i, lanes) for every vector of 0..n-1.
 template <int W, class Body> LEANNORM_INLINE void each_vector(int64_t n, const Body& body) {
   int64_t i = 0;
@@ -76,32 +79,36 @@ template <int W, int kMost, class Body> LEANNORM_INLINE void each_block(int64_t 
 constexpr int kTogether = kLinesTogether;
 
 // The sums of a and of a * b over a line of n elements, in float64 from some hundreds on; value(extent, i, lanes)
-// gives a and b of one vector.
+// gives a and b of one vector. Four sums of vectors at a time, since an addition waits for the one before it.
 template <class V, class Value> LEANNORM_INLINE Pair<double> line_sum(int64_t n, const Value& value) {
-  constexpr int W = lanes<V>;
-  constexpr int64_t kPart = 64 * W;  // 32 additions in a lane
+  constexpr int W = lanes<V>, kSums = 4;
+  constexpr int64_t kPart = 64 * W;  // 16 additions in a lane
   Pair<double> sum;
   for (int64_t i = 0; i == 0 || i < n;) {
-    Pair<V> even{}, odd{};
+    Pair<V> of[kSums]{};
     const auto add = [&](auto extent, Pair<V>& to, int64_t at, int64_t count) LEANNORM_BODY {
       const Pair<V> v = value(extent, at, count);
       to = {to.first + v.first, fma(v.first, v.second, to.second)};
     };
     const int64_t end = smaller(n, i + kPart);
-    for (; i + 2 * W <= end; i += 2 * W) {
-      add(Whole{}, even, i, W);
-      add(Whole{}, odd, i + W, W);
+    for (; i + kSums * W <= end; i += kSums * W)
+#pragma GCC unroll 4
+      for (int s = 0; s < kSums; ++s) add(Whole{}, of[s], i + s * W, W);
+    if (i + 2 * W <= end) {
+      add(Whole{}, of[0], i, W);
+      add(Whole{}, of[1], i + W, W);
+      i += 2 * W;
     }
     if (i + W <= end) {
-      add(Whole{}, even, i, W);
+      add(Whole{}, of[2], i, W);
       i += W;
     }
     if (i < end) {
-      add(Part{}, odd, i, end - i);
+      add(Part{}, of[3], i, end - i);
       i = end;
     }
-    even = even + odd;
-    const Pair<double> part{lane_sum(even.first), lane_sum(even.second)};
+    const Pair<V> all = (of[0] + of[1]) + (of[2] + of[3]);
+    const Pair<double> part{lane_sum(all.first), lane_sum(all.second)};
     sum = end <= kPart ? part : sum + part;
   }
   return sum;

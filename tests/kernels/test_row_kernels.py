@@ -55,6 +55,26 @@ def test_large_means_and_small_spreads(kernels, rows, gap, dtype, rms):
     assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
 
 
+@tried("far, dtype, rms", alike(BOTH, [(far, d, rms) for far in (30.0, 1e3) for d in DTYPES for rms in KINDS]))
+def test_rows_whose_first_values_are_far_from_their_mean(kernels, far, dtype, rms):
+    """A centre near the mean is taken from a row's first values."""
+    case = RowCase((5, 300), (300,))
+    weight, bias = (torch.randn(300).to(dtype) for _ in range(2))
+    x, dy = make(case, dtype), torch.randn(case.shape).to(dtype)
+    x[1:, :70] += far
+    x[2:, 0] -= 8 * far
+    assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
+
+
+@tried("dtype, rms", alike(BOTH, [(d, rms) for d in DTYPES for rms in KINDS]))
+def test_rows_that_are_pages_of_memory(kernels, dtype, rms):
+    """Fewer of them go together; the sums of their parameters' gradients are the same."""
+    case = RowCase((7, 2048), (2048,))
+    weight, bias = (torch.randn(2048).to(dtype) for _ in range(2))
+    x, dy = make(case, dtype), torch.randn(case.shape).to(dtype)
+    assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
+
+
 @tried("rms", alike(BOTH, KINDS))
 def test_long_rows_keep_their_digits_at_a_large_mean(kernels, rms):
     case = RowCase((1, 33000), (33000,))
