@@ -42,6 +42,11 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.models resnet50 --against-compile --json benchmarks/results/models_compile_cpu.json
 	$(BIN)/python -m benchmarks.lean_compiled
 	$(BIN)/python -m benchmarks.lean_host --json benchmarks/results/lean_host.json
+	$(BIN)/python -m benchmarks.calls --json benchmarks/results/calls.json
+	LEANNORM_BUILD_NODES=0 $(BIN)/pip install --quiet --no-deps --no-build-isolation --upgrade --target build/bare .
+	PYTHONPATH=build/bare $(BIN)/python -m benchmarks.calls --json benchmarks/results/calls.json
+	$(BIN)/python -m benchmarks.sync --json benchmarks/results/sync_cpu.json
+	$(BIN)/python -m benchmarks.sync --as-is --ranks 2 4 --json benchmarks/results/sync_cpu.json
 	$(BIN)/python -m benchmarks.examples
 	$(BIN)/python -m benchmarks.lean_ranks --json benchmarks/results/lean_ranks.json
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps dynamic-network-architectures monai

@@ -41,8 +41,8 @@ FLAGS = [
     "-DTORCH_TARGET_VERSION=0x020a000000000000",
 ]
 DRIVERS_LEVEL = ["-O2", "-ftree-vectorize"]  # they make calls, and have plain loops that become vectors
-# Vectors are written out there: as fast as -O3, in a sixth less time; pairs of scalars that the compiler joins
-# into vectors wait for memory.
+# Vectors are written out there: as fast as -O3, in a sixth less time. Scalars that the compiler joins into
+# vectors wait for memory.
 KERNELS_LEVEL = ["-O2", "-fpeel-loops", "-fno-tree-slp-vectorize"]
 NODES = "csrc/nodes/nodes.cpp"
 NODE_FLAGS = ["-std=c++20", "-O1", "-finline-small-functions", "-g0", "-fPIC", "-fvisibility=hidden", "-w"]

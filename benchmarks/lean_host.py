@@ -53,6 +53,9 @@ class _Logits(nn.Module):
 
 
 def _llama() -> tuple[nn.Module, Tensor]:
+    from benchmarks.architectures import import_torchvision
+
+    import_torchvision()  # transformers asks for it
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 256}

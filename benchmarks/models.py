@@ -59,7 +59,7 @@ def compare(name: str, steps: int, settings: dict[str, Any]) -> list[dict[str, A
     first = {}
     for key, side in sides.items():  # the first pass tries steps (or compiles); later ones are alike
         first[key] = time_step(side.step)
-        side.step()
+        side.warm()
         side.model.zero_grad()
     loss = sides["stock"].forward().item()
     for key, side in sides.items():

@@ -7,9 +7,12 @@ Numbers are shares of stock's, as `held / peak / time`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import date
 from itertools import pairwise
+from math import prod
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks import record
@@ -150,6 +153,41 @@ def _lean_rows(file: str, model: str, dtype: str) -> list[Measured]:
         for name in sorted(settings) if name == "stock" or name.startswith("lean")
         for row in find(file, model=model, dtype=dtype, setting=name)
     ]  # fmt: skip
+
+
+def calls(name: str, *kinds: str) -> list[str]:
+    """Of `python -m benchmarks.calls`: ours over torch's time, with nodes in C++, then in Python."""
+    ratios = {(row["kind"], row["nodes"]): f"{row['ratio']:.2f}" for row in select("calls", call=name)}
+    cpp = [ratios.get((kind, "C++"), "") for kind in kinds]
+    return [*cpp, ", ".join(ratios[kind, "Python"] for kind in kinds if (kind, "Python") in ratios)]
+
+
+def shared(ranks: int, shape: str, *ratios: str, as_is: bool = False) -> list[str]:
+    """Of `python -m benchmarks.sync`: medians in ms; shared over bare of each round; other ratios."""
+    rows = select("sync_cpu", ranks=ranks, shape=shape, as_is=as_is)
+    sides = {name: median(row["milliseconds"][name] for row in rows) for name in rows[0]["milliseconds"]}
+    rounds = ", ".join(f"{ratio:.2f}" for ratio in sorted(row["shared_over_bare"] for row in rows))
+    others = [f"{median(row[ratio] for row in rows):.2f}" for ratio in ratios]
+    return [*(f"{time:.1f}" for time in sides.values()), rounds, *others]
+
+
+def kernels(folder: str, head: str, *files: str) -> None:
+    """The table of `python -m benchmarks.rows` or `.norms`: of torch's speed and of the floor, by file.
+
+    A row's directions, where it has two, stand in one cell. The first file's worst row comes first.
+    """
+    reports = [json.loads((record.FOLDER / folder / f"{file}.json").read_text())["rows"] for file in files]
+    names: dict[str, list[str]] = {}
+    for key in reports[0]:
+        names.setdefault(key.removesuffix(", forward").removesuffix(", backward"), []).append(key)
+    rows = {}
+    for name in sorted(names, key=lambda name: prod(reports[0][key]["ratio"] for key in names[name])):
+        found = [[report[key] for key in names[name] if key in report] for report in reports]
+        rows[name] = [
+            " / ".join(f"{row[what]:.{digits}f}" for row in of_one)
+            for of_one in found for what, digits in (("ratio", 3 - len(names[name])), ("floor", 2))
+        ]  # fmt: skip
+    table(head, rows)
 
 
 def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:

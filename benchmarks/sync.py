@@ -20,7 +20,6 @@ kernels.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import socket
@@ -36,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import record
 from leannorm import nn
 from leannorm._freed_memory import keep_freed_memory
 from leannorm._types import KeptByChannelNorm, Moments
@@ -191,7 +191,7 @@ def measure(world: int, shape: tuple[int, ...], repeats: int, as_is: bool) -> di
 
     return {
         "ranks": world,
-        "shape": shape,
+        "shape": "x".join(map(str, shape)),
         "milliseconds": {name: 1e3 * median(values) for name, values in times.items()},
         "processor_milliseconds": {name: 1e3 * median(values) for name, values in busy.items()},
         "shared_over_bare": ratio(times, "shared", "bare"),
@@ -220,8 +220,11 @@ def main() -> None:
 
         sys.exit(sync_nccl.main(options.smoke, options.rounds, options.repeats, options.json))
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
-    rounds = [(n, shape) for shape in shapes for n in options.ranks for _ in range(options.rounds)]
-    measured = [measure(world, shape, options.repeats, options.as_is) for world, shape in rounds]
+    rounds = [(n, shape, k) for shape in shapes for n in options.ranks for k in range(options.rounds)]
+    measured = [
+        {**measure(world, shape, options.repeats, options.as_is), "round": k, "as_is": options.as_is}
+        for world, shape, k in rounds
+    ]
     print(f"one layer, forward and backward, gloo on this machine, ms (reach of shared/bare on 4: {REACH})")
     print(
         f"{'shape':14s}ranks{''.join(f'{side:>8s}' for side in SIDES)}   shared/bare floor/bare shared/floor"
@@ -230,11 +233,11 @@ def main() -> None:
         times = "".join(f"{line['milliseconds'][name]:8.2f}" for name in SIDES)
         ratios = f"{line['shared_over_bare']:14.2f}{line['floor_over_bare']:11.2f}"
         ratios += f"{line['shared_over_floor']:13.2f}"
-        print(f"{'x'.join(map(str, line['shape'])):14s}{line['ranks']:5d}{times}{ratios}")
+        print(f"{line['shape']:14s}{line['ranks']:5d}{times}{ratios}")
         busy = "".join(f"{line['processor_milliseconds'][name]:8.2f}" for name in SIDES)
         print(f"   processor's time{busy}{line['processor_shared_over_bare']:14.2f}")
     if options.json:
-        options.json.write_text(json.dumps({"measured": measured}, indent=2))
+        record.write(options.json, measured, "ranks", "shape", "round", "as_is")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,15 @@
 
 namespace leannorm::LEANNORM_ISA {
 
-// e^x = 2^n * (1 + p), |p| small: what exp and expm1 share.
+// (e^r - 1 - r) / r^2 near 0
+LEANNORM_INLINE F exp_series(F r) {
+  F q = fma(F{} + 1.9875691500e-4f, r, F{} + 1.3981999507e-3f);
+  q = fma(q, r, F{} + 8.3334519073e-3f);
+  q = fma(q, r, F{} + 4.1665795894e-2f);
+  q = fma(q, r, F{} + 1.6666665459e-1f);
+  return fma(q, r, F{} + 5.0000001201e-1f);
+}
+// e^x = 2^n * (1 + p), |p| small.
 struct ReducedExp { F n, p; };
 LEANNORM_INLINE ReducedExp reduce_exp(F x) {
   // Past these e^x is 0 or infinite; NaN stays.
@@ -19,13 +27,7 @@ LEANNORM_INLINE ReducedExp reduce_exp(F x) {
   const F n = (x * 1.44269504088896341f + magic) - magic;
   F r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  F q = F{} + 1.9875691500e-4f;
-  q = q * r + 1.3981999507e-3f;
-  q = q * r + 8.3334519073e-3f;
-  q = q * r + 4.1665795894e-2f;
-  q = q * r + 1.6666665459e-1f;
-  q = q * r + 5.0000001201e-1f;
-  return {n, r + r * r * q};
+  return {n, r + r * r * exp_series(r)};
 }
 // v * 2^n
 LEANNORM_INLINE F scaled(F v, F n) {
@@ -55,9 +57,18 @@ LEANNORM_INLINE F exp(F x) {
   return scaled(fma(power, p, power), n);  // which rounds n down
 }
 #else
+// 2^n * (1 + p), where adding `magic` leaves n + 127 in the low bits, the exponent of 2^n. Past what float32 holds as a
+// normal number the power is 0 or infinite.
 LEANNORM_INLINE F exp(F x) {
-  const ReducedExp e = reduce_exp(x);
-  return scaled(1 + e.p, e.n);
+#if defined(__AVX2__)
+  x = (F)_mm256_max_ps(_mm256_set1_ps(-88.3f), _mm256_min_ps(_mm256_set1_ps(89.0f), (__m256)x));  // NaN stays
+#else
+  x = x > 89.0f ? F{} + 89.0f : x;
+  x = x < -88.3f ? F{} - 88.3f : x;
+#endif
+  const F magic = F{} + (0x1.8p23f + 127), shifted = fma(x, F{} + 1.44269504088896341f, magic), n = shifted - magic;
+  const F r = fma(n, F{} + 2.12194440e-4f, fma(n, F{} - 0.693359375f, x));
+  return bits<F>(bits<U>(shifted) << 23) * (1 + fma(r * r, exp_series(r), r));
 }
 #endif
 LEANNORM_INLINE F expm1(F x) {

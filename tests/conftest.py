@@ -51,6 +51,7 @@ def no_pass_is_small(monkeypatch):
     """What tests train is small, and `lean()` would leave it as it is from the second pass on."""
     monkeypatch.setattr("leannorm.saving.small.SMALL", -1)
     monkeypatch.setattr("leannorm.saving.small._STAYED_SMALL", {})  # nor was one, in another test
+    monkeypatch.setattr("leannorm.saving.vain._BEFORE", {})  # nor was it like one there
 
 
 @pytest.fixture(autouse=True)

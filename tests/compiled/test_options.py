@@ -61,6 +61,22 @@ def test_other_code_makes_other_keys(monkeypatch):
     assert options._identity(Goal(budget=0.5)) != before
 
 
+def test_what_is_promised_in_time_is_priced_by_this_device(monkeypatch, tmp_path):
+    from leannorm.compiled import options
+    from leannorm.planning.goal import NORM
+    from leannorm.saving import rates
+
+    of_table, bytes_of_table = (options._identity(goal) for goal in (NORM, Goal(budget=0.5)))
+    device = torch.device("cpu")
+    found = rates.table(device)._replace(memory=7e9, grouped=0.125)
+    entry = {"made_by": rates._made_by(), **found._asdict()}
+    (tmp_path / "rates.json").write_text(json.dumps({rates._name(device): entry}))
+    monkeypatch.setenv("LEANNORM_RATES", str(tmp_path / "rates.json"))
+    assert options._identity(NORM) != of_table
+    assert repr(found) in options._identity(NORM)
+    assert options._identity(Goal(budget=0.5)) == bytes_of_table
+
+
 def test_a_report_before_anything_ran():
     report = leannorm.compile_options().report()
     assert report.graphs == ()

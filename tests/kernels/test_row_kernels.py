@@ -55,7 +55,9 @@ def test_large_means_and_small_spreads(kernels, rows, gap, dtype, rms):
     assert_within_budget(case, x, weight, None if rms else bias, dy, 1e-5, rms)
 
 
-@tried("far, dtype, rms", alike(BOTH, [(far, d, rms) for far in (30.0, 1e3) for d in DTYPES for rms in KINDS]))
+@tried(
+    "far, dtype, rms", alike(BOTH, [(far, d, rms) for far in (30.0, 1e3) for d in DTYPES for rms in KINDS])
+)
 def test_rows_whose_first_values_are_far_from_their_mean(kernels, far, dtype, rms):
     """A centre near the mean is taken from a row's first values."""
     case = RowCase((5, 300), (300,))

@@ -77,7 +77,7 @@ def test_of_few_keys_it_costs_little(keys, rebuilt, setting):
     k = torch.randn(1, 2, keys, 16, requires_grad=True)
     saved = lean(setting)
     assert_stock(lambda: F.scaled_dot_product_attention(q, k, k).exp().sum(), [q, k], saved)
-    assert (held(saved, NODE) == 0) == rebuilt
+    assert (held(saved, NODE) == 0) == (rebuilt and setting == "conv")
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

@@ -160,9 +160,13 @@ def seconds(node: fx.Node, read: int, written: int, rates: Rates) -> float:
     total = rates.call + (read + written) / rates.memory
     count = operations(node) if node.op == "call_function" else 0
     if count:
-        size = tensors(node)[0].dtype.itemsize
-        total += count / rates.products.get(size, rates.products[2])
+        total += count / rates.operations(tensors(node)[0].dtype.itemsize, _groups(node))
     return total
+
+
+def _groups(node: fx.Node) -> int:
+    """Of a convolution; 0 of other products."""
+    return int(arguments(node)["groups"]) if "convolution" in str(packet(node)) else 0
 
 
 def working_bytes(node: fx.Node, channels_last: bool) -> int:

@@ -70,8 +70,9 @@ def _again(goal: Goal, identity: object) -> Any:
 
 
 def _identity(goal: Goal) -> tuple[object, ...]:
-    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    return "leannorm", _sources(), tuple(goal), tuple(repr(rates.table(torch.device(d))) for d in devices)
+    devices = map(torch.device, ["cpu"] + (["cuda"] if torch.cuda.is_available() else []))
+    prices = (repr(rates.rates_for(goal, device)[0]) for device in devices)
+    return "leannorm", _sources(), tuple(goal), *prices
 
 
 @cache

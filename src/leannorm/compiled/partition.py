@@ -14,7 +14,7 @@ from leannorm.compiled.report import Planned
 from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
 from leannorm.planning.plan import Plan, plan
-from leannorm.saving.rates import table
+from leannorm.saving.rates import rates_for
 
 Modules = tuple[fx.GraphModule, fx.GraphModule]
 _NEARLY = 1.02
@@ -36,12 +36,13 @@ def partition(
         return internals.partition(module, inputs, arguments), Planned(place, reason=_failed(error))
     stock = internals.partition(internals.copied(module), inputs, dict(arguments))
     try:
-        reader = Reader(module.graph, outputs, table(_device(module.graph)), internals.changes_layout(module))
+        rates, reason = rates_for(goal, _device(module.graph))
+        reader = Reader(module.graph, outputs, rates, internals.changes_layout(module))
         joint = reader.joint(pinned)
         lines = Lines(joint.step, joint.saving(_saved(stock[1])))
         chosen = plan(lines, goal)
         if chosen.point is lines.stock:
-            return stock, Planned(place, chosen)
+            return stock, Planned(place, chosen, reason)
         _mark(_policies(joint, chosen))
         with internals.without_bans():
             ours = internals.partition(internals.copied(module), inputs, dict(arguments))

@@ -57,6 +57,7 @@ from leannorm.saving.steps import Step
 from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
+from leannorm.saving.vain import Vain
 from leannorm.saving.values import EditedError, FreedError, Value, held, held_by, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
@@ -76,12 +77,13 @@ class Packing(CountingHook):
         layers: Layers | None = None,
         hooks: Hooks | None = None,
         from_here: bool = False,
+        vain: Vain | None = None,
     ) -> None:
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks = layers, hooks
         self.calls, self.reads = list[tuple[Any, ...]](), Reads(opened_by, SMALLEST)
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
-        self.device, self.reasons = torch.device("cpu"), Counter[str]()
+        self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), vain or Vain(None)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits, self._largest, self.seen = False, 0, 0
         self.units, self._freed = Units(), ""
@@ -135,8 +137,7 @@ class Packing(CountingHook):
         if local is not tensor:
             spec, self.search.of_ranks = spec_of(tensor), True
             seen_as = *seen_as, spec
-        lookup = registered(node, output)
-        known = lookup() if lookup else None
+        known = lookup() if (lookup := registered(node, output)) else None
         size, place, may, worth = local.numel(), -1, False, False
         if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
@@ -153,9 +154,9 @@ class Packing(CountingHook):
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
+        may = (told := self.vain.told(self.seen, (kind, seen_as)) if may else None) is None and may
         found: Step | Missing = Missing()
-        visits = list[Visit]()
-        self._freed = ""
+        visits, self._freed = list[Visit](), ""
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
@@ -187,7 +188,8 @@ class Packing(CountingHook):
             value = self._hold(tensor, kind or node.name())
             value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
-                value.why = reasons.EDITED if unedited is False else self._why(node, found)
+                value.why = reasons.EDITED if unedited is False else told or self._why(node, found)
+                self.vain.note(self.seen, (kind, seen_as), value, told, found, visits, self.policy)
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
         value.layout, value.place, value.seen_at = seen_as, place, number
@@ -285,8 +287,6 @@ class Packing(CountingHook):
         lines, places = lines_of(self.reads.made, self.ledger.alive(), rates)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
         return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads.made))
-
-    # ------------------------------------------------ held
 
     def _without_node(self, tensor: Tensor, references: int, frame: FrameType, number: int) -> Value:
         """Parameters, inputs, statistics, pooling indices: held, since no node made them."""

@@ -33,17 +33,11 @@ class Prices:
         """The price of running a step once."""
         total, rate = 0.0, self.rates
         if step.flops:
-            total += step.flops / self._operations(dtype, groups_of(step))
+            total += step.flops / rate.operations(dtype.itemsize, groups_of(step))
         if step.kind != "view":
             moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
             total += rate.call + moved / rate.memory
         return total
-
-    def _operations(self, dtype: torch.dtype, groups: int) -> float:
-        """Operations a second of a convolution in so many groups, or of another product (0)."""
-        rate = self.rates
-        share = rate.grouped if groups > 1 else rate.convolutions if groups else 1.0
-        return share * rate.products.get(dtype.itemsize, rate.products[2])
 
     def of_step(self, nodes: Iterable[Any]) -> float:
         """The price of stock autograd's step: all nodes that these depend on, forward and backward."""
@@ -68,7 +62,7 @@ class Prices:
             groups = (
                 node._saved_groups if kind == "ConvolutionBackward0" else 1 if kind in CONVOLUTIONS else 0
             )
-            total += (2 if frozen else 3) * flops / self._operations(output.dtype, groups)
+            total += (2 if frozen else 3) * flops / rate.operations(output.dtype.itemsize, groups)
             moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
             total += 2 * rate.call + _PASSES * moved / rate.memory
         return total

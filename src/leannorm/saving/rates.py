@@ -37,6 +37,11 @@ class Rates(NamedTuple):
     hold: float = 30e-6
     rebuild: float = 100e-6
 
+    def operations(self, itemsize: int, groups: int) -> float:
+        """Operations a second of a convolution in so many groups, or of another product (0)."""
+        share = self.grouped if groups > 1 else self.convolutions if groups else 1.0
+        return share * self.products.get(itemsize, self.products[2])
+
 
 _GB, _T = 1e9, 1e12
 # What torch reaches on large tensors: half to two thirds of what data sheets say.

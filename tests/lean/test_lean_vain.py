@@ -1,0 +1,137 @@
+"""What a search looked for in vain, the next passes of the same line hold without one."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from leannorm import lean
+from leannorm.saving import vain
+from leannorm.saving.search import Search
+
+WIDTH = 64
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """The kinds of nodes that were searched, of the pass that runs."""
+    found, step = [], Search.step
+
+    def spy(self, node, *rest):
+        found.append(type(node).__name__)
+        return step(self, node, *rest)
+
+    monkeypatch.setattr(Search, "step", spy)
+    return found
+
+
+class Block(nn.Module):
+    """A residual sum, which the setting does not repeat, behind a norm."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.norm, self.linear, self.again = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), again
+
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        if self.again:  # then the sum is of tensors that are held
+            y = y * y.detach()
+        return (x + y).sin()
+
+
+def passes(count, searched, model=None, xs=None):
+    """Runs passes opened at one line; what each searched, and held."""
+    model = model or nn.Sequential(Block(), Block())
+    for i in range(count):
+        searched.clear()
+        x = torch.randn(64, WIDTH) if xs is None else xs[i]
+        with lean() as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+        yield list(searched), saved
+
+
+def test_sums_that_are_not_repeated_are_searched_once(searched):
+    found, saved = zip(*passes(4, searched), strict=True)
+    assert [kinds.count("AddBackward0") for kinds in found] == [2, 2, 0, 0]
+    assert len({one.kept_bytes for one in saved}) == 1
+    whys = [[r.why for r in one.records] for one in saved]
+    assert whys[1] == whys[2] == whys[3]
+    assert any(r.node == "AddBackward0" and "does not repeat" in r.why for r in saved[3].records)
+
+
+def test_after_some_passes_they_are_searched_again(searched):
+    every = vain._EVERY
+    counts = [found.count("AddBackward0") for found, _ in passes(every + 3, searched)]
+    assert counts == [2, 2, *[0] * (every - 1), 2, 0]
+
+
+def test_another_layout_is_searched(searched):
+    xs = [torch.randn(rows, WIDTH) for rows in (64, 64, 64, 96, 64, 64, 64)]
+    counts = [found.count("AddBackward0") for found, _ in passes(len(xs), searched, xs=xs)]
+    assert counts == [2, 2, 0, 2, 2, 2, 0]
+
+
+def test_another_place_in_the_pass_is_searched(searched):
+    model = nn.Sequential(Block(), Block())
+    *_, third = passes(3, searched, model)
+    assert third[0].count("AddBackward0") == 0
+    model.insert(0, nn.Linear(WIDTH, WIDTH))
+    assert next(passes(1, searched, model))[0].count("AddBackward0") == 2
+
+
+def test_two_models_by_turns_are_searched(searched):
+    models = [nn.Sequential(Block()), nn.Sequential(nn.Linear(WIDTH, WIDTH), Block())]
+    for i in range(6):
+        assert next(passes(1, searched, models[i % 2]))[0].count("AddBackward0") == 1
+
+
+def test_what_is_rebuilt_is_never_told(searched):
+    """A sum of what is held: the search finds it, and goes on to."""
+    model = nn.Sequential(Block(again=True))
+    kept = [saved.kept_bytes for _, saved in passes(4, searched, model)]
+    assert len(set(kept[1:])) == 1
+
+
+def test_a_dropped_pass_tells_nothing(searched):
+    model, x = nn.Sequential(Block(), Block()), torch.randn(64, WIDTH)
+
+    def run(drop):
+        searched.clear()
+        with lean():
+            loss = model(x).square().mean()
+            if drop:
+                del loss
+                return None
+        loss.backward()
+        return searched.count("AddBackward0")
+
+    run(drop=False), run(drop=True)
+    assert run(drop=False) == run(drop=False) == 2
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+def test_gradients_are_stocks_in_each_pass(setting):
+    model, x = nn.Sequential(Block(), Block(again=True), Block()), torch.randn(64, WIDTH, requires_grad=True)
+
+    def step(context):
+        with context:
+            loss = model(x).square().sum()
+        return torch.autograd.grad(loss, [x, *model.parameters()])
+
+    stock = step(nullcontext())
+    for _ in range(4):
+        assert all(map(torch.equal, stock, step(lean(setting))))
+
+
+def test_what_pooling_holds_is_narrowed_in_each_pass():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3))
+    x = torch.randn(4, 3, 64, 64)
+    kept = []
+    for _ in range(4):
+        with lean() as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+        kept.append(saved.kept_bytes)
+    assert len(set(kept)) == 1
