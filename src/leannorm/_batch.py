@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
 from leannorm._errors import InputError
 
@@ -23,6 +24,11 @@ class Arguments(NamedTuple):
     def call(self, model: Any) -> Any:
         return model(*self.args, **self.kwargs)
 
+    def reversed(self) -> Arguments:
+        """The same samples in the other order: tensors of other values."""
+        args, kwargs = tree_map_only(Tensor, _reversed, (self.args, dict(self.kwargs)))
+        return Arguments(args, kwargs)
+
     def described(self) -> list[str]:
         """Each argument in a few words.
 
@@ -33,6 +39,12 @@ class Arguments(NamedTuple):
         named = [("", value) for value in self.args]
         named += [(f"{name}=", value) for name, value in self.kwargs.items()]
         return [name + _described(value) for name, value in named]
+
+
+def _reversed(tensor: Tensor) -> Tensor:
+    """Along the first axis of several entries."""
+    axis = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
+    return tensor if axis is None else tensor.flip(axis)
 
 
 def _described(value: Any) -> str:

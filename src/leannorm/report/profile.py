@@ -75,9 +75,10 @@ def profile(
         stock: list[Tensor | None] = []
         for setting, forward, measured in zip(settings, forwards, results, strict=True):
             progress(f"measuring {setting.name}")
-            for _ in range(2):  # with a budget the first pass makes the plan, under torch.compile it compiles
+            # with a budget the first pass makes the plan, under torch.compile it compiles
+            for of_pass in (partial(_on_others, setting, arguments, loss), forward):
                 restore()
-                forward().backward()
+                of_pass().backward()
             gradients = [p.grad for p in learned]
             stock = stock or gradients
             measured.gradient_difference = _difference(gradients, stock)
@@ -106,6 +107,14 @@ def _forward(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tenso
     torch.manual_seed(0)  # the same dropout for every setting
     with setting.around():
         return loss(arguments.call(setting.run))
+
+
+def _on_others(setting: Setting, arguments: Arguments, loss: Callable[[Any], Tensor]) -> Tensor:
+    """On tensors of other values, as in training: a rebuild is tried until it has met two."""
+    try:
+        return _forward(setting, arguments.reversed(), loss)
+    except Exception:  # samples that must come in one order, as by their lengths
+        return _forward(setting, arguments, loss)
 
 
 @contextmanager
