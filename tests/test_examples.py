@@ -27,7 +27,7 @@ SCRIPTS = [
     ("digits", ["sklearn"], [SAME], 0.4),
     ("timm_loop", ["sklearn", "timm"], [SAME], 0.4),
     ("transformers_trainer", ["transformers", "accelerate"], [SAME], 0.5),
-    ("mixture_of_experts", ["transformers"], [SAME], 0.52),
+    ("mixture_of_experts", ["transformers"], [SAME], 0.53),
     ("lightning_digits", ["sklearn", "lightning"], [SAME], 0.4),
     ("unet_denoising", ["sklearn"], [SAME], 0.5),
     (
