@@ -1,5 +1,8 @@
 """Edits that autograd does not count, of tensors that no node saves: the backward pass tells them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -78,3 +81,47 @@ def test_other_integers_are_another_tensor():
     x = torch.arange(4096)
     assert near(sample_of(x), x.clone())
     assert not near(sample_of(x), x + 1)
+
+
+MOVED_STATISTICS = """
+import sys
+import torch
+import torch.nn.functional as F
+from leannorm import lean
+from leannorm.saving import small
+
+small.SMALL = -1
+dtype = getattr(torch, sys.argv[1])
+leaf = torch.randn(3, 8, 9, 9)
+weight = torch.rand(8) + 0.5
+
+
+def gradient(around):
+    x, mean, var = leaf.clone().requires_grad_(), torch.zeros(8), torch.ones(8)
+    with around:
+        y = F.batch_norm(x.to(dtype) * 1, mean, var, weight, None, False)
+        F.instance_norm(x.detach(), mean, var, use_input_stats=True)
+        loss = y.transpose(1, -1).float().sin().sum()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        return None
+    return x.grad
+
+
+stock = gradient(torch.enable_grad())
+for setting in ({}, {"recompute": "conv"}, {"budget": 0.1}):
+    for _ in range(3):
+        ours = gradient(lean(**setting))
+        assert (ours is stock is None) or torch.equal(ours, stock)
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_statistics_that_moved_after_an_evaluation_are_not_absent(dtype):
+    """An eval-mode norm was rebuilt without them, which ended the process in torch's kernel."""
+    command = [sys.executable, "-c", MOVED_STATISTICS, dtype]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
