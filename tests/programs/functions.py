@@ -183,8 +183,18 @@ def own_settings():
         yield
     finally:
         flush(False)
-        precision("none")
+        for place in PRECISIONS:  # torch's own context of oneDNN's flags sets what it found, for good
+            torch._C._set_fp32_precision_setter(*place, "none")
         torch.set_deterministic_debug_mode(mode)
+
+
+PRECISIONS = (
+    ("generic", "all"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
 
 
 def settings():
