@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import leannorm
@@ -231,7 +232,7 @@ def measure(
     if isinstance(inputs, Tensor):
         inputs = inputs.to(dtype)
 
-    others = inputs.flip(0) if isinstance(inputs, Tensor) else {key: t.flip(0) for key, t in inputs.items()}
+    others = tree_map_only(Tensor, lambda t: t.flip(0), inputs)
 
     def forward(context: Context, given: Any = inputs) -> Tensor:
         with context():

@@ -117,7 +117,7 @@ LEANNORM_ONCE Pair<double> line_grad_sums(const T* dy, const T* x, ScalarOf<T> m
                                           ScalarOf<T> one) {
   using V = VectorOf<T>;
   const V m = all<V>(mean), o = all<V>(one);
-  const Line<T> own = weight;
+  const Line<T> own = weight;  // in registers: through the reference it is read for every vector
   const auto sum = [&](auto weighted) LEANNORM_BODY {
     return line_sum<V>(n, [&](auto extent, int64_t i, int64_t count) LEANNORM_BODY {
       using E = decltype(extent);
@@ -145,7 +145,8 @@ inline void line_grads(const RowBackward& a, int64_t row, int rows, LineGrad<Sca
   }
 }
 
-// Where a row's share of the parameters' gradients goes: nowhere, added to one line for all rows, or to a line of its own.
+// Where a row's share of the parameters' gradients goes: nowhere, added to one line for all rows (the weight's, or both
+// parameters'), or to a line of its own.
 enum class Shares { none, weight, both, own };
 
 // dx of `rows` rows by blocks of columns, so that what they share stays in registers.
@@ -155,6 +156,7 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, cons
   using V = VectorOf<T>;
   using S = ScalarOf<T>;
   constexpr int W = lanes<V>;
+  constexpr bool kAdds = kShares == Shares::weight || kShares == Shares::both;
   const int64_t x_row = a.x_row, dy_row = a.dy_row, dx_row = a.dx_row, dtotal_row = a.dtotal_row;
   const T *const x = static_cast<const T*>(a.x) + row * x_row, *const dy = static_cast<const T*>(a.dy) + row * dy_row;
   const T* const dtotal = a.dtotal == nullptr ? nullptr : static_cast<const T*>(a.dtotal) + row * dtotal_row;
@@ -171,7 +173,7 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, cons
 #pragma GCC unroll 4
     for (int c = 0; c < N; ++c) {
       w[c] = weight.template factor<E>(one, at + c * W, count), sum_dw[c] = sum_db[c] = V{};
-      if constexpr (kShares == Shares::weight || kShares == Shares::both) sum_dw[c] = load<E>(dw + at + c * W, count);
+      if constexpr (kAdds) sum_dw[c] = load<E>(dw + at + c * W, count);
       if constexpr (kShares == Shares::both) sum_db[c] = load<E>(db + at + c * W, count);
     }
     const T *from = x + at, *dfrom = dy + at;
@@ -200,7 +202,7 @@ inline void line_backward_rows(const RowBackward& a, int64_t row, int rows, cons
 #pragma GCC unroll 4
     for (int c = 0; c < N; ++c) {
       const int64_t i = at + c * W;
-      if constexpr (kShares == Shares::weight || kShares == Shares::both) store<E>(dw + i, sum_dw[c], count);
+      if constexpr (kAdds) store<E>(dw + i, sum_dw[c], count);
       if constexpr (kShares == Shares::both) store<E>(db + i, sum_db[c], count);
       if constexpr (kShares == Shares::own) {
         if (sizeof(T) < sizeof(S) && a.weight.narrow) put<E, kStream>(static_cast<T*>(dweight) + own + i, sum_dw[c], count);

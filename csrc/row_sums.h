@@ -107,8 +107,8 @@ template <class V, class Value> LEANNORM_INLINE Pair<double> line_sum(int64_t n,
       add(Part{}, of[3], i, end - i);
       i = end;
     }
-    const Pair<V> all = (of[0] + of[1]) + (of[2] + of[3]);
-    const Pair<double> part{lane_sum(all.first), lane_sum(all.second)};
+    const Pair<V> four = (of[0] + of[1]) + (of[2] + of[3]);
+    const Pair<double> part{lane_sum(four.first), lane_sum(four.second)};
     sum = end <= kPart ? part : sum + part;
   }
   return sum;

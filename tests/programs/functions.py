@@ -175,6 +175,15 @@ def flush(on):
     torch.set_flush_denormal(on)
 
 
+PRECISIONS = (
+    ("generic", "all"),
+    ("mkldnn", "all"),
+    ("mkldnn", "matmul"),
+    ("mkldnn", "conv"),
+    ("mkldnn", "rnn"),
+)
+
+
 @contextlib.contextmanager
 def own_settings():
     """What lines set for good is taken back after the program."""
@@ -186,15 +195,6 @@ def own_settings():
         for place in PRECISIONS:  # torch's own context of oneDNN's flags sets what it found, for good
             torch._C._set_fp32_precision_setter(*place, "none")
         torch.set_deterministic_debug_mode(mode)
-
-
-PRECISIONS = (
-    ("generic", "all"),
-    ("mkldnn", "all"),
-    ("mkldnn", "matmul"),
-    ("mkldnn", "conv"),
-    ("mkldnn", "rnn"),
-)
 
 
 def settings():

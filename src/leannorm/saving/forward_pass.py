@@ -21,7 +21,6 @@ from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.small import NEVER_SMALL, SmallPass, note, was_small
 from leannorm.saving.unpacking import unpack
-from leannorm.saving.vain import Vain
 from leannorm.saving.verify import Layers
 
 _NEARLY = 1.01
@@ -85,9 +84,8 @@ class ForwardPass:
             layers.open()
         policy, hooks = self._settings.policy, self._settings.hooks
         opened_by, following = self._opened_by, self._following
-        plain = following is None and not (from_here or layers or hooks)
-        vain = Vain(self._place if plain else None)
-        self._packing = Packing(policy, self._ledger, following, opened_by, layers, hooks, from_here, vain)
+        place = None if following or from_here or layers or hooks else self._place
+        self._packing = Packing(policy, self._ledger, following, opened_by, layers, hooks, from_here, place)
         self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack

@@ -64,6 +64,12 @@ def saved(node: Any, name: str) -> Value | None:
     return packed if as_saved else None
 
 
+def is_lost(node: Any, *names: str) -> bool:
+    """Did the node save one of these tensors, and `saved` does not give it? Then it must not pass for absent,
+    since the node computed with it."""
+    return any(getattr(node, f"_raw_saved_{n}").data is not None and saved(node, n) is None for n in names)
+
+
 def number(node: Any, name: str) -> Any:
     """The Python number that the node saved under `name`, or None: torch saves those without hooks."""
     value = getattr(node, f"_raw_saved_{name}").data

@@ -26,6 +26,7 @@ from leannorm.saving.graph import (
     PASSES_ON,
     constants_of,
     find,
+    is_lost,
     kind_of,
     saved,
 )
@@ -222,8 +223,7 @@ class _Learning:
         if kind not in _OF_FIELDS and kind not in _OF_EDGES:
             raise _UnlikeError
         fields = [saved(node, name) for name in NODES.fields(node)]
-        raw = [getattr(node, f"_raw_saved_{name}").data for name in NODES.fields(node)]
-        if any(value is None and one is not None for value, one in zip(fields, raw, strict=True)):
+        if is_lost(node, *NODES.fields(node)):
             raise _UnlikeError  # saved as it is, or by others' hooks
         edges = [self._edge(visit, i, *edge) for i, edge in enumerate(node.next_functions)]
         return {

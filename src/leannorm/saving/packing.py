@@ -77,13 +77,13 @@ class Packing(CountingHook):
         layers: Layers | None = None,
         hooks: Hooks | None = None,
         from_here: bool = False,
-        vain: Vain | None = None,
+        place: Hashable = None,
     ) -> None:
         self.policy, self.ledger, self.following = policy, ledger, following
         self.layers, self.hooks = layers, hooks
         self.calls, self.reads = list[tuple[Any, ...]](), Reads(opened_by, SMALLEST)
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
-        self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), vain or Vain(None)
+        self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), Vain(place, policy)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self._anything_waits, self._largest, self.seen = False, 0, 0
         self.units, self._freed = Units(), ""
@@ -154,14 +154,14 @@ class Packing(CountingHook):
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
-        may = (told := self.vain.told(self.seen, (kind, seen_as)) if may else None) is None and may
+        told = self.vain.told(self.seen, (kind, seen_as)) if may else None
         found: Step | Missing = Missing()
         visits, self._freed = list[Visit](), ""
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
-        elif may and self.search.considers(kind):
+        elif may and told is None and self.search.considers(kind):
             found = self.search.step(node, output, tensor, visits)
             if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
                 found, self.recent = found._replace(proved=False), deque(self.recent, maxlen=2)
@@ -189,7 +189,7 @@ class Packing(CountingHook):
             value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
                 value.why = reasons.EDITED if unedited is False else told or self._why(node, found)
-                self.vain.note(self.seen, (kind, seen_as), value, told, found, visits, self.policy)
+                self.vain.note(self.seen, (kind, seen_as), value, told, found, visits)
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
         value.layout, value.place, value.seen_at = seen_as, place, number

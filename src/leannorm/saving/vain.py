@@ -28,8 +28,8 @@ _BEFORE: dict[Hashable, tuple[int, _Found]] = {}  # by place: of the last pass, 
 class Vain:
     """What one pass may hold without a search, and what the next one may; nothing where `place` is None."""
 
-    def __init__(self, place: Hashable) -> None:
-        self._place = place
+    def __init__(self, place: Hashable, policy: Policy) -> None:
+        self._place, self._policy = place, policy
         self._like, self._last = _BEFORE.get(place, (0, {}))
         self._before = self._last if self._like % _EVERY else {}
         self._found = list[tuple[int, Hashable, weakref.ref[Value]]]()
@@ -47,14 +47,13 @@ class Vain:
         told: str | None,
         found: Step | Missing,
         visits: Sequence[Visit],
-        policy: Policy,
     ) -> None:
         """This tensor is held: it was `told`, or what its search `found` is nothing, or ruled out.
 
         Not after a search that narrows what pooling holds on its way.
         """
         searched = visits and not any(kind_of(visit.node) in POOLS for visit in visits)
-        in_vain = isinstance(found, Missing) or is_view_of_held(found) or not policy.allows(found)
+        in_vain = isinstance(found, Missing) or is_view_of_held(found) or not self._policy.allows(found)
         if told is not None or (searched and in_vain):
             self._found.append((order, seen_as, weakref.ref(value)))
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving.calls import CallArguments
-from leannorm.saving.graph import kind_of, saved
+from leannorm.saving.graph import is_lost, kind_of, saved
 from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.steps import Step, share_memory
@@ -50,12 +50,6 @@ def _bias(x: Value, call: CallArguments | None, given: Given) -> tuple[bool, Ten
     return value is not None, copy_of(value)
 
 
-def _lost(node: Any, *names: str) -> bool:
-    """Did the node save one of these tensors, which cannot be read as it was? Without it, it is another norm,
-    and torch's kernels read statistics that are not there."""
-    return any(getattr(node, f"_raw_saved_{n}").data is not None and saved(node, n) is None for n in names)
-
-
 def _share_memory(a: Value | None, b: Value | None) -> bool:
     """A call that moves its own weight or bias normalizes with other values than were there before it."""
     return a is not None and b is not None and share_memory(a.tensor, b.tensor)
@@ -84,7 +78,8 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if output or x is None:
         return None
     kind, training = kind_of(node), node._saved_training
-    if _lost(node, "weight", *(() if training else ("running_mean", "running_var"))):
+    # without its statistics torch's kernel ends the process; in training the call itself moves them
+    if is_lost(node, "weight", *(() if training else ("running_mean", "running_var"))):
         return None
     native = kind == "NativeBatchNormBackward0"
     mean_value, rstd_value = saved(node, "result1"), saved(node, "result2")
@@ -137,7 +132,7 @@ _EPS_OF_GROUP_NORM = "_saved_eps"  # newer releases of torch do not save it
 @recipe("NativeGroupNormBackward0")
 def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
-    if output or x is None or _lost(node, "weight"):
+    if output or x is None or is_lost(node, "weight"):
         return None
     call = _call(saved(node, "result1"), saved(node, "result2"))
     known, bias = _bias(x, call, given)
@@ -157,7 +152,7 @@ def _layer_norm(
 @recipe("NativeLayerNormBackward0")
 def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, call = saved(node, "input"), _call(saved(node, "result2"))
-    if output or x is None or call is None or _lost(node, "weight", "bias"):
+    if output or x is None or call is None or is_lost(node, "weight", "bias"):
         return None
     captured = copy_of(saved(node, "weight")), copy_of(saved(node, "bias"))
     return Step(_layer_norm, (x,), captured, (tuple(node._saved_normalized_shape), call.eps))
@@ -170,7 +165,7 @@ def _rms_norm(x: Tensor, weight: Tensor | None, shape: tuple[int, ...], eps: flo
 @recipe("FusedRmsNormBackward0")
 def rms_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, call = saved(node, "input"), _call(saved(node, "result1"))
-    if output or x is None or call is None or _lost(node, "weight"):
+    if output or x is None or call is None or is_lost(node, "weight"):
         return None
     shape = tuple(node._saved_normalized_shape)
     return Step(_rms_norm, (x,), (copy_of(saved(node, "weight")),), (shape, call.eps))

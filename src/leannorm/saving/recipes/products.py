@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.calls import CallArguments
-from leannorm.saving.graph import constant, kind_of, saved
+from leannorm.saving.graph import constant, is_lost, kind_of, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
@@ -117,8 +117,8 @@ def _grouped_mm(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def grouped_product(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """Experts, each on its own rows of the first factor; costly: with fewer outputs than inputs."""
     a, b = (saved(node, name) or given(i) for i, name in enumerate(("self", "mat2")))
-    offsets, grouped = saved(node, "offs"), node._raw_saved_offs.data is not None
-    if a is None or b is None or (grouped and offsets is None) or max(a.products, b.products) > 1:
+    offsets = saved(node, "offs")
+    if a is None or b is None or is_lost(node, "offs") or max(a.products, b.products) > 1:
         return None
     sizes, outputs = _sizes(a, node, 0), node._input_metadata[0].shape
     if sizes is None or len(sizes) < len(outputs) or sizes[-1] >= MUCH_NARROWER * outputs[-1]:
