@@ -40,6 +40,11 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
     LEANNORM_FIELD(MulBackward0, self), LEANNORM_FIELD(MulBackward0, other);
     LEANNORM_FIELD(NativeBatchNormBackward0, input), LEANNORM_FIELD(NativeBatchNormBackward0, weight);
     LEANNORM_FIELD(NativeBatchNormBackward0, result1), LEANNORM_FIELD(NativeBatchNormBackward0, result2);
+    LEANNORM_FIELD(NativeLayerNormBackward0, input), LEANNORM_FIELD(NativeLayerNormBackward0, weight);
+    LEANNORM_FIELD(NativeLayerNormBackward0, bias), LEANNORM_FIELD(NativeLayerNormBackward0, result1);
+    LEANNORM_FIELD(NativeLayerNormBackward0, result2);
+    LEANNORM_FIELD(NativeGroupNormBackward0, input), LEANNORM_FIELD(NativeGroupNormBackward0, weight);
+    LEANNORM_FIELD(NativeGroupNormBackward0, result1), LEANNORM_FIELD(NativeGroupNormBackward0, result2);
     LEANNORM_FIELD(ConvolutionBackward0, input), LEANNORM_FIELD(ConvolutionBackward0, weight);
     LEANNORM_FIELD(MmBackward0, self), LEANNORM_FIELD(MmBackward0, mat2);
     LEANNORM_FIELD(AddmmBackward0, mat1), LEANNORM_FIELD(AddmmBackward0, mat2);

@@ -10,7 +10,7 @@
 
 namespace leannorm {
 
-constexpr int kMostChecks = 8, kMostFields = 4, kMostEdges = 6;
+constexpr int kMostChecks = 8, kMostFields = 5, kMostEdges = 6;
 
 // Where the value behind an edge is: none, not asked for, a leaf, registered at its node (`at`: its sort), or made by a
 // step of its own (`at`: the check of its node).
@@ -41,10 +41,14 @@ struct Template {
   int check;
   Ref step, name, shape, dtype;
   std::vector<Source> inputs;
-  // captured: none, those of a batch norm (without or with a bias), or those of the norm that `inputs` has in place of a
-  // step's inputs, behind so many copies
-  enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm } captured;
+  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has in place of a
+  // step's inputs, behind so many copies, or copies of what the node has saved
+  enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kCopies } captured;
   int copies, products;
+  // of kCopies: which field each is a copy of, -1 for one that is absent, -2 where it is the bias of the call, -3 where
+  // that had none; and the field that has the call, whose eps is the step's last constant
+  std::vector<int> copied;
+  int told_by;
   mutable Ref sort;  // of the value that it makes, once that is known
 };
 
@@ -145,7 +149,7 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   return sort;
 }
 
-// What recipes and policies ask of a value, as a number (memo.py).
+// What recipes and policies ask of a value, as a number (sorts.py).
 inline int64_t sort_of(const Now& now, PyObject* value) {
   Ref sort = get(value, names().sort);
   const bool is_held = get(value, names().step).get() == Py_None;
@@ -302,7 +306,8 @@ class Match {
         if (is_unproved_leaf(value.get())) throw Unusual();
         PyTuple_SET_ITEM(inputs.get(), i, value.release());
       }
-      captured = how.captured == Template::kNothing ? borrowed(PyTuple_GET_ITEM(how.step.get(), kCaptured)) : statistics(how);
+      if (how.captured == Template::kNothing) captured = borrowed(PyTuple_GET_ITEM(how.step.get(), kCaptured));
+      else captured = how.captured == Template::kCopies ? copies(how) : statistics(how);
     }
     auto* const type = reinterpret_cast<PyTypeObject*>(classes().step);
     const Py_ssize_t size = PyTuple_GET_SIZE(how.step.get());
@@ -330,16 +335,43 @@ class Match {
     if (!matches(get(value, names().sample).get(), *v)) throw Unusual();
     return *v;
   }
+  // What the call told that saved this field: eps, bias, reads_buffers, moves_affine, causal (calls.py).
+  Ref call_told_by(const Template& how, int field) const {
+    PyObject* const value = fields_[how.check][field].get();
+    if (value == nullptr) throw Unusual();
+    Ref call = get(value, names().call);
+    if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) < 4) throw Unusual();
+    if (PyTuple_GET_ITEM(call.get(), 3) != Py_False) throw Unusual();
+    return call;
+  }
+  // Copies of a norm's weight and bias: an optimizer may step before the backward pass.
+  Ref copies(const Template& how) {
+    const Ref call = call_told_by(how, how.told_by);
+    PyObject* const constants = PyTuple_GET_ITEM(how.step.get(), kConstants);
+    PyObject* const eps = PyTuple_GET_ITEM(constants, PyTuple_GET_SIZE(constants) - 1);
+    if (PyObject_RichCompareBool(PyTuple_GET_ITEM(call.get(), 0), eps, Py_EQ) != 1) throw Unusual();
+    Ref made = checked(PyTuple_New(how.copied.size()));
+    for (size_t i = 0; i < how.copied.size(); ++i) {
+      const int field = how.copied[i];
+      Ref copy = borrowed(field < -1 ? PyTuple_GET_ITEM(call.get(), 1) : Py_None);
+      if (field >= 0) {
+        const Tensor source = look(fields_[how.check][field].get());
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        copy = checked(THPVariable_Wrap(source.detach().clone()));
+      }
+      if ((copy.get() == Py_None) != (field == -1 || field == -3)) throw Unusual();
+      PyTuple_SET_ITEM(made.get(), i, copy.release());
+    }
+    return made;
+  }
   // scale and shift of a batch norm, whose call its statistics tell
   Ref statistics(const Template& how) {
     const auto& fields = fields_[how.check];  // input, weight, result1, result2
     const Tensor weight = look(fields[1].get()), mean = look(fields[2].get()), rstd = look(fields[3].get());
-    const Ref call = get(fields[2].get(), names().call);
-    if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) != 4) throw Unusual();
+    const Ref call = call_told_by(how, 2);
     PyObject* const given = PyTuple_GET_ITEM(call.get(), 1);
     const Tensor* const bias = tensor_of(given);
-    const bool as_before = (how.captured == Template::kBatchNormWithBias ? bias != nullptr : given == Py_None) &&
-                           PyTuple_GET_ITEM(call.get(), 3) == Py_False;
+    const bool as_before = how.captured == Template::kBatchNormWithBias ? bias != nullptr : given == Py_None;
     if (!as_before || (bias != nullptr && bias->numel() != mean.numel())) throw Unusual();
     const auto [scale, shift] = scale_and_shift_of(mean, rstd, weight, bias == nullptr ? Tensor() : *bias);
     const Ref first = checked(THPVariable_Wrap(scale)), second = checked(THPVariable_Wrap(shift));

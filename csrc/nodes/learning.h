@@ -25,7 +25,8 @@ inline Check check_of(py::handle from, Node* node) {
 inline Template template_of(py::handle from) {
   Template made;
   made.check = from["check"].cast<int>(), made.products = from["products"].cast<int>();
-  made.copies = from["copies"].cast<int>();
+  made.copies = from["copies"].cast<int>(), made.told_by = from["told_by"].cast<int>();
+  made.copied = from["copied"].cast<std::vector<int>>();
   made.step = object_of(from["step"]), made.name = object_of(from["name"]);
   made.shape = object_of(from["shape"]), made.dtype = object_of(from["dtype"]);
   made.captured = static_cast<Template::Captured>(from["captured"].cast<int>());
@@ -96,7 +97,8 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]);
   made->read = object_of(from["read"]), made->apply = object_of(from["apply"]), made->call = borrowed(Py_None);
   made->norms = object_of(from["norms"]), made->arguments = object_of(from["arguments"]);
-  made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]);
+  made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]), made->kept = object_of(from["kept"]);
+  made->vain = object_of(from["vain"]);
   made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
                made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false};
   made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();

@@ -16,7 +16,7 @@ namespace leannorm {
 // A class of nodes, as a policy sees it (memo.py, `told_of`).
 struct NodeClass {
   Ref name, why;  // why its outputs are held
-  bool usual = false, searched = false, alias = false, clone = false;
+  bool usual = false, searched = false, alias = false, clone = false, widens = false;
 };
 
 // The kinds of one policy.
@@ -43,7 +43,7 @@ inline uint64_t key_of(const std::type_info* type, uint32_t output, long version
 struct State {
   std::shared_ptr<Memo> memo;
   Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
-  Ref smaller, edited;  // reasons
+  Ref vain, smaller, edited, kept;  // searches in vain (vain.py), and reasons
   Now now;
   long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
@@ -164,6 +164,16 @@ inline bool views_edited_leaf(const Tensor& t, const Node* node, const NodeClass
   return as<torch::autograd::AccumulateGrad>(node->next_edge(0).function.get()) != nullptr;
 }
 
+// As name_of in calls.py.
+inline Ref name_of_caller() {
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame == nullptr) throw Unusual();
+  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  Ref name(PyObject_GetAttrString(code.get(), "co_qualname"));
+  if (!name) PyErr_Clear(), name = checked(PyObject_GetAttrString(code.get(), "co_name"));
+  return name;
+}
+
 // Parameters, inputs, statistics.
 inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   static PyObject* const unnamed = PyUnicode_InternFromString("");
@@ -174,13 +184,14 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
     if (t.dim() == 1 || p->reads_weights || !is_parameter) set(value.get(), names().sample, sample_of(t));
     return finished(p, std::move(value));
   }
-  // a mask, or integers: their values say how they are held
+  // a mask, or integers: their values say how they are held; a mask was written (masks.py)
   const bool alone = Py_REFCNT(object) <= p->alone;
-  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && !alone);
+  const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && (!alone || version == 0));
   if (!as_it_is || t.scalar_type() == at::kLong) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);
   PyObject* const call = call_of(p);
   set(value.get(), names().call, call);
+  if (large && alone) set(value.get(), names().name, name_of_caller()), set(value.get(), names().why, p->kept);
   if (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True) set(value.get(), names().sample, sample_of(t));
   value = finished(p, std::move(value));
   if (!is_parameter && !(t.is_view() && is_leaf_or_parameter(t._base()))) in_ledger(p, value.get());
@@ -196,7 +207,7 @@ inline const NodeClass& class_of(State* p, const Node* node) {
     const auto is = [&](int i) { return PyTuple_GET_ITEM(told.get(), i) == Py_True; };
     NodeClass& made = p->memo->classes[typeid(*node)];
     made.name = borrowed(PyTuple_GET_ITEM(told.get(), 0)), made.why = borrowed(PyTuple_GET_ITEM(told.get(), 1));
-    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5);
+    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5), made.widens = is(6);
     return made;
   } catch (...) {
     p->memo->classes.erase(typeid(*node));
@@ -285,6 +296,33 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   return value;
 }
 
+// A tensor whose like the last pass searched in vain: held, and why; as packing.py. Null where it must be searched.
+inline Ref in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
+  if (of.widens) return Ref();
+  const Ref order = checked(order_of(p)), layout = p->memo->layouts.of(object, t);
+  const Ref seen_as = checked(PyTuple_Pack(2, of.name.get(), layout.get()));
+  PyObject* const asked[] = {p->vain.get(), order.get(), seen_as.get()};
+  Ref why = checked(PyObject_VectorcallMethod(names().told, asked, 3, nullptr));
+  if (why.get() == Py_None) return Ref();
+  call_of(p);
+  Ref value = held(p, t, of.name.get());
+  set(value.get(), names().why, why);
+  PyObject* const noted[] = {p->vain.get(), order.get(), seen_as.get(), value.get()};
+  checked(PyObject_VectorcallMethod(names().again, noted, 4, nullptr));
+  return value;
+}
+
+// A view that is held gives access to its base; as _offers in packing.py.
+inline void offer_base(State* p, PyObject* value, PyObject* object, const Tensor& t, Node* node, const NodeClass& of) {
+  const Tensor base(t._base());
+  const auto& producer = base.grad_fn();
+  if (!producer || producer.get() == node || registered(producer.get(), base.output_nr()).value) return;
+  set_number(p->packing.get(), names().seen, p->seen);
+  const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
+  PyObject* const given[] = {p->packing.get(), value, object, of_python.get(), of.name.get()};
+  checked(PyObject_VectorcallMethod(names()._offers, given, 5, nullptr));
+}
+
 // What a node has put out.
 inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const uint32_t output = t.output_nr();
@@ -304,8 +342,8 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const bool worth = large && (p->everything || whole * p->much_larger > std::max(p->largest, size));
   if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
-    if (found == p->memo->kinds.end()) throw Unusual();
-    const std::shared_ptr<const Memo::Kinds> kinds = found->second;
+    const bool any = found != p->memo->kinds.end();
+    const std::shared_ptr<const Memo::Kinds> kinds = any ? found->second : std::make_shared<const Memo::Kinds>();
     for (const auto& kind : *kinds) {
       if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
       if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
@@ -317,6 +355,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
       if (why != nullptr) set(value.get(), names().why, why);
       break;
     }
+    if (!value) value = in_vain(p, object, t, of);
     if (!value) throw Unusual();
   } else {
     call_of(p);
@@ -325,7 +364,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     if (edited) set(value.get(), names().as_made, Py_False);
   }
   const bool is_held = get(value.get(), names().step).get() == Py_None;
-  if (is_held && large && t.is_view() && t._base().grad_fn()) throw Unusual();  // it gives access to its base
+  if (is_held && large && edited && t.is_view() && t._base().grad_fn()) throw Unusual();
   const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
   Ref sample = is_held ? sample_of(t) : get(value.get(), names().sample);
   if (is_held) set(value.get(), names().sample, sample);
@@ -336,6 +375,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   if (of.clone && newest) set(value.get(), names().copied_to_edit, Py_True);
   if (p->call.get() != Py_None) set(value.get(), names().call, p->call);
   record_packed(node, output, value.get(), sample.get());
+  if (is_held && large && t.is_view()) offer_base(p, value.get(), object, t, node, of);
   if (p->now.waits && PyDict_GetItemWithError(metadata_of(node), names().waiting) != nullptr) {
     const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
     const Ref number = checked(PyLong_FromUnsignedLong(output));

@@ -24,7 +24,8 @@ struct Names {
   PyObject LEANNORM_NAME(why), LEANNORM_NAME(frees), LEANNORM_NAME(sort), LEANNORM_NAME(spec);
   PyObject LEANNORM_NAME(original), LEANNORM_NAME(seen), LEANNORM_NAME(_largest), LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed);
   PyObject LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(rebuilds);
-  PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow);
+  PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow), LEANNORM_NAME(told), LEANNORM_NAME(again);
+  PyObject LEANNORM_NAME(_offers);
 #undef LEANNORM_NAME
   PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
   PyObject* registry[8];  // the keys of a node's metadata, by output; as graph.py

@@ -129,6 +129,38 @@ def eps(m, x, other):
     return m[1](F.silu(y)).square().sum()
 
 
+def eps_of_layer_norm(m, x, other):
+    """What is run again, with what its call told and its node did not."""
+    y = F.layer_norm(m[0](x), (8, 6, 6), eps=0.5 if other else 1e-5)
+    return m[1](y).square().sum()
+
+
+def weight_of_layer_norm(m, x, other):
+    y = F.layer_norm(m[0](x), (8, 6, 6), m.scale if other else None)
+    return m[1](F.silu(y)).square().sum()
+
+
+def bias_of_layer_norm(m, x, other):
+    """The weight is the bias, too, or there is none."""
+    y = F.layer_norm(m[0](x), (8, 6, 6), m.scale, m.scale if other else None)
+    return m[1](F.silu(y)).square().sum()
+
+
+def bias_of_group_norm(m, x, other):
+    y = F.group_norm(m[0](x), 2, None, torch.ones(8) if other else None)
+    return m[1](F.silu(y)).square().sum()
+
+
+def eps_of_group_norm(m, x, other):
+    y = F.group_norm(m[0](x), 2, m.square[0], m.square[1], eps=0.5 if other else 1e-5)
+    return m[1](F.silu(y)).square().sum()
+
+
+def groups(m, x, other):
+    y = F.group_norm(m[0](x), 4 if other else 2)
+    return m[1](F.silu(y)).square().sum()
+
+
 def with_itself(m, x, other):
     """A product of a tensor with itself, and one of two tensors that are alike."""
     a, b = m[0](x), m[1](x)
@@ -220,5 +252,6 @@ GUARDED = [
     *(with_itself, two_apart, sum_with_itself, two_of_one_node, two_nodes, edited_before_its_reader),
     *(choice, read_before_edit, edited_behind, schedule, edited_output, address, flags_within),
     *(read_before_a_saved_edit, edited_unseen_between_two_readers),
-    *(other_sort, frozen_bias, scaled, eps),
+    *(other_sort, frozen_bias, scaled, eps, groups, eps_of_group_norm, bias_of_group_norm),
+    *(eps_of_layer_norm, weight_of_layer_norm, bias_of_layer_norm),
 ]

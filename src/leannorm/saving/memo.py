@@ -9,7 +9,6 @@ that is none of torch's two classes, is not on the CPU, or is saved under a mode
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import calls, flags, reasons, trial
+from leannorm.saving import calls, flags, reasons, sorts, trial
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import (
     ACCUMULATES,
@@ -31,12 +30,12 @@ from leannorm.saving.graph import (
     saved,
 )
 from leannorm.saving.narrowed import WIDENS, references_when_alone
-from leannorm.saving.policy import Policy, is_bias, needs_no_norm
+from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act
 from leannorm.saving.recipes.views import ALIASES, VIEWS
 from leannorm.saving.rows import SOFTMAX
-from leannorm.saving.search import Missing, Search, Visit, is_held, is_view_of_held
+from leannorm.saving.search import Missing, Search, Visit, is_view_of_held
 from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, MUCH_LARGER, Value
 
@@ -44,8 +43,15 @@ from leannorm.saving.values import COPIED_PART, MUCH_LARGER, Value
 _OF_FIELDS = {
     *("SiluBackward0", "HardswishBackward0", "HardsigmoidBackward0", "GeluBackward0", "HardtanhBackward0"),
     *("LeakyReluBackward0", "MulBackward0", "ConvolutionBackward0", "MmBackward0", "AddmmBackward0"),
-    *("NativeBatchNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"),
+    *("NativeBatchNormBackward0", "NativeLayerNormBackward0", "NativeGroupNormBackward0"),
+    "ScaledDotProductFlashAttentionForCpuBackward0",
 }
+# norms that are run again: what each captures a copy of (None: the call's bias), and which field has the call
+_COPIED: dict[str, tuple[tuple[str | None, ...], str]] = {
+    "NativeLayerNormBackward0": (("weight", "bias"), "result2"),
+    "NativeGroupNormBackward0": (("weight", None), "result1"),
+}
+_ABSENT, _OF_CALL, _ABSENT_IN_CALL = -1, -2, -3  # in place of a field
 _OF_EDGES = {
     *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
     *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
@@ -59,48 +65,11 @@ _UNUSUAL = {SOFTMAX, "AsStridedBackward0", "CatBackward0", "CopySlices", ACCUMUL
 
 _NONE, _ANY, _LEAF, _VALUE, _MADE = range(5)  # where an edge leads to
 _FROM_FIELD, _FROM_EDGE, _FROM_LEAF, _FROM_MADE = range(4)  # where a step's input is found
-_NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM = range(4)  # what a step captures
+_NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM, _COPIES = range(5)  # what a step captures
 
 
 class _UnlikeError(Exception):
     """The save depends on something that no kind has."""
-
-
-# ------------------------------------------------ sorts
-
-_SORTS: dict[Hashable, int] = {}
-_MAX_SORTS = 1 << 16
-_numbers = itertools.count(1)  # none comes again: values keep theirs
-
-
-def sort_of(value: Value) -> int:
-    """A number for all that recipes and policies ask of a value; the same where all of it is equal."""
-    step = value.step
-    if value.layout is not None:
-        seen_as: Hashable = value.layout
-    elif step is not None:
-        seen_as = tuple(value.shape), value.dtype, trial.signature_of(value), trial.proved(step)
-    else:
-        seen_as = None if value.tensor is None else trial.layout(value.tensor)
-    kind = None if step is None else (step.kind, value.is_held, _norm_before(value))
-    held_too = is_held(value), step is not None and is_view_of_held(step)
-    asked = value.products, needs_no_norm(value), is_bias(value), *held_too
-    plain = value.spec is None, value.stream is None, value.from_narrow, value.in_rows, value.original is None
-    known = seen_as, value.name, kind, asked, plain
-    if len(_SORTS) >= _MAX_SORTS:
-        forget()
-    value.sort = _SORTS.setdefault(known, next(_numbers))
-    return value.sort
-
-
-def _norm_before(value: Value) -> Hashable:
-    """The norm whose output this is, perhaps copied: an activation may join its step."""
-    step, proved = value.step, True
-    while step is not None and step.kind == "copy":
-        proved, step = proved and step.proved, step.inputs[0].step
-    if step is None or step.then_act is None:
-        return None
-    return trial.key_of(step), step.proved and proved
 
 
 # ------------------------------------------------ memos
@@ -120,7 +89,7 @@ class _Memo:
 
 def forget() -> None:
     """Drop all kinds."""
-    _SORTS.clear()
+    sorts.clear()
     for memo in _MEMOS.values():
         memo.kinds.clear()
         memo.attempts.clear()
@@ -151,6 +120,8 @@ def learn(
     found: Step | Missing,
 ) -> None:
     """Make a kind of what `search` has just found for `tensor`, which is packed as `value`."""
+    if sorts.are_too_many():
+        forget()
     node: Any = tensor.grad_fn
     place = type(node), tensor.output_nr, value.layout, value.version
     if (
@@ -231,7 +202,7 @@ class _Learning:
             "output": visit.output,
             "constants": constants_of(node),
             "newest": node._sequence_nr() + 1 == self._number,
-            "fields": [-1 if field is None else sort_of(field) for field in fields],
+            "fields": [-1 if field is None else sorts.sort_of(field) for field in fields],
             "edges": edges,
         }
 
@@ -261,7 +232,7 @@ class _Learning:
             return _MADE, made
         if find(producer, output) is not value or not value.as_made or value.memory is not None:
             raise _UnlikeError
-        return _VALUE, sort_of(value)
+        return _VALUE, sorts.sort_of(value)
 
     def _check_of(self, producer: Any, output: int) -> int | None:
         for i, visit in enumerate(self._visits):
@@ -295,7 +266,11 @@ class _Learning:
         place = self._made[check] = len(self._templates)
         self._templates.append(None)
         captured, inputs, copies = _NOTHING, step.inputs, 0
-        if step.captured:
+        copied, told_by = list[int](), 0
+        if kind in _COPIED:
+            captured = _COPIES
+            copied, told_by = self._copied(step, self._visits[check].node)
+        elif step.captured:
             captured, inputs, copies = self._captured(step, self._visits[check])
         if any(value.name == COPIED_PART for value in inputs):
             raise _UnlikeError
@@ -309,7 +284,29 @@ class _Learning:
             "inputs": [self._source(value) for value in inputs],
             "captured": captured,
             "copies": copies,
+            "copied": copied,
+            "told_by": told_by,
         }
+
+    @staticmethod
+    def _copied(step: Step, node: Any) -> tuple[list[int], int]:
+        """Which field each captured tensor is a copy of, and which one has the call that told eps."""
+        names, told_by = _COPIED[kind_of(node)]
+        teller, fields = saved(node, told_by), list(NODES.fields(node))
+        call = None if teller is None else teller.call
+        if not isinstance(call, CallArguments) or call.moves_affine or call.eps != step.constants[-1]:
+            raise _UnlikeError
+        if len(names) != len(step.captured):
+            raise _UnlikeError
+        copied = list[int]()
+        for name, captured in zip(names, step.captured, strict=True):
+            if name is None and captured is not call.bias:
+                raise _UnlikeError
+            if name is None:
+                copied.append(_ABSENT_IN_CALL if captured is None else _OF_CALL)
+            else:
+                copied.append(_ABSENT if captured is None else fields.index(name))
+        return copied, fields.index(told_by)
 
     def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
         """How what the step captures is made: by a batch norm, or it is that of a norm before."""
@@ -336,14 +333,22 @@ class _Learning:
 # ------------------------------------------------ what a pass has
 
 
-def told_of(policy: Policy, node: Any) -> tuple[str, str, bool, bool, bool, bool]:
+def told_of(policy: Policy, node: Any) -> tuple[str, str, bool, bool, bool, bool, bool]:
     """Of a class of nodes: its name, why its outputs are held, whether it is usual, searched, one whose
-    output is an alias of its input, a copy."""
+    output is an alias of its input, a copy, one whose output may be held in a narrower dtype."""
     kind = kind_of(node)
     why = reasons.NOT_REPEATED if kind in RECIPES else reasons.NO_RECIPE
     usual = not isinstance(node, BackwardCFunction) and kind not in _UNUSUAL
     searched = (kind in RECIPES and policy.considers(kind)) or kind in WIDENS
-    return kind or node.name(), why, usual, searched, kind in ALIASES, kind == "CloneBackward0"
+    return (
+        kind or node.name(),
+        why,
+        usual,
+        searched,
+        kind in ALIASES,
+        kind == "CloneBackward0",
+        kind in WIDENS,
+    )
 
 
 def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
@@ -361,7 +366,7 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "provenance": search.provenance,
         "ledger": packing.ledger,
         "values": packing.ledger.references,
-        "sorter": sort_of,
+        "sorter": sorts.sort_of,
         "told_of": partial(told_of, policy),
         "read": calls.READ,
         "norms": calls.NORMS,
@@ -373,6 +378,8 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "much_larger": MUCH_LARGER,
         "smaller": reasons.SMALLER,
         "edited": reasons.EDITED,
+        "kept": reasons.KEPT,
+        "vain": packing.vain,
         "everything": policy.everything,
         "reads_weights": policy.reads_weights,
         "from_here": from_here,

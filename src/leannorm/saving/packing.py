@@ -156,13 +156,14 @@ class Packing(CountingHook):
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
         told = self.vain.told(self.seen, (kind, seen_as)) if may else None
         found: Step | Missing = Missing()
-        visits, self._freed = list[Visit](), ""
+        visits: list[Visit] | None = None  # what the search looked at, where there was one
+        self._freed = ""
         if may and known is not None and known.layout is not None and known.version == version:
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
         elif may and told is None and self.search.considers(kind):
-            found = self.search.step(node, output, tensor, visits)
+            found = self.search.step(node, output, tensor, visits := [])
             if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
                 found, self.recent = found._replace(proved=False), deque(self.recent, maxlen=2)
             if isinstance(found, Missing) and not self.reasons:

@@ -35,7 +35,8 @@ class Vain:
         self._found = list[tuple[int, Hashable, weakref.ref[Value]]]()
 
     def told(self, order: int, seen_as: Hashable) -> str | None:
-        """Why such a tensor was held in the last pass; None if it was not, or must be searched."""
+        """Why such a tensor was held in the last pass; None if it was not, or must be searched. Also called
+        from C++."""
         known = self._before.get(order)
         return known[1] if known is not None and known[0] == seen_as else None
 
@@ -46,16 +47,20 @@ class Vain:
         value: Value,
         told: str | None,
         found: Step | Missing,
-        visits: Sequence[Visit],
+        visits: Sequence[Visit] | None,
     ) -> None:
         """This tensor is held: it was `told`, or what its search `found` is nothing, or ruled out.
 
         Not after a search that narrows what pooling holds on its way.
         """
-        searched = visits and not any(kind_of(visit.node) in POOLS for visit in visits)
+        searched = visits is not None and not any(kind_of(visit.node) in POOLS for visit in visits)
         in_vain = isinstance(found, Missing) or is_view_of_held(found) or not self._policy.allows(found)
         if told is not None or (searched and in_vain):
-            self._found.append((order, seen_as, weakref.ref(value)))
+            self.again(order, seen_as, value)
+
+    def again(self, order: int, seen_as: Hashable, value: Value) -> None:
+        """The next pass may hold such a tensor without a search. Also called from C++."""
+        self._found.append((order, seen_as, weakref.ref(value)))
 
     def close(self) -> None:
         """At the end of the pass: which of them are held still."""

@@ -69,7 +69,7 @@ class Value:
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     seen: weakref.ref[Tensor] | None = None  # the packed tensor, as long as the program has it
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
-    sort: int | None = None  # a number for all that searches ask of it (memo.py)
+    sort: int | None = None  # a number for all that searches ask of it (sorts.py)
     in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
     device = torch.device("cpu")  # where it is in rows
     stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
