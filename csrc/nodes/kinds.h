@@ -107,11 +107,12 @@ struct Now {
   Sorts* sorts;
   Layouts* layouts;
   bool from_here, waits;  // may what a value is rebuilt from change?
+  long most_in_a_row, most_runs;  // steps, as search.py has them
 
   bool made(const Node& node) const { return node.thread_id() == thread && node.sequence_nr() >= since; }
 };
 
-enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags };
+enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
 
 // Has a held value nothing beside its tensor that a sort tells of?
 inline bool is_plain_held(PyObject* value) {
@@ -311,13 +312,31 @@ class Match {
     }
     auto* const type = reinterpret_cast<PyTypeObject*>(classes().step);
     const Py_ssize_t size = PyTuple_GET_SIZE(how.step.get());
+    const auto [depth, runs] = depth_and_runs(inputs.get());
     Ref made = checked(type->tp_alloc(type, size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* const field = i == kInputs ? inputs.get() : i == kCaptured ? captured.get() : PyTuple_GET_ITEM(how.step.get(), i);
+      PyObject* field = PyTuple_GET_ITEM(how.step.get(), i);
+      if (i == kInputs) field = inputs.get();
+      else if (i == kCaptured) field = captured.get();
+      else if (i == kDepth) field = depth.get();
+      else if (i == kRunsOf) field = runs.get();
       Py_INCREF(field);
       PyTuple_SET_ITEM(made.get(), i, field);
     }
     return made;
+  }
+  // Of a step with these inputs; as Step.told. Throws where there are too many.
+  std::pair<Ref, Ref> depth_and_runs(PyObject* inputs) const {
+    long depth = 1, runs = 1;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
+      PyObject* const value = PyTuple_GET_ITEM(inputs, i);
+      const Ref step = get(value, names().step);
+      if (step.get() == Py_None) continue;
+      depth = std::max(depth, 1 + PyLong_AsLong(PyTuple_GET_ITEM(step.get(), kDepth)));
+      if (get(value, names().layout).get() == Py_None) runs += PyLong_AsLong(PyTuple_GET_ITEM(step.get(), kRunsOf));
+    }
+    if (depth > now_.most_in_a_row || runs > now_.most_runs) throw Unusual();
+    return {checked(PyLong_FromLong(depth)), checked(PyLong_FromLong(runs))};
   }
   // A leaf that a node saved without a sample: what it holds now may not be what the node has read.
   static bool is_unproved_leaf(PyObject* value) {

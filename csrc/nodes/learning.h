@@ -100,7 +100,8 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]), made->kept = object_of(from["kept"]);
   made->vain = object_of(from["vain"]);
   made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
-               made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false};
+               made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false,
+               from["most_in_a_row"].cast<long>(), from["most_runs"].cast<long>()};
   made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();
   made->largest = 0, made->much_larger = from["much_larger"].cast<long>();
   made->alone = from["alone"].cast<long>();

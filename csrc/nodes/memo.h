@@ -2,139 +2,13 @@
 // unusual, and whatever is not proved, Python's hook (saving/packing.py) does, for that one tensor.
 #pragma once
 
-#include "calls.h"
-#include "kinds.h"
+#include "pass.h"
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <frameobject.h>
-
 namespace leannorm {
-
-// A class of nodes, as a policy sees it (memo.py, `told_of`).
-struct NodeClass {
-  Ref name, why;  // why its outputs are held
-  bool usual = false, searched = false, alias = false, clone = false, widens = false;
-};
-
-// The kinds of one policy.
-struct Memo {
-  using Kinds = std::vector<std::shared_ptr<const Kind>>;
-  std::unordered_map<uint64_t, std::shared_ptr<const Kinds>> kinds;
-  std::unordered_map<std::type_index, NodeClass> classes;
-  Layouts layouts;
-  Sorts sorts;
-  size_t size = 0;
-
-  void clear() { kinds.clear(), sorts.of.clear(), size = 0; }
-};
-
-inline uint64_t key_of(const std::type_info* type, uint32_t output, long version, bool newest, const Tensor& t) {
-  uint64_t h = reinterpret_cast<uint64_t>(type) + output;
-  mix(h, version * 2 + newest), mix(h, static_cast<uint64_t>(t.scalar_type()));
-  for (const int64_t v : t.sizes()) mix(h, v);
-  for (const int64_t v : t.strides()) mix(h, v);
-  return h;
-}
-
-// One forward pass.
-struct State {
-  std::shared_ptr<Memo> memo;
-  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
-  Ref vain, smaller, edited, kept;  // searches in vain (vain.py), and reasons
-  Now now;
-  long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
-  uint64_t checked, called;  // next nodes for which flags and the call were read last
-  bool everything, reads_weights, flags_changed;
-};
-struct PassObject {
-  PyObject_HEAD
-  State* state;
-};
-
-inline PyObject* order_of(State* p) { return PyLong_FromLong(p->seen); }
-
-inline bool flags_as_before(State* p) {
-  if (p->flags_changed) return false;
-  if (p->checked == p->now.next) return true;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->getters.get()); ++i) {
-    const Ref now = checked(PyObject_CallNoArgs(PyTuple_GET_ITEM(p->getters.get(), i)));
-    PyObject* const before = PyTuple_GET_ITEM(p->flags.get(), i);
-    if (now.get() == before) continue;
-    const int same = PyObject_RichCompareBool(now.get(), before, Py_EQ);
-    if (same < 0) throw Unusual();
-    if (same == 0) return p->flags_changed = true, false;
-  }
-  p->checked = p->now.next;
-  return true;
-}
-
-// What a norm's call tells in `frame`; as _of_norm in calls.py.
-inline Ref norm_call(State* p, PyFrameObject* frame) {
-  static PyObject* const f_locals = PyUnicode_InternFromString("f_locals");
-  const Ref given = get(reinterpret_cast<PyObject*>(frame), f_locals);  // a dict, from Python 3.13 on a proxy
-  static PyObject* const keys[] = {
-      PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias"), PyUnicode_InternFromString("running_mean"),
-      PyUnicode_InternFromString("running_var"), PyUnicode_InternFromString("training"),
-      PyUnicode_InternFromString("use_input_stats"), PyUnicode_InternFromString("eps")};
-  Ref found[std::size(keys)];
-  PyObject* of[std::size(keys)];
-  for (size_t i = 0; i < std::size(keys); ++i) {
-    found[i] = Ref(PyObject_GetItem(given.get(), keys[i]));
-    if (!found[i] && !PyErr_ExceptionMatches(PyExc_KeyError)) throw Unusual();
-    if (!found[i]) PyErr_Clear();  // not an argument of this norm
-    of[i] = found[i].get();
-  }
-  const Tensor* tensors[4];
-  for (size_t i = 0; i < 4; ++i) {
-    tensors[i] = tensor_of(of[i]);
-    if (tensors[i] == nullptr && of[i] != Py_None && (i < 2 || of[i] != nullptr)) throw Unusual();
-    if (tensors[i] != nullptr && !plain(*tensors[i])) throw Unusual();
-  }
-  PyObject* const mode = of[4] != nullptr ? of[4] : of[5];
-  const int trains = mode == nullptr ? 1 : PyObject_IsTrue(mode);
-  if (trains < 0 || of[6] == nullptr) throw Unusual();
-  const Tensor *const weight = tensors[0], *const bias = tensors[1];
-  const auto frozen = [](const Tensor* v) { return v != nullptr && !v->requires_grad(); };
-  const auto share = [](const Tensor* a, const Tensor* b) { return a != nullptr && b != nullptr && a->is_alias_of(*b); };
-  bool moves_affine = false;
-  for (const Tensor* moved : {tensors[2], tensors[3]}) moves_affine |= trains && (share(moved, weight) || share(moved, bias));
-  Ref copy = borrowed(Py_None);
-  if (bias != nullptr) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    copy = checked(THPVariable_Wrap(bias->detach().clone()));
-  }
-  auto* const type = reinterpret_cast<PyTypeObject*>(p->arguments.get());
-  Ref made = checked(type->tp_alloc(type, 4));
-  PyTuple_SET_ITEM(made.get(), 0, borrowed(of[6]).release());
-  PyTuple_SET_ITEM(made.get(), 1, copy.release());
-  PyTuple_SET_ITEM(made.get(), 2, borrowed(!trains || frozen(weight) || frozen(bias) ? Py_True : Py_False).release());
-  PyTuple_SET_ITEM(made.get(), 3, borrowed(moves_affine ? Py_True : Py_False).release());
-  return made;
-}
-
-// The call that saves the tensor, as Packing._call_of: None where its frame tells nothing.
-inline PyObject* call_of(State* p) {
-  if (p->called == p->now.next) return p->call.get();
-  PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr || p->apply.get() == Py_None) throw Unusual();
-  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
-  const int is_norm = PySet_Contains(p->norms.get(), code.get());
-  if (is_norm < 0) throw Unusual();
-  const bool telling = PyDict_Contains(p->read.get(), code.get()) == 1 || code.get() == p->apply.get() ||
-                       PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
-  if (is_norm) p->call = norm_call(p, frame);
-  else if (telling) {
-    const Ref next = checked(PyLong_FromUnsignedLongLong(p->now.next));
-    PyObject* const given[] = {p->packing.get(), reinterpret_cast<PyObject*>(frame), next.get()};
-    p->call = checked(PyObject_VectorcallMethod(names()._call_of, given, 3, nullptr));
-  } else p->call = borrowed(Py_None);
-  p->called = p->now.next;
-  return p->call.get();
-}
 
 inline bool requires_no_more(const Tensor& t) { return t.layout() == at::kStrided && t.is_cpu() && plain(t); }
 
@@ -162,16 +36,6 @@ inline bool is_leaf_or_parameter(at::TensorBase of) {
 inline bool views_edited_leaf(const Tensor& t, const Node* node, const NodeClass& of, long version) {
   if (version == 0 || !of.alias || !t.is_view() || node->next_edges().empty()) return false;
   return as<torch::autograd::AccumulateGrad>(node->next_edge(0).function.get()) != nullptr;
-}
-
-// As name_of in calls.py.
-inline Ref name_of_caller() {
-  PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr) throw Unusual();
-  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  Ref name(PyObject_GetAttrString(code.get(), "co_qualname"));
-  if (!name) PyErr_Clear(), name = checked(PyObject_GetAttrString(code.get(), "co_name"));
-  return name;
 }
 
 // Parameters, inputs, statistics.

@@ -140,3 +140,19 @@ def owner_of(tensor: Tensor, made_by: str) -> str:
         if parameter is tensor
     ]
     return max(names)[1] if names else f"the output of {what}" if made_by else what
+
+
+class FreedError(RuntimeError):
+    """The memory of a tensor that a step reads was freed, as sharding does with weights."""
+
+
+def check_there(tensor: Tensor, name: str) -> None:
+    """Raises if the tensor's memory was freed since the forward pass, as sharding does with weights."""
+    if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes == 0:
+            raise FreedError(
+                f"what {name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
+                " forward pass, as sharding does with weights, and rebuilding a layer's product needs it: use"
+                ' leannorm.lean("norm"), which reads no parameter in the backward pass, or shard whole blocks'
+            )

@@ -35,7 +35,7 @@ from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act
 from leannorm.saving.recipes.views import ALIASES, VIEWS
 from leannorm.saving.rows import SOFTMAX
-from leannorm.saving.search import Missing, Search, Visit, is_view_of_held
+from leannorm.saving.search import MOST_IN_A_ROW, MOST_RUNS, Missing, Search, Visit, is_view_of_held
 from leannorm.saving.steps import Step
 from leannorm.saving.values import COPIED_PART, MUCH_LARGER, Value
 
@@ -185,7 +185,7 @@ class _Learning:
             return False
         if isinstance(found, Step):
             return not is_view_of_held(found) and not self._policy.allows(found)
-        nothing_missed = not found.outputs and not found.communicates
+        nothing_missed = not (found.outputs or found.communicates or found.too_deep)
         return nothing_missed and all(v is not None for visit in self._visits for v in visit.given.values())
 
     def _check(self, visit: Visit) -> dict[str, Any]:
@@ -376,6 +376,8 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "smallest": smallest,
         "alone": references_when_alone(NODES.references),
         "much_larger": MUCH_LARGER,
+        "most_in_a_row": MOST_IN_A_ROW,
+        "most_runs": MOST_RUNS,
         "smaller": reasons.SMALLER,
         "edited": reasons.EDITED,
         "kept": reasons.KEPT,

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from leannorm.saving import memo, reasons
 from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
-from leannorm.saving.evidence import matches, sample_of, version_of
+from leannorm.saving.evidence import FreedError, matches, sample_of, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
     Packed,
@@ -58,7 +58,7 @@ from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.vain import Vain
-from leannorm.saving.values import EditedError, FreedError, Value, held, held_by, is_parameter, size_of
+from leannorm.saving.values import EditedError, Value, held, held_by, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -146,10 +146,9 @@ class Packing(CountingHook):
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
             return self._again(known, local)
-        unedited = as_made(node, output, version)
         before = lookup.sample if known is None and type(lookup) is Packed else None
-        if not matches(before, local):  # the nodes that saved it are gone
-            unedited = False
+        # its bytes tell, where the nodes that saved it are gone
+        unedited = as_made(node, output, version) if matches(before, local) else False
         if size >= SMALLEST:
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
@@ -261,8 +260,8 @@ class Packing(CountingHook):
             if self._freed:
                 return self._freed
             return reasons.OTHER_BITS if self.policy.allows(found) else reasons.NOT_REPEATED
-        if found.communicates:
-            return reasons.COLLECTIVE
+        if found.communicates or found.too_deep:
+            return reasons.COLLECTIVE if found.communicates else reasons.TOO_DEEP
         at_fault: Any = found.outputs[0][0] if found.outputs else node
         why = reasons.NOT_REPEATED if kind_of(at_fault) in RECIPES else reasons.NO_RECIPE
         if self.search.considers(kind_of(at_fault)) and not found.ruled_out:

@@ -70,10 +70,16 @@ NORM, CONV, LEANEST = Policy(products=False), Policy(products=True), Policy(prod
 
 def needs_no_norm(value: Value) -> bool:
     """Is it held, a product (whose operations were checked), or made of such by views, multiples and sums?"""
-    step = value.step
-    if step is None or step.kind in ("product", "attention", "held"):
-        return True
-    return (step.view or step.kind in ("scale", "sum")) and all(needs_no_norm(v) for v in step.inputs)
+    seen, left = {value}, [value]
+    for one in left:  # which grows, by each value once
+        step = one.step
+        if step is None or step.kind in ("product", "attention", "held"):
+            continue
+        if not (step.view or step.kind in ("scale", "sum")):
+            return False
+        left += [before for before in step.inputs if before not in seen]
+        seen.update(step.inputs)
+    return True
 
 
 def is_bias(value: Value) -> bool:

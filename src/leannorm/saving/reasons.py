@@ -68,6 +68,7 @@ NO_RECIPE = "lean() has no recipe for it"
 NOT_REPEATED = "this setting does not repeat it"
 NOT_AT_HAND = "what it was made of is not at hand"
 BEFORE = "what it was made of was not looked at, as the pass was small until then"
+TOO_DEEP = "too many steps in a row lead to it from what is held"
 OTHER_BITS = "a rebuild had other bits"
 EDITED = "it was edited where its operation does not tell"
 VIEW = "it is a view of what is held"
@@ -80,6 +81,7 @@ _ALWAYS_SAID = (
     SMALLER,
     NO_RECIPE,
     NOT_AT_HAND,
+    TOO_DEEP,
     OTHER_BITS,
     EDITED,
     COLLECTIVE,

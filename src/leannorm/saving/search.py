@@ -46,6 +46,8 @@ from leannorm.saving.values import Value, held
 
 _SUMS = {"AddBackward0", "SubBackward0"}
 _MAX_DEPTH = 20  # nodes of one chain
+MOST_IN_A_ROW = 64  # steps; the backward pass rebuilds as many tensors at once
+MOST_RUNS = 256  # of steps for one tensor, each of which is looked at again and again
 _COSTLY_TO_ADD = NORMS | ACTIVATIONS  # nodes whose output takes a pass of arithmetic to rebuild
 _MAY_BE_IN_PLACE = ACTIVATIONS | {
     "AddBackward0",
@@ -79,6 +81,7 @@ class Missing(NamedTuple):
     outputs: tuple[tuple[Node, int], ...] = ()
     communicates: bool = False  # a rebuild would, which must not be
     ruled_out: bool = False  # by the policy, or else something was not at hand
+    too_deep: bool = False  # there was a step, behind too many others
 
 
 class Visit(NamedTuple):
@@ -107,6 +110,7 @@ class Search:
         self._visits: list[Visit] = []
         self._communicates = False  # would a rebuild of the tensor in question?
         self._ruled_out = False  # is it, where the search first failed?
+        self._too_deep = False
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
@@ -127,14 +131,14 @@ class Search:
         """How to rebuild `like`, an output of the node that was not edited since. The nodes that were looked
         at are added to `visits`."""
         missing: list[tuple[Node, int]] = []
-        self._base, self._communicates, self._ruled_out = like._base, False, False
+        self._base, self._communicates, self._ruled_out, self._too_deep = like._base, False, False, False
         self._visits = [] if visits is None else visits
         try:
             step = self._step(node, output, like, 0, missing)
         finally:
             self._base, self._visits = None, []  # a node must not be held by what it saves
         if step is None or is_unfilled(step):
-            return Missing(tuple(missing), self._communicates, self._ruled_out)
+            return Missing(tuple(missing), self._communicates, self._ruled_out, self._too_deep)
         return step
 
     def _step(
@@ -200,7 +204,11 @@ class Search:
                 return None
             proved = proved and sure
         any_layout = step.in_any_layout or kind in _IN_ANY_LAYOUT
-        return step.told(flags, proved, told, any_layout)
+        step = step.told(flags, proved, told, any_layout)
+        if step.depth > MOST_IN_A_ROW or step.runs > MOST_RUNS:
+            self._too_deep = True
+            return None
+        return step
 
     def _on_local_tensors(self, step: Step | None, kind: str, like: Tensor | None) -> Step | None:
         """The same step, of local tensors if it reads DTensors."""

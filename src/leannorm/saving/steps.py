@@ -38,7 +38,8 @@ class Step(NamedTuple):
     `proved` is False where the step may read something else than the node read: then it is compared every
     time. `identity` is all that the node tells of its operation. `spec`: the result is the local tensor of a
     DTensor, shared so. `tells_layout` is False where a node may have put out another layout than the step
-    does; `in_any_layout`: the result's bits depend on no layout.
+    does; `in_any_layout`: the result's bits depend on no layout. `depth` counts the steps in a row from held
+    tensors on, `runs` those that must run for it from packed tensors on, one that is read twice twice.
     """
 
     function: Callable[..., Tensor]
@@ -56,10 +57,18 @@ class Step(NamedTuple):
     tells_layout: bool = True
     in_any_layout: bool = False
     spec: Any = None
+    depth: int = 1
+    runs: int = 1
 
     def told(self, flags: Flags | None, proved: bool, identity: Hashable, in_any_layout: bool) -> Step:
         """The same with what a search adds, for which `_replace` takes three times as long."""
-        return Step(*self[:9], flags, proved, identity, self.tells_layout, in_any_layout, self.spec)
+        depth, runs = 1, 1
+        for value in self.inputs:
+            if value.step is not None:
+                depth = max(depth, 1 + value.step.depth)
+                runs += value.step.runs if value.layout is None else 0
+        told = flags, proved, identity, self.tells_layout, in_any_layout, self.spec
+        return Step(*self[:9], *told, depth, runs)
 
     @property
     def view(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leannorm.saving.shards import local_of
 from leannorm.saving.steps import Step
+from leannorm.saving.values import behind
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _STATES = "torch.distributed._composable_state"
@@ -32,18 +33,10 @@ class Units:
 
         What saves a tensor now reads it in its own backward pass, when the units run that run now.
         """
-        seen, left = set[int](), list(step.inputs)
-        while left:
-            value = left.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if value.step is not None:
-                left += value.step.inputs
-            elif value.tensor is not None:
-                unit = self._owner_of(value.tensor)
-                if unit is not None and unit._training_state.name != "FORWARD":
-                    return unit
+        for value in behind(step.inputs):
+            unit = None if value.step or value.tensor is None else self._owner_of(value.tensor)
+            if unit is not None and unit._training_state.name != "FORWARD":
+                return unit
         return None
 
     def owns(self, tensor: Tensor) -> bool:

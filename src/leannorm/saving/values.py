@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from leannorm._errors import LeannormError
 from leannorm.saving.device import share, stream_of
-from leannorm.saving.evidence import matches, near, owner_of, sample_of, version_of
+from leannorm.saving.evidence import check_there, matches, near, owner_of, sample_of, version_of
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.shards import local_of, shared_as, spec_of
 from leannorm.saving.steps import Owner, Step, run
@@ -21,10 +21,6 @@ from leannorm.saving.steps import Owner, Step, run
 
 class EditedError(RuntimeError):
     """In the forward pass: a tensor no longer holds what a node read, so no step may read it."""
-
-
-class FreedError(RuntimeError):
-    """The memory of a tensor that a step reads was freed, as sharding does with weights."""
 
 
 class RebuildError(LeannormError, RuntimeError):
@@ -207,8 +203,8 @@ class Value:
         shape = self.shape if self.tensor is None else self.tensor.shape
         return shape[-1] if shape else 0
 
-    def look(self) -> Tensor:
-        """The tensor, in the forward pass; not counted as one of its readers."""
+    def look(self, made: dict[Value, Tensor] | None = None) -> Tensor:
+        """The tensor, in the forward pass; not counted as one of its readers. `made`: what was for it."""
         if self.step is None:
             return self._proved(EditedError)
         if self.from_narrow and self._rebuilt is not None:
@@ -218,7 +214,11 @@ class Value:
         there = None if self.seen is None else self.seen()
         if there is not None and there._version == self.version and matches(self.sample, there):
             return there.detach()
-        return run(self.step, [(value.look(), Owner.HELD) for value in self.step.inputs], current())[0]
+        made = {} if made is None else made
+        if self not in made:
+            inputs = [(value.look(made), Owner.HELD) for value in self.step.inputs]
+            made[self] = run(self.step, inputs, current())[0]
+        return made[self]
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
         """The tensor for a step, and who owns its memory."""
@@ -236,10 +236,10 @@ class Value:
         if not self.current:
             raise error(self._edited(tensor if self.watch is None else self.watch))
         if self.sample is None and (tensor.requires_grad or self.spec is not None):
-            _check_there(tensor, self.name)
+            check_there(tensor, self.name)
         unseen = self.spec is not None and tensor._version != self.local_version
         if unseen or not matches(self.sample, tensor):
-            _check_there(tensor, self.name)
+            check_there(tensor, self.name)
             raise error(
                 f"{owner_of(tensor, self.name)} was edited where autograd does not see it (through"
                 " .data), between the forward and the backward pass, and leannorm.lean() needs what it"
@@ -248,7 +248,25 @@ class Value:
         return tensor
 
     def _rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
-        """The rebuilt tensor and its owner; kept for other readers, unless it is a view of a held tensor."""
+        """The rebuilt tensor and its owner. Steps in a row may be more than Python has calls in a row."""
+        begun = [(self, list[tuple[Tensor, Owner]]())]
+        while True:
+            value, inputs = begun[-1]
+            assert value.step is not None
+            missing = value.step.inputs[len(inputs) :] if value._rebuilt is None else ()
+            if missing and missing[0].step is not None:
+                begun.append((missing[0], []))
+            elif missing:
+                inputs.append(missing[0]._for_a_rebuild(flags))
+            else:
+                result = value._made_of(inputs, flags)
+                begun.pop()
+                if not begun:
+                    return result
+                begun[-1][1].append(result)
+
+    def _made_of(self, inputs: list[tuple[Tensor, Owner]], flags: Flags | None) -> tuple[Tensor, Owner]:
+        """For one reader; kept for the others, unless it is a view of a held tensor."""
         assert self.step is not None
         if self._rebuilt is not None:
             tensor, memory = self._rebuilt, Owner.SHARED
@@ -257,11 +275,9 @@ class Value:
             if self._rebuilt_on is not None:
                 share(tensor, self._rebuilt_on)
         else:
-            inputs = [value._for_a_rebuild(flags) for value in self.step.inputs]
-            if self.stream is not None:
-                for captured in self.step.captured:
-                    if captured is not None:
-                        share(captured, self.stream)
+            for captured in () if self.stream is None else self.step.captured:
+                if captured is not None:
+                    share(captured, self.stream)  # type: ignore[arg-type]
             tensor, memory = run(self.step, inputs, flags)
             if self.original is None and not matches(self.sample, tensor):
                 self._check_rebuilt(tensor)
@@ -278,7 +294,7 @@ class Value:
     def _check_rebuilt(self, tensor: Tensor) -> None:
         """Its bytes are not those that were packed: raises, unless it is rounding, or others' hooks may have
         given back something else than they got."""
-        if near(self.sample, tensor) or _reads_hooks(self, set()):
+        if near(self.sample, tensor) or any(v.step and v.step.kind == "held" for v in behind([self])):
             return
         raise RebuildError(
             f"the output of {self.name or 'a node'} of shape {list(self.shape)} was rebuilt, and is not what"
@@ -344,12 +360,15 @@ def products_of(values: tuple[Value, ...]) -> int:
     return max(v.products for v in values if size_of(v) * MUCH_LARGER > largest)
 
 
-def _reads_hooks(value: Value, seen: set[Value]) -> bool:
-    """Is it unpacked by others' hooks, or made of what is?"""
-    if value in seen or value.step is None:
-        return False
-    seen.add(value)
-    return value.step.kind == "held" or any(_reads_hooks(before, seen) for before in value.step.inputs)
+def behind(values: Iterable[Value]) -> Iterator[Value]:
+    """These values and all that they are made of, each once."""
+    found = list(dict.fromkeys(values))
+    seen = set(found)
+    for value in found:  # which grows
+        yield value
+        new = () if value.step is None else [v for v in value.step.inputs if v not in seen]
+        found += new
+        seen.update(new)
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -360,18 +379,6 @@ def is_parameter(tensor: Tensor) -> bool:
     if base.requires_grad and base.is_leaf:
         return True
     return type(base) is not Tensor and isinstance(base, torch.nn.Parameter)
-
-
-def _check_there(tensor: Tensor, name: str) -> None:
-    """Raises if the tensor's memory was freed since the forward pass, as sharding does with weights."""
-    if type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() and tensor.layout == torch.strided:
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes == 0:
-            raise FreedError(
-                f"what {name or 'a parameter'} of shape {list(tensor.shape)} held was freed since the"
-                " forward pass, as sharding does with weights, and rebuilding a layer's product needs it: use"
-                ' leannorm.lean("norm"), which reads no parameter in the backward pass, or shard whole blocks'
-            )
 
 
 def held(tensor: Tensor, name: str = "") -> Value:

@@ -1,0 +1,111 @@
+"""Many steps in a row, and steps that are read twice: a graph of n nodes may have 2 ** n paths.
+
+What walks from a value to what it is made of must visit each once, or few; what the backward pass rebuilds
+one after another must not be calls in one another.
+"""
+
+from contextlib import nullcontext
+from time import process_time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from leannorm.saving import lean, search
+from leannorm.saving.steps import Step
+
+SETTINGS = {
+    "norm": {"recompute": "norm"},
+    "conv": {"recompute": "conv"},
+    "budget": {"budget": 0.1},
+    "overhead": {"overhead": 1.0},
+    "verify": {"recompute": "conv", "verify": True},
+}
+
+
+def decay(x, turns):
+    for _ in range(turns):
+        x = (x * 0.999).relu()
+    return x
+
+
+def euler(x, turns):
+    """Two paths a step, through sums that no node saves."""
+    for _ in range(turns):
+        x = x + 0.1 * (x * 0.5 - x)
+    return x.relu()
+
+
+def scan(x, turns):
+    """The state of a recurrence, as a state space model's loop in Python has it: each one is saved."""
+    for i in range(turns):
+        x = 0.5 * (x.sigmoid() * x + x[i % len(x)])
+    return x.relu()
+
+
+def gates(x, turns):
+    """Two paths a step, through tensors that are saved."""
+    for _ in range(turns):
+        x = 0.5 * (x + F.silu(x))
+    return x.relu()
+
+
+def residual(x, turns):
+    for _ in range(turns):
+        x = F.relu(x + F.silu(F.layer_norm(x, x.shape[-1:])))
+    return x
+
+
+def gradients(f, turns, weight, x, around):
+    with around as saved:
+        loss = f(F.linear(x, weight), turns).square().sum()
+    return torch.autograd.grad(loss, weight), saved
+
+
+@pytest.mark.filterwarnings("ignore:leannorm. budget=0.1 is out of reach")  # of what takes no memory
+@pytest.mark.parametrize("f", [decay, euler, scan, gates, residual])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_many_steps_in_a_row(f, setting, with_and_without_nodes):
+    """As stock, in seconds. Once 12 turns took hours in the forward pass, and 400 had no backward pass."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64, requires_grad=True)
+    start = process_time()
+    for turns in (24, 24, 350):
+        x = torch.randn(64, 64)
+        stock, _ = gradients(f, turns, weight, x, nullcontext())
+        found, _ = gradients(f, turns, weight, x, lean(**SETTINGS[setting]))
+        assert all(map(torch.equal, stock, found))
+    assert process_time() - start < 30
+
+
+@pytest.mark.parametrize("f", [decay, scan])
+def test_so_many_steps_are_rebuilt_at_once_and_no_more(f, monkeypatch, with_and_without_nodes):
+    depths = []
+    told = Step.told
+    monkeypatch.setattr(Step, "told", lambda *a: (made := told(*a), depths.append(made.depth))[0])
+    monkeypatch.setattr(search, "MOST_IN_A_ROW", 8)
+    weight = torch.randn(64, 64, requires_grad=True)
+    for _ in range(4):  # the memo has its own count
+        _, saved = gradients(f, 100, weight, torch.randn(64, 64), lean("conv"))
+    assert max(depths) == 9
+    held = [r for r in saved.records if not r.rebuilt and r.bytes == weight.nbytes]
+    assert any("too many steps in a row" in r.why for r in held)
+
+
+class Shared(nn.Module):
+    """One value that many steps read."""
+
+    def forward(self, x, turns):
+        y = x.relu()
+        for _ in range(turns):
+            y = 0.5 * (y + x.sigmoid() * y)
+        return y.relu()
+
+
+def test_what_many_steps_read_is_rebuilt_for_all(with_and_without_nodes):
+    weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    stock, _ = gradients(Shared(), 50, weight, x, nullcontext())
+    for _ in range(3):
+        found, _ = gradients(Shared(), 50, weight, x, lean("conv"))
+        assert all(map(torch.equal, stock, found))
