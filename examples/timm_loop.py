@@ -20,7 +20,7 @@ from timm.utils import ModelEmaV3
 
 import leannorm
 
-STEPS = 6
+STEPS = 3
 
 
 def data():

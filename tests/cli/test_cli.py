@@ -195,6 +195,7 @@ def test_info_says_what_mends_a_torchvision_that_does_not_fit(capsys, tmp_path, 
     assert "does not fit" in data["facts"]["torchvision"]
 
 
+@pytest.mark.conformance
 def test_the_demo_in_a_pipe_prints_and_writes_everything(tmp_path):
     done = in_a_process(
         *[

@@ -240,6 +240,7 @@ def test_autocast_leaves_with_the_dtypes_of_ours():
     assert error_of(y, expected) <= 2 * torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(600)
 def test_aotinductor_compiles_it(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

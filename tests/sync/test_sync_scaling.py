@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
 
 
+@pytest.mark.conformance
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what a socket has sent")
 def test_ranks_ask_for_and_send_what_the_formula_says(tmp_path):
     out = tmp_path / "scaling.json"
