@@ -253,11 +253,12 @@ class Value:
         while True:
             value, inputs = begun[-1]
             assert value.step is not None
-            missing = value.step.inputs[len(inputs) :] if value._rebuilt is None else ()
-            if missing and missing[0].step is not None:
-                begun.append((missing[0], []))
-            elif missing:
-                inputs.append(missing[0]._for_a_rebuild(flags))
+            if value._rebuilt is None and len(inputs) < len(value.step.inputs):
+                before = value.step.inputs[len(inputs)]
+                if before.step is None:
+                    inputs.append(before._for_a_rebuild(flags))
+                else:
+                    begun.append((before, []))
             else:
                 result = value._made_of(inputs, flags)
                 begun.pop()
