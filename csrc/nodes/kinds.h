@@ -267,7 +267,7 @@ class Match {
     PyObject* const value = fields_[how.check][field].get();
     if (value == nullptr) throw Unusual();
     Ref call = get(value, names().call);
-    if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) < 4) throw Unusual();
+    if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) != 5) throw Unusual();
     if (PyTuple_GET_ITEM(call.get(), 3) != Py_False) throw Unusual();
     return call;
   }

@@ -98,7 +98,8 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->read = object_of(from["read"]), made->apply = object_of(from["apply"]), made->call = borrowed(Py_None);
   made->norms = object_of(from["norms"]), made->arguments = object_of(from["arguments"]);
   made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]), made->kept = object_of(from["kept"]);
-  made->vain = object_of(from["vain"]);
+  made->vain = object_of(from["vain"]), made->planned = object_of(from["planned"]);
+  made->copied = object_of(from["copied"]), made->following = object_of(from["following"]), made->calls = object_of(from["calls"]), made->plan = borrowed(Py_None);
   made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
                made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false,
                from["most_in_a_row"].cast<long>(), from["most_runs"].cast<long>()};

@@ -45,7 +45,7 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   const bool large = t.numel() >= p->smallest, is_parameter = Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
   if (t.requires_grad()) {
     Ref value = new_value(object, version, Py_None, unnamed);
-    if (t.dim() == 1 || p->reads_weights || !is_parameter) set(value.get(), names().sample, sample_of(t));
+    if (t.dim() == 1 || p->reads_weights || !is_parameter || by_norm(p)) set(value.get(), names().sample, sample_of(t));
     return finished(p, std::move(value));
   }
   // a mask, or integers: their values say how they are held; a mask was written (masks.py)
@@ -187,13 +187,43 @@ inline void offer_base(State* p, PyObject* value, PyObject* object, const Tensor
   checked(PyObject_VectorcallMethod(names()._offers, given, 5, nullptr));
 }
 
+// What the plan that the pass follows says of a tensor; as Following.rebuilds. Throws where it was made for another.
+struct Planned {
+  Ref call;  // null without a plan
+  bool rebuild = true;
+};
+inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
+  if (p->following.get() == Py_None || t.numel() < p->smallest) return {};
+  const Ref made_for = get(p->plan.get(), names().made_for), rebuild = get(p->plan.get(), names().rebuild);
+  const Ref calls = get(made_for.get(), names().calls), narrow = get(made_for.get(), names().narrow);
+  const Py_ssize_t place = PyList_GET_SIZE(p->calls.get());
+  if (place >= PyTuple_GET_SIZE(calls.get())) throw Unusual();
+  const Ref layout = p->memo->layouts.of(object, t), at = checked(PyLong_FromSsize_t(place));
+  PyObject *const seen = layout.get(), *const before = PyTuple_GET_ITEM(calls.get(), place);
+  const Ref call = checked(PyTuple_Pack(4, of.name.get(), PyTuple_GET_ITEM(seen, 0), PyTuple_GET_ITEM(seen, 1), PyTuple_GET_ITEM(seen, 2)));
+  if (PyObject_RichCompareBool(call.get(), before, Py_EQ) != 1 || PySet_Contains(narrow.get(), at.get()) != 0) throw Unusual();
+  return {borrowed(before), PyTuple_GET_ITEM(rebuild.get(), place) == Py_True};
+}
+inline void note_call(State* p, const Planned& plan) {
+  if (plan.call && PyList_Append(p->calls.get(), plan.call.get()) != 0) throw Unusual();
+}
+// Where a step that reads this value must be compared, it finds the tensor, if that is alive; as Packing._remember.
+inline void remember(State* p, PyObject* value, PyObject* object, const Planned& plan, bool is_held) {
+  set(value, names().place, checked(PyLong_FromSsize_t(PyList_GET_SIZE(p->calls.get()))));
+  if (is_held) return;
+  set(value, names().seen, checked(PyWeakref_NewRef(object, nullptr)));
+  const Ref recent = get(p->packing.get(), names().recent);
+  checked(PyObject_CallMethodOneArg(recent.get(), names().append, object));
+}
+
 // What a node has put out.
 inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const uint32_t output = t.output_nr();
   const NodeClass& of = class_of(p, node);
   if (!of.usual) throw Unusual();
   Registered known = registered(node, output);
-  if (Ref value = again(p, object, t, known)) return value;
+  const Planned plan = planned_of(p, object, t, of);
+  if (Ref value = again(p, object, t, known)) return note_call(p, plan), std::move(value);
   const long version = t._version(), size = t.numel();
   const bool edited = views_edited_leaf(t, node, of, version);
   if (!edited) as_made(p, node, output, version);
@@ -204,7 +234,12 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const Template* step_template = nullptr;
   const long whole = t.is_view() ? t.storage().nbytes() / t.element_size() : size;  // which a view would hold
   const bool worth = large && (p->everything || whole * p->much_larger > std::max(p->largest, size));
-  if (worth && of.searched && !edited) {
+  if (worth && of.searched && !edited && !plan.rebuild) {
+    if (of.widens) throw Unusual();
+    call_of(p);
+    value = held(p, t, of.name.get());
+    set(value.get(), names().why, p->planned);
+  } else if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
     const bool any = found != p->memo->kinds.end();
     const std::shared_ptr<const Memo::Kinds> kinds = any ? found->second : std::make_shared<const Memo::Kinds>();
@@ -238,6 +273,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   set(value.get(), names().seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
   if (of.clone && newest) set(value.get(), names().copied_to_edit, Py_True);
   if (p->call.get() != Py_None) set(value.get(), names().call, p->call);
+  if (plan.call) remember(p, value.get(), object, plan, is_held);
   record_packed(node, output, value.get(), sample.get());
   if (is_held && large && t.is_view()) offer_base(p, value.get(), object, t, node, of);
   if (p->now.waits && PyDict_GetItemWithError(metadata_of(node), names().waiting) != nullptr) {
@@ -250,6 +286,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     if (!step_template->sort) step_template->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
     else set(value.get(), names().sort, step_template->sort);
   }
+  note_call(p, plan);
   return finished(p, std::move(value));
 }
 
@@ -266,6 +303,7 @@ inline PyObject* by_packing(State* p, PyObject* object) {
     Ref value = checked(PyObject_CallOneArg(p->pack.get(), object));
     p->largest = number(p->packing.get(), names()._largest);
     p->now.waits = get(p->packing.get(), names()._anything_waits).get() == Py_True;
+    if (p->following.get() != Py_None) p->plan = get(p->following.get(), names().plan);
     return value.release();
   } catch (const Unusual&) {
     return nullptr;
@@ -277,7 +315,8 @@ inline PyObject* pack(PyObject* self, PyObject* object) {
   State* const p = reinterpret_cast<PassObject*>(self)->state;
   ++p->seen;
   try {
-    if (is_usual(p, object)) {
+    const bool has_goal = p->following.get() != Py_None && p->plan.get() == Py_None;  // a plan is made of the pass
+    if (!has_goal && is_usual(p, object)) {
       p->now.next = at::sequence_number::peek();
       const Tensor t = THPVariable_Unpack(object);
       if (flags_as_before(p)) {

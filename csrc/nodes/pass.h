@@ -38,7 +38,8 @@ inline uint64_t key_of(const std::type_info* type, uint32_t output, long version
 struct State {
   std::shared_ptr<Memo> memo;
   Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
-  Ref vain, smaller, edited, kept;  // searches in vain (vain.py), and reasons
+  Ref vain, smaller, edited, kept, planned;  // searches in vain (vain.py), and reasons
+  Ref copied, following, plan, calls;  // norms; a plan (plans.py) or None, and what was saved so far
   Now now;
   long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
@@ -102,11 +103,12 @@ inline Ref norm_call(State* p, PyFrameObject* frame) {
     copy = checked(THPVariable_Wrap(bias->detach().clone()));
   }
   auto* const type = reinterpret_cast<PyTypeObject*>(p->arguments.get());
-  Ref made = checked(type->tp_alloc(type, 4));
+  Ref made = checked(type->tp_alloc(type, 5));
   PyTuple_SET_ITEM(made.get(), 0, borrowed(of[6]).release());
   PyTuple_SET_ITEM(made.get(), 1, copy.release());
   PyTuple_SET_ITEM(made.get(), 2, borrowed(!trains || frozen(weight) || frozen(bias) ? Py_True : Py_False).release());
   PyTuple_SET_ITEM(made.get(), 3, borrowed(moves_affine ? Py_True : Py_False).release());
+  PyTuple_SET_ITEM(made.get(), 4, borrowed(Py_False).release());
   return made;
 }
 
@@ -129,6 +131,16 @@ inline PyObject* call_of(State* p) {
   } else p->call = borrowed(Py_None);
   p->called = p->now.next;
   return p->call.get();
+}
+
+// Is a norm called, of which a rebuild copies the weight?
+inline bool by_norm(State* p) {
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame == nullptr) throw Unusual();
+  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  const int is_norm = PySet_Contains(p->copied.get(), code.get());
+  if (is_norm < 0) throw Unusual();
+  return is_norm;
 }
 
 // As name_of in calls.py.

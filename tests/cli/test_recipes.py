@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from leannorm.autograd.nodes import NODES
 from leannorm.cli import main
 from leannorm.report.recipes import ALIVE, NOT_TRIED, RESTING, WRONG, recipe_states
 from leannorm.saving import reasons
@@ -35,7 +36,8 @@ def test_every_recipe_is_alive_that_can_be_tried_here():
     states = list(recipe_states())
     assert [one.kind for one in states] == list(RECIPES)
     assert [one for one in states if one.state not in (ALIVE, NOT_TRIED)] == []
-    assert {one.kind for one in states if one.state == NOT_TRIED} == ELSEWHERE
+    by_nodes = {"CopySlices", "AsStridedBackward0"} if NODES is None else set()
+    assert {one.kind for one in states if one.state == NOT_TRIED} == ELSEWHERE | by_nodes
     assert all(one.why for one in states if one.state == NOT_TRIED)
 
 

@@ -13,6 +13,8 @@ import leannorm
 from leannorm.compiled import internals, partition
 from leannorm.planning.goal import Goal
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -214,12 +216,14 @@ def test_another_backend_is_named_among_the_reasons(backend):
 
 
 def test_torch_s_own_modules_compiled_in_place_are_named_among_the_reasons():
-    """Torch compiles nothing there, without a word."""
+    """Torch compiles nothing there, without a word; from 2.15 on it does."""
     options = leannorm.compile_options("conv")
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     model.compile(options=options)
     model(torch.randn(4, 8)).sum().backward()
-    assert ".compile() compiles nothing: torch.compile(model, options=...)" in options.report().reasons[0]
+    report = options.report()
+    said = ".compile() compiles nothing: torch.compile(model, options=...)"
+    assert said in " ".join(report.reasons) or (report.graphs and TORCH >= (2, 15))
 
 
 def test_a_tensor_of_a_subclass():

@@ -93,6 +93,28 @@ def test_so_many_steps_are_rebuilt_at_once_and_no_more(f, monkeypatch, with_and_
     assert any("too many steps in a row" in r.why for r in held)
 
 
+def test_a_row_of_steps_that_grows_from_its_end(with_and_without_nodes):
+    """Each sum waits for the output of a product that is saved after all of them, the last one first."""
+    linear, norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def loss_of(inputs):
+        x, parts, loss = linear(inputs[0]), [], 0
+        for one in inputs[1:]:
+            parts.append(linear(one))
+            x = x + parts[-1]
+            loss = loss + x.sin().sum()
+        for part in reversed(parts):
+            loss = loss + part.cos().sum()
+        return loss + F.gelu(norm(x)).sum()
+
+    inputs = torch.randn(600, 4, 8)
+    stock = torch.autograd.grad(loss_of(inputs), linear.weight)
+    with lean() as saved:
+        loss = loss_of(inputs)
+    assert not [reason for reason in saved.reasons if "Error" in reason]
+    assert all(map(torch.equal, stock, torch.autograd.grad(loss, linear.weight)))
+
+
 class Shared(nn.Module):
     """One value that many steps read."""
 

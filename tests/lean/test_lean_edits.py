@@ -125,3 +125,27 @@ def test_statistics_that_moved_after_an_evaluation_are_not_absent(dtype):
     command = [sys.executable, "-c", MOVED_STATISTICS, dtype]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "the same\n"), done.stderr
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
+def test_a_norms_weight_of_two_dims_edited_through_data(norm, setting):
+    """Between the norm and the tensor's save: stock knows what the norm gave, and so does the rebuild."""
+    torch.manual_seed(0)
+    w, m = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def gradients(around, x, edits):
+        with around:
+            y = norm(x.sin(), (4, 8), w)
+            if edits:
+                w.data.add_(1)
+            loss = F.gelu(y @ m).pow(2).mean() + (y * y).mean()
+        return torch.autograd.grad(loss, [m, x])
+
+    for i in range(8):
+        x, before = torch.randn(6, 4, 8, requires_grad=True), w.detach().clone()
+        stock = gradients(torch.enable_grad(), x, i > 5)
+        w.data.copy_(before)
+        found = gradients(lean(setting), x, i > 5)
+        w.data.copy_(before)
+        assert all(map(torch.equal, stock, found))

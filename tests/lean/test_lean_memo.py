@@ -31,6 +31,10 @@ def searched(monkeypatch):
     memo.forget()
 
 
+def next_key(settings):
+    return next(iter(settings))
+
+
 def _records(saved):
     return [(r.node, r.shape, r.dtype, r.bytes, r.rebuilt, r.why) for r in saved.records]
 
@@ -242,11 +246,7 @@ def test_few_objects_wait_to_be_collected(on):
     assert dicts < values
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"verify": True}, {"budget": 0.5}, {"overhead": 0.1}, {"held": (lambda t: t, lambda t: t)}],
-    ids=lambda s: next(iter(s)),
-)
+@pytest.mark.parametrize("settings", [{"verify": True}, {"held": (lambda t: t, lambda t: t)}], ids=next_key)
 def test_other_settings_are_pythons(monkeypatch, settings):
     net, asked = _net(), []
     _passes(net, "norm", 5)
@@ -255,6 +255,28 @@ def test_other_settings_are_pythons(monkeypatch, settings):
         loss = net(torch.randn(4, 8, 6, 6)).square().sum()
     loss.backward()
     assert len(asked) >= len(saved.records)
+
+
+@pytest.mark.parametrize("settings", [{"budget": 0.5}, {"peak": 0.9}, {"overhead": 10.0}], ids=next_key)
+def test_a_pass_that_follows_a_plan_asks_python_for_little(monkeypatch, settings):
+    """The first one makes the plan; another batch size has one of its own, from the next pass on."""
+    net, asked = _net(), []
+    _asked_python(monkeypatch, asked)
+    kept, counts = [], []
+    for seed, batch in enumerate((4, 4, 4, 4, 3, 3, 3, 4)):
+        torch.manual_seed(seed)
+        x = torch.randn(batch, 8, 6, 6)
+        stock = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+        asked.clear()
+        with lean(**settings) as saved:
+            loss = net(x).square().sum()
+        found = torch.autograd.grad(loss, list(net.parameters()))
+        assert all(map(torch.equal, stock, found))
+        kept.append(saved.kept_bytes), counts.append(len(asked))
+    assert counts[0] >= len(saved.records)
+    assert max(counts[3], counts[6], counts[7]) <= 4
+    assert kept[1] == kept[2] == kept[3] == kept[7]
+    assert all(r.rebuilt or r.why or not r.node for r in saved.records if r.bytes >= 1152)
 
 
 def test_several_threads_share_a_memo():

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from leannorm import lean
@@ -133,6 +134,18 @@ def test_gradients_are_stocks_in_each_pass(setting):
     stock = step(nullcontext())
     for _ in range(4):
         assert all(map(torch.equal, stock, step(lean(setting))))
+
+
+def test_what_a_norm_saved_first_tells_all_of_its_call():
+    """Attention's scores are looked at anew after some passes: is a causal mask added to them?"""
+    norm, linear, mask = nn.LayerNorm(16), nn.Linear(16, 16), torch.randn(6, 6)
+    for _ in range(2 * vain._EVERY + 2):
+        with lean("conv") as saved:
+            h = linear(torch.randn(2, 6, 16))
+            scores = torch.bmm(h, F.gelu(norm(h)).transpose(1, 2))
+            loss = (F.gelu(scores + mask) * scores.sin()).sum()
+        loss.backward()
+        assert not [reason for reason in saved.reasons if "Error" in reason]
 
 
 def test_what_pooling_holds_is_narrowed_in_each_pass():

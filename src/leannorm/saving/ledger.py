@@ -151,3 +151,9 @@ def _root(value: Value) -> Value:
     while root.step is not None and root.step.kind == "view" and root.step.inputs:
         root = root.step.inputs[0]
     return root if root.step is not None else value
+
+
+def held_by(tensor: Tensor) -> int:
+    """Elements of the memory that the tensor would hold: a view, all of its base's."""
+    whole = tensor._base is None
+    return tensor.numel() if whole else tensor.untyped_storage().nbytes() // tensor.itemsize

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from leannorm.saving import memo, reasons
-from leannorm.saving.calls import CallArguments, call_of, is_compiled, logits_of, name_of, written_by
+from leannorm.saving.calls import COPIED, CallArguments, call_of, is_compiled, logits_of, name_of, written_by
 from leannorm.saving.evidence import FreedError, matches, sample_of, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
@@ -30,7 +30,7 @@ from leannorm.saving.graph import (
     saved,
     wait,
 )
-from leannorm.saving.ledger import Ledger
+from leannorm.saving.ledger import Ledger, held_by
 from leannorm.saving.moved import Hooks, move
 from leannorm.saving.narrowed import (
     POOLS,
@@ -58,7 +58,7 @@ from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.vain import Vain
-from leannorm.saving.values import EditedError, Value, held, held_by, is_parameter, size_of
+from leannorm.saving.values import EditedError, Value, held, is_parameter, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor
@@ -89,7 +89,7 @@ class Packing(CountingHook):
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
-        self.memo = None if following or layers or hooks or self._sharded else memo.memo_of(policy)
+        self.memo = None if layers or hooks or self._sharded else memo.memo_of(policy)
 
     def packed(self, tensor: Tensor, references: int, frame: FrameType) -> Value:
         """The pack hook. If anything in it fails, the tensor is held as in stock autograd."""
@@ -188,7 +188,7 @@ class Packing(CountingHook):
             value = self._hold(tensor, kind or node.name())
             value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
-                value.why = reasons.EDITED if unedited is False else told or self._why(node, found)
+                value.why = reasons.EDITED if unedited is False else told or self._why(node, found, may)
                 self.vain.note(self.seen, (kind, seen_as), value, told, found, visits)
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
@@ -252,8 +252,10 @@ class Packing(CountingHook):
                 self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
 
-    def _why(self, node: Node, found: Step | Missing) -> str:
-        """Why an output of the node is held."""
+    def _why(self, node: Node, found: Step | Missing, may: bool) -> str:
+        """Why an output of the node is held; unless it `may` be rebuilt, the plan holds it."""
+        if not may and self.search.considers(kind_of(node)):
+            return reasons.PLANNED
         if isinstance(found, Step):
             if is_view_of_held(found):
                 return reasons.VIEW
@@ -292,9 +294,9 @@ class Packing(CountingHook):
         """Parameters, inputs, statistics, pooling indices: held, since no node made them."""
         if tensor.requires_grad:  # mostly a parameter: not counted
             value = Value(tensor, tensor._version)
-            # a norm's weight has one dim; a leaf that is no parameter may be in this pass for the first time
+            # a leaf that is no parameter may be in this pass for the first time
             plain = type(tensor) is Tensor or value.spec is not None
-            if tensor.dim() == 1 or self.policy.reads_weights or plain:
+            if tensor.dim() == 1 or self.policy.reads_weights or plain or frame.f_code in COPIED:
                 value.sample = sample_of(tensor)  # an edit through .data may come before a step reads it
             if self._sharded and tensor.dim() == 1 and value.tensor is not None:
                 value.copied = value.tensor.detach().clone() if self.units.owns(value.tensor) else None
@@ -347,10 +349,7 @@ class Packing(CountingHook):
             self._narrow(value, step, tensor)
 
     def _offers(self, value: Value, tensor: Tensor, node: Node, kind: str) -> bool:
-        """Register what a held tensor gives access to: the parts of a `cat`, the base of a view.
-
-        False if it has no base.
-        """
+        """Register what a held tensor gives access to: parts of a `cat`, a view's base; False without."""
         if kind == "CatBackward0":
             find_parts_in(value, node)
         base = tensor._base if value.tensor is not None else None

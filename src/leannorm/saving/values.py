@@ -203,8 +203,26 @@ class Value:
         shape = self.shape if self.tensor is None else self.tensor.shape
         return shape[-1] if shape else 0
 
-    def look(self, made: dict[Value, Tensor] | None = None) -> Tensor:
-        """The tensor, in the forward pass; not counted as one of its readers. `made`: what was for it."""
+    def look(self) -> Tensor:
+        """The tensor, in the forward pass; not counted as one of its readers."""
+        found, begun = dict[Value, Tensor](), [self]
+        while begun:
+            value = begun[-1]
+            if value not in found:
+                there = value._there()
+                if there is None and value.step is not None:
+                    missing = [before for before in value.step.inputs if before not in found]
+                    if missing:
+                        begun += missing
+                        continue
+                    inputs = [(found[before], Owner.HELD) for before in value.step.inputs]
+                    there = run(value.step, inputs, current())[0]
+                found[value] = there  # type: ignore[assignment]
+            begun.pop()
+        return found[self]
+
+    def _there(self) -> Tensor | None:
+        """The tensor, if it can be looked at without a rebuild."""
         if self.step is None:
             return self._proved(EditedError)
         if self.from_narrow and self._rebuilt is not None:
@@ -212,13 +230,9 @@ class Value:
                 raise EditedError(self._edited(self._rebuilt))
             return self._rebuilt
         there = None if self.seen is None else self.seen()
-        if there is not None and there._version == self.version and matches(self.sample, there):
-            return there.detach()
-        made = {} if made is None else made
-        if self not in made:
-            inputs = [(value.look(made), Owner.HELD) for value in self.step.inputs]
-            made[self] = run(self.step, inputs, current())[0]
-        return made[self]
+        if there is None or there._version != self.version or not matches(self.sample, there):
+            return None
+        return there.detach()
 
     def _for_a_rebuild(self, flags: Flags | None) -> tuple[Tensor, Owner]:
         """The tensor for a step, and who owns its memory."""
@@ -341,12 +355,6 @@ COPIED_PART = "copied part of a concatenation"
 def size_of(value: Value) -> int:
     """Elements of the tensor."""
     return prod(value.shape if value.tensor is None else value.tensor.shape)
-
-
-def held_by(tensor: Tensor) -> int:
-    """Elements of the memory that the tensor would hold: a view, all of its base's."""
-    whole = tensor._base is None
-    return tensor.numel() if whole else tensor.untyped_storage().nbytes() // tensor.itemsize
 
 
 def products_of(values: tuple[Value, ...]) -> int:
