@@ -241,8 +241,8 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     set(value.get(), names().why, p->planned);
   } else if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
-    const bool any = found != p->memo->kinds.end();
-    const std::shared_ptr<const Memo::Kinds> kinds = any ? found->second : std::make_shared<const Memo::Kinds>();
+    static const auto none = std::make_shared<const Memo::Kinds>();
+    const auto kinds = found == p->memo->kinds.end() ? none : found->second;
     for (const auto& kind : *kinds) {
       if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
       if (kind->newest != newest || !laid_out_as(*kind, t)) continue;

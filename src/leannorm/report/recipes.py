@@ -218,9 +218,7 @@ _ELSEWHERE = {
     "leannorm._FromTorchTensor": "made of DTensors, which several ranks share",
     "leannorm.Redistribute": "made of DTensors, which several ranks share",
 }
-
-
-_BY_NODES = {"CopySlices", "AsStridedBackward0"}
+_BY_NODES = {"CopySlices", "AsStridedBackward0"}  # what was written through a view, Python cannot read
 
 
 def recipe_states() -> Iterator[RecipeState]:

@@ -127,7 +127,7 @@ READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
     **dict.fromkeys(
         _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3))), _of_convolution
     ),
-    **dict.fromkeys(COPIED, _of_rms_norm),
+    **dict.fromkeys(COPIED - NORMS, _of_rms_norm),
     **dict.fromkeys(NORMS, _of_norm),
 }
 
