@@ -87,8 +87,13 @@ def batch_norm(
     True
     """
     others = has_torch_function_variadic(input, running_mean, running_var, weight, bias) or elsewhere(input)
-    if others and (y := hand_over(batch_norm, locals())) is not None:
-        return y
+    if others:
+        values = (
+            *(input, running_mean, running_var, weight, bias, training),
+            *(momentum, eps, mask, lengths, fill),
+        )
+        if (y := hand_over(batch_norm, values)) is not None:
+            return y
     running = Running(running_mean, running_var, None, momentum)
     return _by_number(input, running, Epilogue(weight, bias), training, eps, (mask, lengths, fill))
 
@@ -136,8 +141,13 @@ def batch_norm_act(
     others = has_torch_function_variadic(
         input, running_mean, running_var, weight, bias, residual
     ) or elsewhere(input)
-    if others and (y := hand_over(batch_norm_act, locals())) is not None:
-        return y
+    if others:
+        values = (
+            *(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual),
+            *(mask, lengths, fill),
+        )
+        if (y := hand_over(batch_norm_act, values)) is not None:
+            return y
     running = Running(running_mean, running_var, None, momentum)
     epilogue = Epilogue(weight, bias, residual, act)
     return _by_number(input, running, epilogue, training, eps, (mask, lengths, fill))
@@ -219,8 +229,13 @@ def tracked_batch_norm(
     """
     tensors = (input, running_mean, running_var, num_batches_tracked, weight, bias, residual)
     others = has_torch_function_variadic(*tensors) or elsewhere(input)
-    if others and (y := hand_over(tracked_batch_norm, locals())) is not None:
-        return y
+    if others:
+        values = (
+            *(input, running_mean, running_var, num_batches_tracked, weight, bias, training, momentum),
+            *(eps, dims, act, residual, sharing, pool, group_size, mask, lengths, fill),
+        )
+        if (y := hand_over(tracked_batch_norm, values)) is not None:
+            return y
     if exporting():
         _checks.dim(input, dims)
         if running_mean is None:

@@ -96,8 +96,14 @@ def conv_batch_norm(
     """
     tensors = (input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias)
     others = has_torch_function_variadic(*tensors) or elsewhere(input)
-    if others and (y := hand_over(conv_batch_norm, locals())) is not None:
-        return y
+    if others:
+        values = (
+            *(input, conv_weight, conv_bias, running_mean, running_var, bn_weight, bn_bias),
+            *(stride, padding, dilation, groups, padding_mode),
+            *(training, momentum, eps, eps_mode, num_batches_tracked, pool),
+        )
+        if (y := hand_over(conv_batch_norm, values)) is not None:
+            return y
     _checks.one_of("eps_mode", eps_mode, EPS_MODES)
     _checks.one_of("padding_mode", padding_mode, tuple(PADDING_MODES))
     if exporting():

@@ -147,16 +147,17 @@ def has_subclass(*values: object) -> bool:
     )
 
 
-def hand_over(function: Callable[..., Result], arguments: Arguments) -> Result:
-    """The result of a call that others answer, or None: answer it. `arguments` are all of its, by name.
+def hand_over(function: Callable[..., Result], values: tuple[Any, ...]) -> Result:
+    """The result of a call that others answer, or None: answer it. `values` are all of its arguments, in the
+    order of its signature (`locals()` would be shorter, and torch's older compilers do not read it).
 
     `__torch_function__` of a tensor subclass gets torch's function, unless a keyword-only argument, which
     torch's lacks, is set. All others get `function`, with its arguments in the order of its signature.
     """
     door, result = _DOORS[function], None
-    args, kwargs = [arguments[name] for name in door.positional], {n: arguments[n] for n in door.named}
-    by_name: dict[str, Any] = dict(zip(door.positional, args, strict=True)) | kwargs
-    by_batch = door.by_batch is not None and door.by_batch(arguments)
+    by_name: dict[str, Any] = dict(zip((*door.positional, *door.named), values, strict=True))
+    args, kwargs = values[: len(door.positional)], {name: by_name[name] for name in door.named}
+    by_batch = door.by_batch is not None and door.by_batch(by_name)
     if by_batch and frozen() and any(by_name.get(name) is not None for name in _WRITTEN):
         return function(**by_name | {name: None for name in _WRITTEN if name in by_name})
     if type(by_name.get("input")) is NestedTensor:

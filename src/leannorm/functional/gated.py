@@ -57,7 +57,8 @@ def gated_rms_norm(
     tensor([[0.0000, 2.2627]])
     """
     if has_torch_function_variadic(input, gate, weight):
-        return hand_over(gated_rms_norm, locals())
+        values = input, gate, normalized_shape, weight, eps, act, norm_before_gate, cast
+        return hand_over(gated_rms_norm, values)
     if eps is None:
         eps = torch.finfo(compute_dtype(input)).eps
     _checks.activation(act)

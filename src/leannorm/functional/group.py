@@ -69,7 +69,8 @@ def group_norm(
     True
     """
     if has_torch_function_variadic(input, weight, bias):
-        return hand_over(group_norm, locals())
+        values = input, num_groups, weight, bias, eps, mask, lengths, fill
+        return hand_over(group_norm, values)
     if unmasked(mask, lengths, fill):
         y = fast.group_norm(input, weight, bias, eps, "identity", num_groups)
         if y is not None:
@@ -111,7 +112,8 @@ def group_norm_act(
     True
     """
     if has_torch_function_variadic(input, weight, bias):
-        return hand_over(group_norm_act, locals())
+        values = input, num_groups, weight, bias, eps, act, mask, lengths, fill
+        return hand_over(group_norm_act, values)
     _checks.activation(act)
     if unmasked(mask, lengths, fill):
         y = fast.group_norm(input, weight, bias, eps, act, num_groups)
@@ -217,8 +219,13 @@ def instance_norm(
         quick = fast.instance_norm(input, weight, bias, eps)
         if quick is not None:
             return quick
-    if (others or elsewhere(input)) and (y := hand_over(instance_norm, locals())) is not None:
-        return y
+    if others or elsewhere(input):
+        values = (
+            *(input, running_mean, running_var, weight, bias, use_input_stats),
+            *(momentum, eps, mask, lengths, fill),
+        )
+        if (y := hand_over(instance_norm, values)) is not None:
+            return y
     if exporting():
         _checks.running_statistics(running_mean, running_var, use_input_stats)
         if use_input_stats:
@@ -336,8 +343,13 @@ def layer_instance_norm(
         if quick is not None:
             return quick
     others = (others or elsewhere(input)) and not has_subclass(*tensors)
-    if others and (y := hand_over(layer_instance_norm, locals())) is not None:
-        return y
+    if others:
+        values = (
+            *(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps, rank),
+            *(num_features, mask, lengths, fill),
+        )
+        if (y := hand_over(layer_instance_norm, values)) is not None:
+            return y
     _checks.dim(input, (rank - 1, rank))
     one_sample = input.dim() < rank
     if one_sample:

@@ -121,7 +121,8 @@ def layer_norm(
             [-1.,  1.]])
     """
     if has_torch_function_variadic(input, weight, bias, mask, lengths) or type(input) is NestedTensor:
-        return hand_over(layer_norm, locals())
+        values = input, normalized_shape, weight, bias, eps, dim, mask, lengths
+        return hand_over(layer_norm, values)
     if dim is None and mask is None and lengths is None:
         y = fast.row_norm(input, weight, bias, normalized_shape, eps, rms=False)
         if y is not None:
@@ -166,7 +167,8 @@ def rms_norm(
     tensor([[3., 4.]])
     """
     if has_torch_function_variadic(input, weight, mask, lengths) or type(input) is NestedTensor:
-        return hand_over(rms_norm, locals())
+        values = input, normalized_shape, weight, eps, dim, weight_offset, cast, mask, lengths
+        return hand_over(rms_norm, values)
     if dim is None and mask is None and lengths is None and weight_offset == 0 and cast == "after":
         y = fast.row_norm(input, weight, None, normalized_shape, eps, rms=True)
         if y is not None:
@@ -213,7 +215,8 @@ def add_layer_norm(
         has_torch_function_variadic(input, residual, weight, bias, mask, lengths)
         or type(input) is NestedTensor
     ):
-        return hand_over(add_layer_norm, locals())
+        values = input, residual, normalized_shape, weight, bias, eps, dim, mask, lengths
+        return hand_over(add_layer_norm, values)
     form = stock.RowForm(eps, dim)
     return _row_norm((input, residual, weight, bias), normalized_shape, form, mask, lengths)
 
@@ -252,7 +255,11 @@ def add_rms_norm(
     tensor([[3., 4.]])
     """
     if has_torch_function_variadic(input, residual, weight, mask, lengths) or type(input) is NestedTensor:
-        return hand_over(add_rms_norm, locals())
+        values = (
+            *(input, residual, normalized_shape, weight, eps),
+            *(dim, weight_offset, cast, mask, lengths),
+        )
+        return hand_over(add_rms_norm, values)
     _checks.weight_offset(weight_offset)
     _checks.cast(cast)
     form = stock.RowForm(eps, dim, True, weight_offset, cast == "before")

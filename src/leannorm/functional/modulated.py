@@ -82,7 +82,8 @@ def ada_layer_norm(
     True
     """
     if has_torch_function_variadic(input, scale, shift, weight, bias):
-        return hand_over(ada_layer_norm, locals())
+        values = input, normalized_shape, scale, shift, eps, weight, bias
+        return hand_over(ada_layer_norm, values)
     return _ada_norm((input, None, None, scale, shift, weight, bias), normalized_shape, eps, rms=False)[0]
 
 
@@ -113,7 +114,8 @@ def ada_rms_norm(
     True
     """
     if has_torch_function_variadic(input, scale, shift, weight):
-        return hand_over(ada_rms_norm, locals())
+        values = input, normalized_shape, scale, eps, weight, shift
+        return hand_over(ada_rms_norm, values)
     return _ada_norm((input, None, None, scale, shift, weight, None), normalized_shape, eps, rms=True)[0]
 
 
@@ -151,7 +153,8 @@ def add_ada_layer_norm(
     (tensor([[-1.,  1.]]), tensor([[0.5000, 1.5000]]))
     """
     if has_torch_function_variadic(input, branch, gate, scale, shift, weight, bias):
-        return hand_over(add_ada_layer_norm, locals())
+        values = input, branch, gate, normalized_shape, scale, shift, eps, weight, bias
+        return hand_over(add_ada_layer_norm, values)
     return _ada_norm((input, branch, gate, scale, shift, weight, bias), normalized_shape, eps, rms=False)
 
 
@@ -185,5 +188,6 @@ def add_ada_rms_norm(
     tensor([[3., 4.]])
     """
     if has_torch_function_variadic(input, branch, gate, scale, shift, weight):
-        return hand_over(add_ada_rms_norm, locals())
+        values = input, branch, gate, normalized_shape, scale, eps, weight, shift
+        return hand_over(add_ada_rms_norm, values)
     return _ada_norm((input, branch, gate, scale, shift, weight, None), normalized_shape, eps, rms=True)

@@ -88,8 +88,13 @@ def batch_norm_op(
     (True, True)
     """
     tensors = (x, estimated_mean, estimated_var, scale, bias)
-    if has_torch_function_variadic(*tensors) and (y := hand_over(batch_norm_op, locals())) is not None:
-        return y
+    if has_torch_function_variadic(*tensors):
+        values = (
+            *(x, estimated_mean, estimated_var, scale, bias, is_infer, use_global_est, epsilon),
+            *(momentum, batch_id, data_layout),
+        )
+        if (y := hand_over(batch_norm_op, values)) is not None:
+            return y
     inside = transformed(x, scale, bias) or (is_infer and exporting())
     run = _batch_norm_op if inside else torch.ops.leannorm.batch_norm_op.default
     settings = _Settings(is_infer, use_global_est, epsilon, momentum, batch_id, data_layout)

@@ -96,8 +96,13 @@ def sync_batch_norm(
     """
     tensors = (input, running_mean, running_var, weight, bias, residual)
     others = has_torch_function_variadic(*tensors) or type(input) is NestedTensor
-    if others and (y := hand_over(sync_batch_norm, locals())) is not None:
-        return y
+    if others:
+        values = (
+            *(input, running_mean, running_var, weight, bias, training, momentum, eps, act, residual),
+            *(process_group, timeout, debug_consistency, name, mask, lengths, fill),
+        )
+        if (y := hand_over(sync_batch_norm, values)) is not None:
+            return y
     _checks.timeout(timeout)
     masking: Any = {"mask": mask, "lengths": lengths, "fill": fill}
     if not training:
