@@ -191,6 +191,7 @@ inline void offer_base(State* p, PyObject* value, PyObject* object, const Tensor
 struct Planned {
   Ref call;  // null without a plan
   bool rebuild = true;
+  Ref why;  // it is held, where it is not rebuilt
 };
 inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
   if (p->following.get() == Py_None || t.numel() < p->smallest) return {};
@@ -202,7 +203,10 @@ inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const Nod
   PyObject *const seen = layout.get(), *const before = PyTuple_GET_ITEM(calls.get(), place);
   const Ref call = checked(PyTuple_Pack(4, of.name.get(), PyTuple_GET_ITEM(seen, 0), PyTuple_GET_ITEM(seen, 1), PyTuple_GET_ITEM(seen, 2)));
   if (PyObject_RichCompareBool(call.get(), before, Py_EQ) != 1 || PySet_Contains(narrow.get(), at.get()) != 0) throw Unusual();
-  return {borrowed(before), PyTuple_GET_ITEM(rebuild.get(), place) == Py_True};
+  const bool again = PyTuple_GET_ITEM(rebuild.get(), place) == Py_True;
+  const Ref whys = again ? Ref() : get(made_for.get(), names().whys);
+  PyObject* const why = again ? nullptr : PyDict_GetItemWithError(whys.get(), at.get());
+  return {borrowed(before), again, borrowed(why == nullptr ? p->planned.get() : why)};
 }
 inline void note_call(State* p, const Planned& plan) {
   if (plan.call && PyList_Append(p->calls.get(), plan.call.get()) != 0) throw Unusual();
@@ -238,7 +242,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     if (of.widens) throw Unusual();
     call_of(p);
     value = held(p, t, of.name.get());
-    set(value.get(), names().why, p->planned);
+    set(value.get(), names().why, plan.why);
   } else if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
     static const auto none = std::make_shared<const Memo::Kinds>();

@@ -27,6 +27,7 @@ struct Names {
   PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow), LEANNORM_NAME(told), LEANNORM_NAME(again);
   PyObject LEANNORM_NAME(_offers), LEANNORM_NAME(place), LEANNORM_NAME(recent), LEANNORM_NAME(append);
   PyObject LEANNORM_NAME(plan), LEANNORM_NAME(made_for), LEANNORM_NAME(calls), LEANNORM_NAME(rebuild), LEANNORM_NAME(narrow);
+  PyObject LEANNORM_NAME(whys);
 #undef LEANNORM_NAME
   PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
   PyObject* registry[8];  // the keys of a node's metadata, by output; as graph.py

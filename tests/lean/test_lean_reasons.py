@@ -341,3 +341,17 @@ def test_what_a_setting_leaves_out_is_not_at_fault():
     loss.backward()
     assert saved.rebuilt_bytes > saved.kept_bytes
     assert not saved.reasons
+
+
+@pytest.mark.filterwarnings("ignore:leannorm. budget=0.05 is out of reach")
+def test_a_pass_that_follows_a_plan_says_what_its_first_one_did(with_and_without_nodes):
+    """What no plan could rebuild is not what the plan keeps."""
+    heard = []
+    for _ in range(4):
+        with lean(budget=0.05) as saved:
+            h = torch.randn(64, 64, requires_grad=True).cumsum(0)  # no recipe
+            loss = (h * 0.1).exp().exp().exp().mean()
+        heard.append([(r.node, r.rebuilt, r.why) for r in saved.records])
+        assert any("made of outputs of CumsumBackward0" in reason for reason in saved.reasons)
+        loss.backward()
+    assert heard[0] == heard[1] == heard[2] == heard[3]

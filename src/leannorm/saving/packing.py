@@ -188,7 +188,8 @@ class Packing(CountingHook):
             value = self._hold(tensor, kind or node.name())
             value.sample = sample_of(local)  # it may be edited through .data before a step reads it
             if worth or unedited is False:
-                value.why = reasons.EDITED if unedited is False else told or self._why(node, found, may)
+                told = told if may or self.following is None else self.following.why(place)
+                value.why = reasons.EDITED if unedited is False else told or self._why(node, found)
                 self.vain.note(self.seen, (kind, seen_as), value, told, found, visits)
             elif size >= SMALLEST:
                 value.why = reasons.SMALLER
@@ -252,10 +253,8 @@ class Packing(CountingHook):
                 self.reasons[reasons.COMPILED_WITHIN] = 1
         return self._call[1]
 
-    def _why(self, node: Node, found: Step | Missing, may: bool) -> str:
-        """Why an output of the node is held; unless it `may` be rebuilt, the plan holds it."""
-        if not may and self.search.considers(kind_of(node)):
-            return reasons.PLANNED
+    def _why(self, node: Node, found: Step | Missing) -> str:
+        """Why an output of the node is held."""
         if isinstance(found, Step):
             if is_view_of_held(found):
                 return reasons.VIEW
@@ -288,7 +287,8 @@ class Packing(CountingHook):
             self.reasons[why] = 1
         lines, places = lines_of(self.reads.made, self.ledger.alive(), rates)
         narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
-        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads.made))
+        whys = {value.place: value.why for value in self.ledger.values() if value.step is None and value.why}
+        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads.made), whys)
 
     def _without_node(self, tensor: Tensor, references: int, frame: FrameType, number: int) -> Value:
         """Parameters, inputs, statistics, pooling indices: held, since no node made them."""

@@ -5,7 +5,7 @@ A pass without a plan rebuilds all that it can; from its sizes and prices the pl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class Pass(NamedTuple):
     """What a forward pass saved, in order, and its step as the planner reads it.
 
     `places`: for each value of the step, the tensors that share its memory, by index. `narrow`: the tensors,
-    by index, that are rebuilt from copies in a narrower dtype.
+    by index, that are rebuilt from copies in a narrower dtype. `whys`: why others could not be rebuilt.
     """
 
     calls: tuple[Call, ...]
@@ -29,6 +29,7 @@ class Pass(NamedTuple):
     places: tuple[tuple[int, ...], ...]
     narrow: frozenset[int] = frozenset()
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
+    whys: Mapping[int, str] = {}
 
     @property
     def share_of_hooks(self) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from leannorm.planning.goal import Goal
+from leannorm.saving import reasons
 from leannorm.saving.plan import Pass, RebuildPlan, plan, structure
 
 _Key = tuple[Goal, Hashable]  # and the structure of the first tensor
@@ -43,6 +44,10 @@ class Following:
     def narrows(self, place: int) -> bool:
         """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""
         return self.plan is not None and place in self.plan.made_for.narrow
+
+    def why(self, place: int) -> str:
+        """Why a tensor is held that the plan does not rebuild."""
+        return reasons.PLANNED if self.plan is None else self.plan.made_for.whys.get(place, reasons.PLANNED)
 
     def end(self, calls: Sequence[tuple[Any, ...]], read: Callable[[], Pass]) -> None:
         """Make a plan from a pass that followed none, or resize the plan that it followed to its sizes.
