@@ -67,6 +67,12 @@ struct Kind {
 
 enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
 
+// A copy of a small tensor, so that an optimizer step before the backward pass does not change it.
+inline Ref copy_of(const Tensor& t) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return checked(THPVariable_Wrap(t.detach().clone()));
+}
+
 // Does the leaf hold what a node of this pass read? As leaves.py.
 inline bool proves(const Now& now, PyObject* leaf) {
   const Ref id = checked(PyLong_FromVoidPtr(leaf));
@@ -271,7 +277,7 @@ class Match {
     if (PyTuple_GET_ITEM(call.get(), 3) != Py_False) throw Unusual();
     return call;
   }
-  // Copies of a norm's weight and bias: an optimizer may step before the backward pass.
+  // Copies of a norm's weight and bias.
   Ref copies(const Template& how) {
     const Ref call = call_told_by(how, how.told_by);
     PyObject* const constants = PyTuple_GET_ITEM(how.step.get(), kConstants);
@@ -281,11 +287,7 @@ class Match {
     for (size_t i = 0; i < how.copied.size(); ++i) {
       const int field = how.copied[i];
       Ref copy = borrowed(field < -1 ? PyTuple_GET_ITEM(call.get(), 1) : Py_None);
-      if (field >= 0) {
-        const Tensor source = look(fields_[how.check][field].get());
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        copy = checked(THPVariable_Wrap(source.detach().clone()));
-      }
+      if (field >= 0) copy = copy_of(look(fields_[how.check][field].get()));
       if ((copy.get() == Py_None) != (field == -1 || field == -3)) throw Unusual();
       PyTuple_SET_ITEM(made.get(), i, copy.release());
     }

@@ -212,7 +212,7 @@ inline void note_call(State* p, const Planned& plan) {
   if (plan.call && PyList_Append(p->calls.get(), plan.call.get()) != 0) throw Unusual();
 }
 // Where a step that reads this value must be compared, it finds the tensor, if that is alive; as Packing._remember.
-inline void remember(State* p, PyObject* value, PyObject* object, const Planned& plan, bool is_held) {
+inline void remember(State* p, PyObject* value, PyObject* object, bool is_held) {
   set(value, names().place, checked(PyLong_FromSsize_t(PyList_GET_SIZE(p->calls.get()))));
   if (is_held) return;
   set(value, names().seen, checked(PyWeakref_NewRef(object, nullptr)));
@@ -267,7 +267,6 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     if (edited) set(value.get(), names().as_made, Py_False);
   }
   const bool is_held = get(value.get(), names().step).get() == Py_None;
-  if (is_held && large && edited && t.is_view() && t._base().grad_fn()) throw Unusual();
   const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
   Ref sample = is_held ? sample_of(t) : get(value.get(), names().sample);
   if (is_held) set(value.get(), names().sample, sample);
@@ -277,9 +276,9 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   set(value.get(), names().seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
   if (of.clone && newest) set(value.get(), names().copied_to_edit, Py_True);
   if (p->call.get() != Py_None) set(value.get(), names().call, p->call);
-  if (plan.call) remember(p, value.get(), object, plan, is_held);
+  if (plan.call) remember(p, value.get(), object, is_held);
   record_packed(node, output, value.get(), sample.get());
-  if (is_held && large && t.is_view()) offer_base(p, value.get(), object, t, node, of);
+  if (is_held && large && !edited && t.is_view()) offer_base(p, value.get(), object, t, node, of);
   if (p->now.waits && PyDict_GetItemWithError(metadata_of(node), names().waiting) != nullptr) {
     const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
     const Ref number = checked(PyLong_FromUnsignedLong(output));

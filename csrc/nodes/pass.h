@@ -67,6 +67,19 @@ inline bool flags_as_before(State* p) {
   return true;
 }
 
+// The Python function that has called autograd.
+inline PyFrameObject* caller() {
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame == nullptr) throw Unusual();
+  return frame;
+}
+inline Ref code_of(PyFrameObject* frame) { return Ref(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame))); }
+inline bool is_in(PyObject* codes, const Ref& code) {
+  const int found = PySet_Contains(codes, code.get());
+  if (found < 0) throw Unusual();
+  return found;
+}
+
 // What a norm's call tells in `frame`; as _of_norm in calls.py.
 inline Ref norm_call(State* p, PyFrameObject* frame) {
   static PyObject* const f_locals = PyUnicode_InternFromString("f_locals");
@@ -97,11 +110,7 @@ inline Ref norm_call(State* p, PyFrameObject* frame) {
   const auto share = [](const Tensor* a, const Tensor* b) { return a != nullptr && b != nullptr && a->is_alias_of(*b); };
   bool moves_affine = false;
   for (const Tensor* moved : {tensors[2], tensors[3]}) moves_affine |= trains && (share(moved, weight) || share(moved, bias));
-  Ref copy = borrowed(Py_None);
-  if (bias != nullptr) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    copy = checked(THPVariable_Wrap(bias->detach().clone()));
-  }
+  Ref copy = bias == nullptr ? borrowed(Py_None) : copy_of(*bias);
   auto* const type = reinterpret_cast<PyTypeObject*>(p->arguments.get());
   Ref made = checked(type->tp_alloc(type, 5));
   PyTuple_SET_ITEM(made.get(), 0, borrowed(of[6]).release());
@@ -115,12 +124,11 @@ inline Ref norm_call(State* p, PyFrameObject* frame) {
 // The call that saves the tensor, as Packing._call_of: None where its frame tells nothing.
 inline PyObject* call_of(State* p) {
   if (p->called == p->now.next) return p->call.get();
-  PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr || p->apply.get() == Py_None) throw Unusual();
-  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  if (p->apply.get() == Py_None) throw Unusual();
+  PyFrameObject* const frame = caller();
+  const Ref code = code_of(frame);
   PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
-  const int is_norm = PySet_Contains(p->norms.get(), code.get());
-  if (is_norm < 0) throw Unusual();
+  const bool is_norm = is_in(p->norms.get(), code);
   const bool telling = PyDict_Contains(p->read.get(), code.get()) == 1 || code.get() == p->apply.get() ||
                        PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
   if (is_norm) p->call = norm_call(p, frame);
@@ -134,20 +142,11 @@ inline PyObject* call_of(State* p) {
 }
 
 // Is a norm called, of which a rebuild copies the weight?
-inline bool by_norm(State* p) {
-  PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr) throw Unusual();
-  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
-  const int is_norm = PySet_Contains(p->copied.get(), code.get());
-  if (is_norm < 0) throw Unusual();
-  return is_norm;
-}
+inline bool by_norm(State* p) { return is_in(p->copied.get(), code_of(caller())); }
 
 // As name_of in calls.py.
 inline Ref name_of_caller() {
-  PyFrameObject* const frame = PyEval_GetFrame();
-  if (frame == nullptr) throw Unusual();
-  const Ref code(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  const Ref code = code_of(caller());
   Ref name(PyObject_GetAttrString(code.get(), "co_qualname"));
   if (!name) PyErr_Clear(), name = checked(PyObject_GetAttrString(code.get(), "co_name"));
   return name;

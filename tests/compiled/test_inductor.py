@@ -20,7 +20,7 @@ def run(settings, cache):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.conformance  # eight processes that compile
+@pytest.mark.conformance  # fresh processes that compile
 @pytest.mark.timeout(900)
 def test_a_setting_is_followed_whatever_the_caches_hold(tmp_path):
     """The same model under several settings, in one process and in a second that finds its caches."""

@@ -18,7 +18,7 @@ from leannorm import no_stats_update, use_backend
 IMAGES = [case for case in FIRST if not case.layer.name.endswith(("1d", "3d"))]
 OPTIONS = [case for case in ALL if case.layer.name in ("BatchNorm2d", "InstanceNorm2d", "ConvBatchNorm2d")]
 KINDS = list({(case.layer.name, case.layer.residual): case for case in reversed(IMAGES)}.values())
-# one of each autograd function, for transforms of compiled code
+# layers of several autograd functions, for transforms of compiled code
 FAMILIES = [
     case
     for case in KINDS

@@ -210,14 +210,15 @@ class Value:
             value = begun[-1]
             if value not in found:
                 there = value._there()
-                if there is None and value.step is not None:
+                if there is None:
+                    assert value.step is not None
                     missing = [before for before in value.step.inputs if before not in found]
                     if missing:
                         begun += missing
                         continue
                     inputs = [(found[before], Owner.HELD) for before in value.step.inputs]
                     there = run(value.step, inputs, current())[0]
-                found[value] = there  # type: ignore[assignment]
+                found[value] = there
             begun.pop()
         return found[self]
 
