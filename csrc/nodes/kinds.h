@@ -65,8 +65,6 @@ struct Kind {
   bool is_view;
 };
 
-enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
-
 // A copy of a small tensor, so that an optimizer step before the backward pass does not change it.
 inline Ref copy_of(const Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -121,7 +119,7 @@ class Match {
     for (size_t k = 0; k < check.fields.size(); ++k) {
       Ref value = packed_by_hook(fields.of[k](node));
       const bool there = value && is_value(value.get());
-      if (there && (get(value.get(), names().memory).get() != Py_None || !is_current(value.get()))) return false;
+      if (there && (get(value.get(), slots.memory).get() != Py_None || !is_current(value.get()))) return false;
       if (!there && !is_absent(fields.of[k](node))) return false;  // saved as it is, or by others' hooks
       if ((there ? sort_of(now_, value.get()) : -1) != check.fields[k]) return false;
       if (there) fields_[i][k] = std::move(value);
@@ -152,7 +150,7 @@ class Match {
     }
     if (!found.value || !is_value(found.value.get())) return false;
     PyObject* const value = found.value.get();
-    if (get(value, names().memory).get() != Py_None || get(value, names().as_made).get() != Py_True) return false;
+    if (get(value, slots.memory).get() != Py_None || get(value, slots.as_made).get() != Py_True) return false;
     if (sort_of(now_, value) != edge.at || !is_current(value)) return false;
     edges_[i][k] = std::move(found.value);
     return true;
@@ -187,17 +185,17 @@ class Match {
       if (check == how.check) return borrowed(value.get());
     const Ref step = step_of(how);
     Ref value = new_value(Py_None, 0, step.get(), how.name.get());
-    set(value.get(), names().shape, how.shape), set(value.get(), names().dtype, how.dtype);
-    if (how.products != 0) set_number(value.get(), names().products, how.products);
+    set(value.get(), slots.shape, how.shape), set(value.get(), slots.dtype, how.dtype);
+    if (how.products != 0) set_number(value.get(), slots.products, how.products);
     made_.emplace_back(how.check, borrowed(value.get()));
     if (!now_.waits) {
       if (!how.sort) how.sort = checked(PyObject_CallOneArg(now_.sorter, value.get()));
-      else set(value.get(), names().sort, how.sort);
+      else set(value.get(), slots.sort, how.sort);
     }
     return with_provenance(std::move(value));
   }
   Ref with_provenance(Ref value) {
-    set(value.get(), names().provenance, provenance), set(value.get(), names().order, order);
+    set(value.get(), slots.provenance, provenance), set(value.get(), slots.order, order);
     return value;
   }
 
@@ -205,17 +203,17 @@ class Match {
     Ref inputs, captured;
     if (how.captured == Template::kOfNorm) {
       Ref value = value_of(how.inputs[0]);
-      Ref norm = get(value.get(), names().step);
+      Ref norm = get(value.get(), slots.step);
       for (int i = 0; i < how.copies; ++i) {
         PyObject* const copied = PyTuple_GET_ITEM(PyTuple_GET_ITEM(norm.get(), kInputs), 0);
-        norm = get(copied, names().step);
+        norm = get(copied, slots.step);
       }
       PyObject* const flags = PyTuple_GET_ITEM(norm.get(), kFlags);
       if (flags != PyTuple_GET_ITEM(how.step.get(), kFlags)) throw Unusual();
       inputs = borrowed(PyTuple_GET_ITEM(norm.get(), kInputs));
       captured = borrowed(PyTuple_GET_ITEM(norm.get(), kCaptured));
     } else {
-      inputs = checked(PyTuple_New(how.inputs.size()));
+      inputs = out_of_circles(checked(PyTuple_New(how.inputs.size())));
       for (size_t i = 0; i < how.inputs.size(); ++i) {
         Ref value = value_of(how.inputs[i]);
         if (is_unproved_leaf(value.get())) throw Unusual();
@@ -237,42 +235,42 @@ class Match {
       Py_INCREF(field);
       PyTuple_SET_ITEM(made.get(), i, field);
     }
-    return made;
+    return out_of_circles(std::move(made));
   }
   // Of a step with these inputs; as Step.told. Throws where there are too many.
   std::pair<Ref, Ref> depth_and_runs(PyObject* inputs) const {
     long depth = 1, runs = 1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
       PyObject* const value = PyTuple_GET_ITEM(inputs, i);
-      const Ref step = get(value, names().step);
+      const Ref step = get(value, slots.step);
       if (step.get() == Py_None) continue;
       depth = std::max(depth, 1 + PyLong_AsLong(PyTuple_GET_ITEM(step.get(), kDepth)));
-      if (get(value, names().layout).get() == Py_None) runs += PyLong_AsLong(PyTuple_GET_ITEM(step.get(), kRunsOf));
+      if (get(value, slots.layout).get() == Py_None) runs += PyLong_AsLong(PyTuple_GET_ITEM(step.get(), kRunsOf));
     }
     if (depth > now_.most_in_a_row || runs > now_.most_runs) throw Unusual();
     return {checked(PyLong_FromLong(depth)), checked(PyLong_FromLong(runs))};
   }
   // A leaf that a node saved without a sample: what it holds now may not be what the node has read.
   static bool is_unproved_leaf(PyObject* value) {
-    if (get(value, names().sample).get() != Py_None || number(value, names().users) == 0) return false;
-    const Ref tensor = get(value, names().tensor);
+    if (get(value, slots.sample).get() != Py_None || number(value, slots.users) == 0) return false;
+    const Ref tensor = get(value, slots.tensor);
     return tensor.get() != Py_None && THPVariable_Unpack(tensor.get()).requires_grad();
   }
 
   // The tensor of a value that is held, unedited; undefined for none.
   static Tensor look(PyObject* value) {
     if (value == nullptr) return Tensor();
-    const Ref held = get(value, names().tensor);
+    const Ref held = get(value, slots.tensor);
     const Tensor* const v = tensor_of(held.get());
-    if (v == nullptr || get(value, names().step).get() != Py_None || !is_current(value)) throw Unusual();
-    if (!matches(get(value, names().sample).get(), *v)) throw Unusual();
+    if (v == nullptr || get(value, slots.step).get() != Py_None || !is_current(value)) throw Unusual();
+    if (!matches(get(value, slots.sample).get(), *v)) throw Unusual();
     return *v;
   }
   // What the call told that saved this field: eps, bias, reads_buffers, moves_affine, causal (calls.py).
   Ref call_told_by(const Template& how, int field) const {
     PyObject* const value = fields_[how.check][field].get();
     if (value == nullptr) throw Unusual();
-    Ref call = get(value, names().call);
+    Ref call = get(value, slots.call);
     if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) != 5) throw Unusual();
     if (PyTuple_GET_ITEM(call.get(), 3) != Py_False) throw Unusual();
     return call;
@@ -304,7 +302,7 @@ class Match {
     if (!as_before || (bias != nullptr && bias->numel() != mean.numel())) throw Unusual();
     const auto [scale, shift] = scale_and_shift_of(mean, rstd, weight, bias == nullptr ? Tensor() : *bias);
     const Ref first = checked(THPVariable_Wrap(scale)), second = checked(THPVariable_Wrap(shift));
-    return checked(PyTuple_Pack(2, first.get(), second.get()));
+    return out_of_circles(checked(PyTuple_Pack(2, first.get(), second.get())));
   }
 
   const Now& now_;

@@ -1,11 +1,10 @@
 // How memo.py hands over what a search has found, and what unpacks the values that need no Python.
 #pragma once
 
+#include "ledger.h"
 #include "memo.h"
 
 namespace leannorm {
-
-namespace py = pybind11;
 
 inline Ref object_of(py::handle from) { return borrowed(from.ptr()); }
 
@@ -99,9 +98,10 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->norms = object_of(from["norms"]), made->arguments = object_of(from["arguments"]);
   made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]), made->kept = object_of(from["kept"]);
   made->vain = object_of(from["vain"]), made->planned = object_of(from["planned"]);
-  made->copied = object_of(from["copied"]), made->following = object_of(from["following"]), made->calls = object_of(from["calls"]), made->plan = borrowed(Py_None);
+  made->copied = object_of(from["copied"]), made->convolutions = object_of(from["convolutions"]), made->linear = object_of(from["linear"]);
+  made->following = object_of(from["following"]), made->calls = object_of(from["calls"]), made->plan = borrowed(Py_None);
   made->now = {at::RecordFunction::currentThreadId(), at::sequence_number::peek(), 0, made->flags.get(),
-               made->before.get(), made->sorter.get(), &made->memo->sorts, &made->memo->layouts, from["from_here"].cast<bool>(), false,
+               made->before.get(), made->sorter.get(), &made->memo->sorts, from["from_here"].cast<bool>(), false,
                from["most_in_a_row"].cast<long>(), from["most_runs"].cast<long>()};
   made->seen = from["seen"].cast<long>(), made->smallest = from["smallest"].cast<long>();
   made->largest = 0, made->much_larger = from["much_larger"].cast<long>();
@@ -167,10 +167,10 @@ inline PyObject* unpack_by_python = nullptr;
 inline PyObject* unpack(PyObject*, PyObject* packed) {
   HANDLE_TH_ERRORS
   try {
-    if (is_value(packed) && get(packed, names().step).get() == Py_None) {
-      Ref held = get(packed, names().tensor);
+    if (is_value(packed) && get(packed, slots.step).get() == Py_None) {
+      Ref held = get(packed, slots.tensor);
       const Tensor* const t = tensor_of(held.get());
-      if (t != nullptr && get(packed, names().spec).get() == Py_None && static_cast<long>(t->_version()) == number(packed, names().version))
+      if (t != nullptr && get(packed, slots.spec).get() == Py_None && static_cast<long>(t->_version()) == number(packed, slots.version))
         return held.release();
     }
   } catch (const Unusual&) {
@@ -180,12 +180,16 @@ inline PyObject* unpack(PyObject*, PyObject* packed) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_lean(Value, Step, Packed, unpack)
+// set_lean(Value, Step, Packed, unpack, Value(None))
 inline PyObject* set_lean(PyObject*, PyObject* arguments) {
+  HANDLE_TH_ERRORS
   Classes& of = classes();
-  if (!PyArg_ParseTuple(arguments, "OOOO", &of.value, &of.step, &of.packed, &unpack_by_python)) return nullptr;
+  PyObject* value;
+  if (!PyArg_ParseTuple(arguments, "OOOOO", &of.value, &of.step, &of.packed, &unpack_by_python, &value)) return nullptr;
   Py_INCREF(of.value), Py_INCREF(of.step), Py_INCREF(of.packed), Py_INCREF(unpack_by_python);
+  slots.read_from(of.value, value);
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 
 // references(tensor): to the Python object, as a hook in C sees them.
@@ -194,7 +198,7 @@ inline PyObject* references(PyObject*, PyObject* object) { return PyLong_FromSsi
 inline PyMethodDef lean_functions[] = {
     {"references", references, METH_O, nullptr},
     {"unpack", unpack, METH_O, nullptr}, {"set_lean", set_lean, METH_VARARGS, nullptr}, {"begin", begin, METH_VARARGS, nullptr},
-    {"memo", new_memo, METH_NOARGS, nullptr}, {"fields", field_names, METH_O, nullptr}, {nullptr}};
+    {"rows", rows, METH_O, nullptr}, {"memo", new_memo, METH_NOARGS, nullptr}, {"fields", field_names, METH_O, nullptr}, {nullptr}};
 inline bool add_lean(PyObject* module) {
   return PyType_Ready(&pass_type) == 0 && PyType_Ready(&memo_type) == 0 && PyModule_AddFunctions(module, lean_functions) == 0;
 }

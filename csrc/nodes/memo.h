@@ -13,17 +13,17 @@ namespace leannorm {
 inline bool requires_no_more(const Tensor& t) { return t.layout() == at::kStrided && t.is_cpu() && plain(t); }
 
 inline Ref finished(State* p, Ref value) {
-  set(value.get(), names().provenance, p->provenance), set(value.get(), names().order, checked(order_of(p)));
+  set(value.get(), slots.provenance, p->provenance), set(value.get(), slots.order, checked(order_of(p)));
   use(value.get());
   return value;
 }
 inline void in_ledger(State* p, PyObject* value) {
-  const Ref reference = checked(PyWeakref_NewRef(value, nullptr));
+  const Ref reference = out_of_circles(checked(PyWeakref_NewRef(value, nullptr)));
   set(p->ledger.get(), names()._closed, Py_None);
   if (PyList_Append(p->values.get(), reference.get()) != 0) throw Unusual();
 }
 
-// As is_parameter of values.py, of a base.
+// As is_parameter of evidence.py, of a base.
 inline bool is_leaf_or_parameter(at::TensorBase of) {
   const Tensor base(std::move(of));
   if (base.requires_grad() && base.is_leaf()) return true;
@@ -45,7 +45,7 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   const bool large = t.numel() >= p->smallest, is_parameter = Py_TYPE(object) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
   if (t.requires_grad()) {
     Ref value = new_value(object, version, Py_None, unnamed);
-    if (t.dim() == 1 || p->reads_weights || !is_parameter || by_norm(p)) set(value.get(), names().sample, sample_of(t));
+    if (t.dim() == 1 || p->reads_weights || !is_parameter || by_norm(p)) set(value.get(), slots.sample, sample_of(t));
     return finished(p, std::move(value));
   }
   // a mask, or integers: their values say how they are held; a mask was written (masks.py)
@@ -54,9 +54,9 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   if (!as_it_is || t.scalar_type() == at::kLong) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);
   PyObject* const call = call_of(p);
-  set(value.get(), names().call, call);
-  if (large && alone) set(value.get(), names().name, name_of_caller()), set(value.get(), names().why, p->kept);
-  if (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True) set(value.get(), names().sample, sample_of(t));
+  set(value.get(), slots.call, call);
+  if (large && alone) set(value.get(), slots.name, name_of_caller()), set(value.get(), slots.why, p->kept);
+  if (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True) set(value.get(), slots.sample, sample_of(t));
   value = finished(p, std::move(value));
   if (!is_parameter && !(t.is_view() && is_leaf_or_parameter(t._base()))) in_ledger(p, value.get());
   return value;
@@ -87,10 +87,10 @@ inline void as_made(State* p, Node* node, uint32_t output, long version, int dep
   Registered known = registered(node, output);
   if (known.value) {
     PyObject* const value = known.value.get();
-    const bool made = get(value, names().as_made).get() == Py_True;
-    const bool was_packed = get(value, names().step).get() == Py_None || get(value, names().layout).get() != Py_None;
+    const bool made = get(value, slots.as_made).get() == Py_True;
+    const bool was_packed = get(value, slots.step).get() == Py_None || get(value, slots.layout).get() != Py_None;
     if (was_packed && (made || depth == 0)) {
-      if (made && number(value, names().version) == version) return;
+      if (made && number(value, slots.version) == version) return;
       throw Unusual();
     }
   }
@@ -103,8 +103,8 @@ inline void as_made(State* p, Node* node, uint32_t output, long version, int dep
   if (result != nullptr) in_place = is_absent(result);  // it is being saved
   else if (const Fields& fields = fields_of(node); !fields.names.empty() && fields.names[0] == std::string("self")) {
     const Ref source = packed_by_hook(fields.of[0](node));
-    const bool there = source && is_value(source.get()) && get(source.get(), names().memory).get() == Py_None;
-    in_place = there && get(source.get(), names().copied_to_edit).get() == Py_True;
+    const bool there = source && is_value(source.get()) && get(source.get(), slots.memory).get() == Py_None;
+    in_place = there && get(source.get(), slots.copied_to_edit).get() == Py_True;
   }
   if (!in_place) throw Unusual();
   as_made(p, producer.get(), number_there, version - 1, depth + 1);
@@ -121,11 +121,11 @@ inline Ref again(State* p, PyObject* object, const Tensor& t, Registered& known)
     return Ref();
   }
   PyObject* const value = known.value.get();
-  if (!is_value(value) || number(value, names().version) != static_cast<long>(t._version()) || !is_current(value)) throw Unusual();
-  const Ref layout = p->memo->layouts.of(object, t), before = get(value, names().layout);
+  if (!is_value(value) || number(value, slots.version) != static_cast<long>(t._version()) || !is_current(value)) throw Unusual();
+  const Ref layout = layouts.of(object, t), before = get(value, slots.layout);
   if (layout.get() != before.get() && PyObject_RichCompareBool(layout.get(), before.get(), Py_EQ) != 1) throw Unusual();
-  const bool rebuilt = get(value, names().step).get() != Py_None && get(value, names().memory).get() == Py_None;
-  if (rebuilt && !matches(get(value, names().sample).get(), t)) throw Unusual();
+  const bool rebuilt = get(value, slots.step).get() != Py_None && get(value, slots.memory).get() == Py_None;
+  if (rebuilt && !matches(get(value, slots.sample).get(), t)) throw Unusual();
   use(value);
   return std::move(known.value);
 }
@@ -144,17 +144,17 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   static std::unordered_map<int, Tensor> empties;
   Tensor& empty = empties[static_cast<int>(t.scalar_type())];
   if (!empty.defined()) empty = at::empty({0}, t.options().requires_grad(false));
-  set(value.get(), names().watch, checked(THPVariable_Wrap(sharing_version(t, empty))));
-  set(value.get(), names().sample, sample_of(t));
-  set(value.get(), names().shape, how.shape), set(value.get(), names().dtype, how.dtype);
-  set(value.get(), names().seconds, kind.seconds);
-  if (how.products != 0) set_number(value.get(), names().products, how.products);
+  set(value.get(), slots.watch, checked(THPVariable_Wrap(sharing_version(t, empty))));
+  set(value.get(), slots.sample, sample_of(t));
+  set(value.get(), slots.shape, how.shape), set(value.get(), slots.dtype, how.dtype);
+  set(value.get(), slots.seconds, kind.seconds);
+  if (how.products != 0) set_number(value.get(), slots.products, how.products);
   match.record_made();
   if (kind.is_view) {
     PyObject* const given[] = {p->ledger.get(), value.get(), object};
     checked(PyObject_VectorcallMethod(names().rebuilds, given, 3, nullptr));
   } else {
-    set(value.get(), names().frees, checked(PyLong_FromSize_t(t.storage().nbytes())));
+    set(value.get(), slots.frees, checked(PyLong_FromSize_t(t.storage().nbytes())));
     in_ledger(p, value.get());
   }
   return value;
@@ -163,14 +163,14 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
 // A tensor whose like the last pass searched in vain: held, and why; as packing.py. Null where it must be searched.
 inline Ref in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
   if (of.widens) return Ref();
-  const Ref order = checked(order_of(p)), layout = p->memo->layouts.of(object, t);
+  const Ref order = checked(order_of(p)), layout = layouts.of(object, t);
   const Ref seen_as = checked(PyTuple_Pack(2, of.name.get(), layout.get()));
   PyObject* const asked[] = {p->vain.get(), order.get(), seen_as.get()};
   Ref why = checked(PyObject_VectorcallMethod(names().told, asked, 3, nullptr));
   if (why.get() == Py_None) return Ref();
   call_of(p);
   Ref value = held(p, t, of.name.get());
-  set(value.get(), names().why, why);
+  set(value.get(), slots.why, why);
   PyObject* const noted[] = {p->vain.get(), order.get(), seen_as.get(), value.get()};
   checked(PyObject_VectorcallMethod(names().again, noted, 4, nullptr));
   return value;
@@ -199,7 +199,7 @@ inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const Nod
   const Ref calls = get(made_for.get(), names().calls), narrow = get(made_for.get(), names().narrow);
   const Py_ssize_t place = PyList_GET_SIZE(p->calls.get());
   if (place >= PyTuple_GET_SIZE(calls.get())) throw Unusual();
-  const Ref layout = p->memo->layouts.of(object, t), at = checked(PyLong_FromSsize_t(place));
+  const Ref layout = layouts.of(object, t), at = checked(PyLong_FromSsize_t(place));
   PyObject *const seen = layout.get(), *const before = PyTuple_GET_ITEM(calls.get(), place);
   const Ref call = checked(PyTuple_Pack(4, of.name.get(), PyTuple_GET_ITEM(seen, 0), PyTuple_GET_ITEM(seen, 1), PyTuple_GET_ITEM(seen, 2)));
   if (PyObject_RichCompareBool(call.get(), before, Py_EQ) != 1 || PySet_Contains(narrow.get(), at.get()) != 0) throw Unusual();
@@ -213,9 +213,9 @@ inline void note_call(State* p, const Planned& plan) {
 }
 // Where a step that reads this value must be compared, it finds the tensor, if that is alive; as Packing._remember.
 inline void remember(State* p, PyObject* value, PyObject* object, bool is_held) {
-  set(value, names().place, checked(PyLong_FromSsize_t(PyList_GET_SIZE(p->calls.get()))));
+  set(value, slots.place, checked(PyLong_FromSsize_t(PyList_GET_SIZE(p->calls.get()))));
   if (is_held) return;
-  set(value, names().seen, checked(PyWeakref_NewRef(object, nullptr)));
+  set(value, slots.seen, checked(PyWeakref_NewRef(object, nullptr)));
   const Ref recent = get(p->packing.get(), names().recent);
   checked(PyObject_CallMethodOneArg(recent.get(), names().append, object));
 }
@@ -242,7 +242,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     if (of.widens) throw Unusual();
     call_of(p);
     value = held(p, t, of.name.get());
-    set(value.get(), names().why, plan.why);
+    set(value.get(), slots.why, plan.why);
   } else if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
     static const auto none = std::make_shared<const Memo::Kinds>();
@@ -255,7 +255,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
       call_of(p);
       if (kind->templates.empty()) why = kind->why.get(), value = held(p, t, of.name.get());
       else value = rebuilt(p, *kind, match, object, t, of), learned = kind, step_template = &kind->templates[0];
-      if (why != nullptr) set(value.get(), names().why, why);
+      if (why != nullptr) set(value.get(), slots.why, why);
       break;
     }
     if (!value) value = in_vain(p, object, t, of);
@@ -263,19 +263,19 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   } else {
     call_of(p);
     value = held(p, t, of.name.get());
-    if (large || edited) set(value.get(), names().why, edited ? p->edited.get() : worth ? of.why.get() : p->smaller.get());
-    if (edited) set(value.get(), names().as_made, Py_False);
+    if (large || edited) set(value.get(), slots.why, edited ? p->edited.get() : worth ? of.why.get() : p->smaller.get());
+    if (edited) set(value.get(), slots.as_made, Py_False);
   }
-  const bool is_held = get(value.get(), names().step).get() == Py_None;
+  const bool is_held = get(value.get(), slots.step).get() == Py_None;
   const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
-  Ref sample = is_held ? sample_of(t) : get(value.get(), names().sample);
-  if (is_held) set(value.get(), names().sample, sample);
+  Ref sample = is_held ? sample_of(t) : get(value.get(), slots.sample);
+  if (is_held) set(value.get(), slots.sample, sample);
   if (is_held && counts) in_ledger(p, value.get());
   if (large) p->largest = std::max(p->largest, size);
-  set(value.get(), names().layout, p->memo->layouts.of(object, t));
-  set(value.get(), names().seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
-  if (of.clone && newest) set(value.get(), names().copied_to_edit, Py_True);
-  if (p->call.get() != Py_None) set(value.get(), names().call, p->call);
+  set(value.get(), slots.layout, layouts.of(object, t));
+  set(value.get(), slots.seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
+  if (of.clone && newest) set(value.get(), slots.copied_to_edit, Py_True);
+  if (p->call.get() != Py_None) set(value.get(), slots.call, p->call);
   if (plan.call) remember(p, value.get(), object, is_held);
   record_packed(node, output, value.get(), sample.get());
   if (is_held && large && !edited && t.is_view()) offer_base(p, value.get(), object, t, node, of);
@@ -287,7 +287,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   }
   if (step_template != nullptr && !p->now.waits) {
     if (!step_template->sort) step_template->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
-    else set(value.get(), names().sort, step_template->sort);
+    else set(value.get(), slots.sort, step_template->sort);
   }
   note_call(p, plan);
   return finished(p, std::move(value));

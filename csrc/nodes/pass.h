@@ -19,7 +19,6 @@ struct Memo {
   using Kinds = std::vector<std::shared_ptr<const Kind>>;
   std::unordered_map<uint64_t, std::shared_ptr<const Kinds>> kinds;
   std::unordered_map<std::type_index, NodeClass> classes;
-  Layouts layouts;
   Sorts sorts;
   size_t size = 0;
 
@@ -34,12 +33,21 @@ inline uint64_t key_of(const std::type_info* type, uint32_t output, long version
   return h;
 }
 
+// A function that calls autograd, by its code; what of its call a rebuild needs and no node keeps.
+struct Caller {
+  Ref code;
+  bool is_copied;  // a norm, of which a rebuild copies the weight
+  enum Tells { kNothing, kNorm, kBiasOfConvolution, kBiasOfLinear, kMore } tells;
+};
+
 // One forward pass.
 struct State {
   std::shared_ptr<Memo> memo;
   Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
   Ref vain, smaller, edited, kept, planned;  // searches in vain (vain.py), and reasons
-  Ref copied, following, plan, calls;  // norms; a plan (plans.py) or None, and what was saved so far
+  Ref copied, convolutions, linear;  // codes: norms, and products whose bias may be frozen
+  std::unordered_map<PyObject*, Caller> callers;
+  Ref following, plan, calls;  // a plan (plans.py) or None, and what was saved so far
   Now now;
   long seen, smallest, largest, much_larger, alone;  // `alone`: references to a tensor that only autograd holds
   uint64_t checked, called;  // next nodes for which flags and the call were read last
@@ -74,16 +82,44 @@ inline PyFrameObject* caller() {
   return frame;
 }
 inline Ref code_of(PyFrameObject* frame) { return Ref(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame))); }
-inline bool is_in(PyObject* codes, const Ref& code) {
-  const int found = PySet_Contains(codes, code.get());
-  if (found < 0) throw Unusual();
-  return found;
+inline const Caller& known(State* p, PyFrameObject* frame) {
+  Ref code = code_of(frame);
+  auto [at, is_new] = p->callers.try_emplace(code.get());
+  Caller& made = at->second;
+  if (!is_new) return made;
+  const auto is_in = [&](const Ref& codes) {
+    const int found = PySequence_Contains(codes.get(), code.get());
+    if (found < 0) throw Unusual();
+    return found == 1;
+  };
+  PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
+  const bool more = is_in(p->read) || code.get() == p->apply.get() || PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
+  made.tells = is_in(p->norms) ? Caller::kNorm : is_in(p->convolutions) ? Caller::kBiasOfConvolution
+               : is_in(p->linear) ? Caller::kBiasOfLinear : more ? Caller::kMore : Caller::kNothing;
+  made.is_copied = is_in(p->copied), made.code = std::move(code);
+  return made;
+}
+
+inline Ref locals_of(PyFrameObject* frame) {
+  static PyObject* const f_locals = PyUnicode_InternFromString("f_locals");
+  return get(reinterpret_cast<PyObject*>(frame), f_locals);  // a dict, from Python 3.13 on a proxy
+}
+
+// Does a convolution or a linear layer have a bias that is trained, or none? Then its call tells nothing.
+inline bool has_no_frozen_bias(PyFrameObject* frame, bool of_linear) {
+  static PyObject *const own = PyUnicode_InternFromString("self"), *const bias_name = PyUnicode_InternFromString("bias");
+  static PyObject* const parameters_name = PyUnicode_InternFromString("_parameters");
+  const Ref given = locals_of(frame);
+  const Ref layer = of_linear ? checked(PyObject_GetItem(given.get(), own)) : Ref();
+  const Ref parameters = of_linear ? get(layer.get(), parameters_name) : Ref();
+  const Ref bias = checked(PyObject_GetItem(of_linear ? parameters.get() : given.get(), bias_name));
+  const Tensor* const known = tensor_of(bias.get());
+  return bias.get() == Py_None || (known != nullptr && known->requires_grad());
 }
 
 // What a norm's call tells in `frame`; as _of_norm in calls.py.
 inline Ref norm_call(State* p, PyFrameObject* frame) {
-  static PyObject* const f_locals = PyUnicode_InternFromString("f_locals");
-  const Ref given = get(reinterpret_cast<PyObject*>(frame), f_locals);  // a dict, from Python 3.13 on a proxy
+  const Ref given = locals_of(frame);
   static PyObject* const keys[] = {
       PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias"), PyUnicode_InternFromString("running_mean"),
       PyUnicode_InternFromString("running_var"), PyUnicode_InternFromString("training"),
@@ -118,7 +154,7 @@ inline Ref norm_call(State* p, PyFrameObject* frame) {
   PyTuple_SET_ITEM(made.get(), 2, borrowed(!trains || frozen(weight) || frozen(bias) ? Py_True : Py_False).release());
   PyTuple_SET_ITEM(made.get(), 3, borrowed(moves_affine ? Py_True : Py_False).release());
   PyTuple_SET_ITEM(made.get(), 4, borrowed(Py_False).release());
-  return made;
+  return out_of_circles(std::move(made));
 }
 
 // The call that saves the tensor, as Packing._call_of: None where its frame tells nothing.
@@ -126,23 +162,21 @@ inline PyObject* call_of(State* p) {
   if (p->called == p->now.next) return p->call.get();
   if (p->apply.get() == Py_None) throw Unusual();
   PyFrameObject* const frame = caller();
-  const Ref code = code_of(frame);
-  PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
-  const bool is_norm = is_in(p->norms.get(), code);
-  const bool telling = PyDict_Contains(p->read.get(), code.get()) == 1 || code.get() == p->apply.get() ||
-                       PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
-  if (is_norm) p->call = norm_call(p, frame);
-  else if (telling) {
+  const Caller::Tells tells = known(p, frame).tells;
+  const bool biased = tells == Caller::kBiasOfConvolution || tells == Caller::kBiasOfLinear;
+  if (tells == Caller::kNorm) p->call = norm_call(p, frame);
+  else if (tells == Caller::kNothing || (biased && has_no_frozen_bias(frame, tells == Caller::kBiasOfLinear))) p->call = borrowed(Py_None);
+  else {
     const Ref next = checked(PyLong_FromUnsignedLongLong(p->now.next));
     PyObject* const given[] = {p->packing.get(), reinterpret_cast<PyObject*>(frame), next.get()};
     p->call = checked(PyObject_VectorcallMethod(names()._call_of, given, 3, nullptr));
-  } else p->call = borrowed(Py_None);
+  }
   p->called = p->now.next;
   return p->call.get();
 }
 
 // Is a norm called, of which a rebuild copies the weight?
-inline bool by_norm(State* p) { return is_in(p->copied.get(), code_of(caller())); }
+inline bool by_norm(State* p) { return known(p, caller()).is_copied; }
 
 // As name_of in calls.py.
 inline Ref name_of_caller() {

@@ -30,6 +30,7 @@ struct Layouts {
  private:
   std::vector<std::pair<c10::DimVector, Ref>> places_;
 };
+inline Layouts& layouts = *new Layouts;  // never destroyed: Python is gone before that
 
 // The sorts of held values, by their layouts and names.
 struct Sorts {
@@ -45,7 +46,6 @@ struct Now {
   uint64_t thread, since, next;  // this thread's next node
   PyObject *flags, *before, *sorter;
   Sorts* sorts;
-  Layouts* layouts;
   bool from_here, waits;  // may what a value is rebuilt from change?
   long most_in_a_row, most_runs;  // steps, as search.py has them
 
@@ -54,24 +54,23 @@ struct Now {
 
 // Has a held value nothing beside its tensor that a sort tells of?
 inline bool is_plain_held(PyObject* value) {
-  const auto& n = names();
-  for (PyObject* const name : {n.spec, n.stream, n.original})
+  for (const Slot name : {slots.spec, slots.stream, slots.original})
     if (get(value, name).get() != Py_None) return false;
-  for (PyObject* const name : {n.in_rows, n.from_narrow})
+  for (const Slot name : {slots.in_rows, slots.from_narrow})
     if (get(value, name).get() != Py_False) return false;
-  return number(value, n.products) == 0;
+  return number(value, slots.products) == 0;
 }
 
 inline Ref sort_of_held(const Now& now, PyObject* value) {
-  Ref layout = get(value, names().layout), name = get(value, names().name);
-  Ref tensor = get(value, names().tensor);
+  Ref layout = get(value, slots.layout), name = get(value, slots.name);
+  Ref tensor = get(value, slots.tensor);
   const Tensor* const t = tensor_of(tensor.get());
   if (t == nullptr || t->is_view() || !is_plain_held(value)) return checked(PyObject_CallOneArg(now.sorter, value));
   const bool is_parameter = Py_TYPE(tensor.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
   const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad();
   uint64_t h = reinterpret_cast<uint64_t>(name.get()) + flavor;
   mix(h, reinterpret_cast<uint64_t>(layout.get()));
-  if (layout.get() == Py_None) layout = now.layouts->of(tensor.get(), *t), mix(h, reinterpret_cast<uint64_t>(layout.get()));
+  if (layout.get() == Py_None) layout = layouts.of(tensor.get(), *t), mix(h, reinterpret_cast<uint64_t>(layout.get()));
   constexpr size_t kMostSorts = 4096;
   if (now.sorts->of.size() > kMostSorts) now.sorts->of.clear();
   auto found = now.sorts->of.find(h);
@@ -79,7 +78,7 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
     // equal layouts mostly are one object
     const Sorts::Of& of = found->second;
     if (of.layout.get() == layout.get() && of.name.get() == name.get() && of.flavor == flavor) {
-      set(value, names().sort, of.sort);
+      set(value, slots.sort, of.sort);
       return borrowed(of.sort.get());
     }
   }
@@ -90,8 +89,8 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
 
 // What recipes and policies ask of a value, as a number (sorts.py).
 inline int64_t sort_of(const Now& now, PyObject* value) {
-  Ref sort = get(value, names().sort);
-  const bool is_held = get(value, names().step).get() == Py_None;
+  Ref sort = get(value, slots.sort);
+  const bool is_held = get(value, slots.step).get() == Py_None;
   if (sort.get() == Py_None && is_held) sort = sort_of_held(now, value);
   else if (sort.get() == Py_None || now.waits) sort = checked(PyObject_CallOneArg(now.sorter, value));
   return PyLong_AsLongLong(sort.get());

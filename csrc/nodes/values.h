@@ -3,6 +3,7 @@
 
 #include "fields.h"
 
+#include <structmember.h>
 #include <torch/csrc/autograd/python_anomaly_mode.h>
 
 namespace leannorm {
@@ -14,20 +15,20 @@ inline Ref borrowed(PyObject* object) {
   return Ref(object);
 }
 
+// What no circle leads through, or none that Python's collector could see: it need not look at it.
+inline Ref out_of_circles(Ref object) {
+  PyObject_GC_UnTrack(object.get());
+  return object;
+}
+
 // The names of attributes.
 struct Names {
 #define LEANNORM_NAME(name) *name = PyUnicode_InternFromString(#name)
-  PyObject LEANNORM_NAME(tensor), LEANNORM_NAME(version), LEANNORM_NAME(step), LEANNORM_NAME(name), LEANNORM_NAME(users);
-  PyObject LEANNORM_NAME(_left), LEANNORM_NAME(sample), LEANNORM_NAME(provenance), LEANNORM_NAME(order), LEANNORM_NAME(call);
-  PyObject LEANNORM_NAME(layout), LEANNORM_NAME(seen_at), LEANNORM_NAME(as_made), LEANNORM_NAME(copied_to_edit), LEANNORM_NAME(watch);
-  PyObject LEANNORM_NAME(memory), LEANNORM_NAME(shape), LEANNORM_NAME(dtype), LEANNORM_NAME(seconds), LEANNORM_NAME(products);
-  PyObject LEANNORM_NAME(why), LEANNORM_NAME(frees), LEANNORM_NAME(sort), LEANNORM_NAME(spec);
-  PyObject LEANNORM_NAME(original), LEANNORM_NAME(seen), LEANNORM_NAME(_largest), LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed);
-  PyObject LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry), LEANNORM_NAME(rebuilds);
-  PyObject LEANNORM_NAME(stream), LEANNORM_NAME(in_rows), LEANNORM_NAME(from_narrow), LEANNORM_NAME(told), LEANNORM_NAME(again);
-  PyObject LEANNORM_NAME(_offers), LEANNORM_NAME(place), LEANNORM_NAME(recent), LEANNORM_NAME(append);
-  PyObject LEANNORM_NAME(plan), LEANNORM_NAME(made_for), LEANNORM_NAME(calls), LEANNORM_NAME(rebuild), LEANNORM_NAME(narrow);
-  PyObject LEANNORM_NAME(whys);
+  PyObject LEANNORM_NAME(shape), LEANNORM_NAME(dtype), LEANNORM_NAME(sample), LEANNORM_NAME(seen), LEANNORM_NAME(_largest);
+  PyObject LEANNORM_NAME(_anything_waits), LEANNORM_NAME(_closed), LEANNORM_NAME(_call_of), LEANNORM_NAME(_retry);
+  PyObject LEANNORM_NAME(_offers), LEANNORM_NAME(rebuilds), LEANNORM_NAME(told), LEANNORM_NAME(again), LEANNORM_NAME(recent);
+  PyObject LEANNORM_NAME(append), LEANNORM_NAME(plan), LEANNORM_NAME(made_for), LEANNORM_NAME(calls), LEANNORM_NAME(rebuild);
+  PyObject LEANNORM_NAME(narrow), LEANNORM_NAME(whys);
 #undef LEANNORM_NAME
   PyObject* waiting = PyUnicode_InternFromString("leannorm waiting");
   PyObject* registry[8];  // the keys of a node's metadata, by output; as graph.py
@@ -67,6 +68,59 @@ inline Classes& classes() {
   static Classes known;
   return known;
 }
+inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == classes().value; }
+
+// Where the fields of a Value are within it: they are slots of its class.
+#define LEANNORM_SLOTS(of)                                                                                       \
+  of(tensor) of(version) of(step) of(name) of(users) of(layout) of(shape) of(dtype) of(seconds) of(frees)        \
+  of(place) of(as_made) of(provenance) of(order) of(seen_at) of(copied_to_edit) of(products) of(call)            \
+  of(from_narrow) of(why) of(watch) of(spec) of(sample) of(memory) of(seen) of(original) of(sort) of(in_rows)    \
+  of(stream) of(_left)
+struct Slot {
+  Py_ssize_t at = 0;
+
+  PyObject*& of(PyObject* value) const { return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(value) + at); }
+};
+struct Slots {
+#define LEANNORM_SLOT(name) Slot name;
+  LEANNORM_SLOTS(LEANNORM_SLOT)
+#undef LEANNORM_SLOT
+  std::vector<std::pair<Slot, PyObject*>> blank;  // what each field of a new value holds
+
+  void read_from(PyObject* type, PyObject* value) {
+    const auto slot_of = [&](PyObject* name) {
+      const Ref slot(PyObject_GetAttr(type, name));
+      if (!slot || !Py_IS_TYPE(slot.get(), &PyMemberDescr_Type)) throw py::type_error("a field of Value is no slot");
+      return Slot{reinterpret_cast<PyMemberDescrObject*>(slot.get())->d_member->offset};
+    };
+#define LEANNORM_SLOT(name) name = slot_of(py::str(#name).ptr());
+    LEANNORM_SLOTS(LEANNORM_SLOT)
+#undef LEANNORM_SLOT
+    for (const py::handle name : py::handle(type).attr("__slots__")) {
+      const Slot slot = slot_of(name.ptr());
+      blank.emplace_back(slot, Py_XNewRef(slot.of(value)));
+    }
+  }
+};
+inline Slots slots;
+
+inline PyObject* in_its_place(PyObject* value, Slot slot) {
+  if (!is_value(value) || slot.of(value) == nullptr) throw Unusual();
+  return slot.of(value);
+}
+inline Ref get(PyObject* value, Slot slot) { return borrowed(in_its_place(value, slot)); }
+inline void set(PyObject* value, Slot slot, PyObject* to) {
+  PyObject* const before = in_its_place(value, slot);
+  slot.of(value) = Py_NewRef(to);
+  Py_DECREF(before);
+}
+inline void set(PyObject* value, Slot slot, const Ref& to) { set(value, slot, to.get()); }
+inline long number(PyObject* value, Slot slot) {
+  const long found = PyLong_AsLong(in_its_place(value, slot));
+  if (found == -1 && PyErr_Occurred()) throw Unusual();
+  return found;
+}
+inline void set_number(PyObject* value, Slot slot, long to) { set(value, slot, checked(PyLong_FromLong(to))); }
 
 // A tensor of one of torch's two classes, strided, on the CPU.
 inline const Tensor* tensor_of(PyObject* object) {
@@ -92,52 +146,62 @@ inline bool matches(PyObject* sample, const Tensor& v) {
 
 // ---------------------------------------------------------------- values
 
-inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == classes().value; }
-
 // Value(tensor, version, step, name); None for no tensor and no step.
 inline Ref new_value(PyObject* tensor, long version, PyObject* step, PyObject* name) {
   auto* const type = reinterpret_cast<PyTypeObject*>(classes().value);
-  static PyObject* const nothing = PyTuple_New(0);
-  Ref value = checked(type->tp_new(type, nothing, nullptr));  // attributes without a dict, as tp_alloc would not
-  const auto& n = names();
-  set(value.get(), n.tensor, tensor), set_number(value.get(), n.version, version);
-  set(value.get(), n.step, step), set(value.get(), n.name, name);
-  set_number(value.get(), n.users, 0), set_number(value.get(), n._left, 0);
-  return value;
+  Ref value = checked(type->tp_alloc(type, 0));
+  for (const auto& [slot, blank] : slots.blank) slot.of(value.get()) = Py_NewRef(blank);
+  set(value.get(), slots.tensor, tensor), set_number(value.get(), slots.version, version);
+  set(value.get(), slots.step, step), set(value.get(), slots.name, name);
+  return out_of_circles(std::move(value));
 }
 
 // Is the version counter still what it was when the tensor was packed?
 inline bool is_current(PyObject* value) {
-  Ref counter = get(value, names().watch);
-  if (counter.get() == Py_None) counter = get(value, names().tensor);
+  Ref counter = get(value, slots.watch);
+  if (counter.get() == Py_None) counter = get(value, slots.tensor);
   if (counter.get() == Py_None) return true;
-  return THPVariable_Check(counter.get()) && THPVariable_Unpack(counter.get())._version() == number(value, names().version);
+  return THPVariable_Check(counter.get()) && THPVariable_Unpack(counter.get())._version() == number(value, slots.version);
 }
 
 // Value.used
 inline void use(PyObject* value) {
-  const auto& n = names();
-  const long users = number(value, n.users) + 1;
-  set_number(value, n.users, users), set_number(value, n._left, number(value, n._left) + 1);
+  const long users = number(value, slots.users) + 1;
+  set_number(value, slots.users, users), set_number(value, slots._left, number(value, slots._left) + 1);
   if (users != 1) return;
-  const Ref step = get(value, n.step);
+  const Ref step = get(value, slots.step);
   if (step.get() == Py_None) return;
   PyObject* const inputs = PyTuple_GET_ITEM(step.get(), 1);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
     PyObject* const input = PyTuple_GET_ITEM(inputs, i);
     use(input);
-    const Ref tensor = get(input, n.tensor);
-    if (tensor.get() == Py_None || get(input, n.step).get() != Py_None || get(input, n.sample).get() != Py_None) continue;
+    const Ref tensor = get(input, slots.tensor);
+    if (tensor.get() == Py_None || get(input, slots.step).get() != Py_None || get(input, slots.sample).get() != Py_None) continue;
     const Tensor* const held = tensor_of(tensor.get());
     if (held == nullptr) throw Unusual();
-    set(input, n.sample, sample_of(*held));
+    set(input, slots.sample, sample_of(*held));
   }
 }
+
+// The fields of a Step, a tuple.
+enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
 
 // ---------------------------------------------------------------- from a node's output to its value
 
 inline PyObject* metadata_of(Node* node) {
   return static_cast<torch::autograd::PyAnomalyMetadata*>(node->metadata())->dict();
+}
+// What a weak reference refers to; null where that is gone.
+inline Ref referred(PyObject* reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* object = nullptr;
+  if (PyWeakref_GetRef(reference, &object) < 0) throw Unusual();
+  return Ref(object);
+#else
+  PyObject* const object = PyWeakref_GetObject(reference);
+  if (object == nullptr) throw Unusual();
+  return object == Py_None ? Ref() : borrowed(object);
+#endif
 }
 struct Registered {
   Ref value;  // alive
@@ -153,14 +217,7 @@ inline Registered registered(Node* node, uint32_t output) {
   if (lookup == nullptr) return found;
   if (!PyWeakref_CheckRef(lookup)) throw Unusual();
   found.is_packed = reinterpret_cast<PyObject*>(Py_TYPE(lookup)) == classes().packed;
-#if PY_VERSION_HEX >= 0x030D0000
-  PyObject* value = nullptr;
-  if (PyWeakref_GetRef(lookup, &value) < 0) throw Unusual();
-  found.value = Ref(value);
-#else
-  PyObject* const value = PyWeakref_GetObject(lookup);
-  if (value != Py_None) found.value = borrowed(value);
-#endif
+  found.value = referred(lookup);
   return found;
 }
 inline void record(Node* node, uint32_t output, const Ref& lookup) {

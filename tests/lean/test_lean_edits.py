@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from leannorm.saving import lean
-from leannorm.saving.evidence import near, sample_of
-from leannorm.saving.values import RebuildError
+from leannorm.saving.evidence import RebuildError, near, sample_of
 
 
 def _edited(x, edit):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from leannorm.saving import lean, make_lean, reasons, small
-from leannorm.saving.values import RebuildError
+from leannorm.saving.evidence import RebuildError
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ from torch import Tensor
 from leannorm import functional
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean
+from leannorm.saving.evidence import RebuildError
 from leannorm.saving.graph import kind_of
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.small import NEVER_SMALL
-from leannorm.saving.values import RebuildError
 
 ATEN = torch.ops.aten
 Program = Callable[[Tensor, Tensor], Tensor]

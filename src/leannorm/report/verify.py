@@ -17,7 +17,7 @@ from leannorm._batch import Arguments, inputs_of
 from leannorm.report.loss import mean_square
 from leannorm.report.numerics import Check
 from leannorm.report.settings import leaner
-from leannorm.saving.values import RebuildError
+from leannorm.saving.evidence import RebuildError
 
 SETTINGS = ("norm", "conv", "budget 0.5")
 

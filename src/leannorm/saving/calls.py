@@ -122,11 +122,11 @@ def know_attention() -> None:
 
 NORMS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
 COPIED = NORMS | _codes(F.rms_norm)  # of which a rebuild copies the weight
+LINEAR = _codes(torch.nn.Linear.forward)
+CONVOLUTIONS = _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3)))
 READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
-    **dict.fromkeys(_codes(torch.nn.Linear.forward), _of_linear),
-    **dict.fromkeys(
-        _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3))), _of_convolution
-    ),
+    **dict.fromkeys(LINEAR, _of_linear),
+    **dict.fromkeys(CONVOLUTIONS, _of_convolution),
     **dict.fromkeys(COPIED - NORMS, _of_rms_norm),
     **dict.fromkeys(NORMS, _of_norm),
 }

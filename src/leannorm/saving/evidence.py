@@ -13,6 +13,7 @@ from ctypes import string_at
 import torch
 from torch import Tensor
 
+from leannorm._errors import LeannormError
 from leannorm.autograd.nodes import NODES
 from leannorm.saving.shards import counter_of, local_of
 
@@ -25,6 +26,24 @@ also has PLACES runs of PLACE bytes."""
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EMPTY: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+class EditedError(RuntimeError):
+    """In the forward pass: a tensor no longer holds what a node read, so no step may read it."""
+
+
+class RebuildError(LeannormError, RuntimeError):
+    """A rebuilt tensor is not the one that the forward pass saved."""
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Is it a parameter or a view of one? Those exist without autograd too, also where they are frozen."""
+    base = tensor._base
+    if base is None:
+        base = tensor
+    if base.requires_grad and base.is_leaf:
+        return True
+    return type(base) is not Tensor and isinstance(base, torch.nn.Parameter)
 
 
 def version_of(tensor: Tensor) -> Tensor | None:

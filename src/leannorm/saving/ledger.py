@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
+from leannorm.saving.evidence import is_parameter
 from leannorm.saving.shards import local_of, nbytes_of
 from leannorm.saving.small import Kept
-from leannorm.saving.values import COPIED_PART, Value, is_parameter
+from leannorm.saving.values import COPIED_PART, Value
 
 
 class Record(NamedTuple):
@@ -71,7 +73,9 @@ class Ledger:
         `kept` are tensors of a small pass, which were held without a value.
         """
         self._plain = [*self._plain, *_plain_rows(kept)]
-        self._closed = [field for row in (*self._plain, *self._rows()) for field in row]
+        made = None if NODES is None else NODES.rows(self.references)
+        made = [field for row in self._rows() for field in row] if made is None else made
+        self._closed = [*itertools.chain(*self._plain), *made]
 
     def records(self) -> list[Record]:
         """One record for each saved tensor."""
@@ -103,7 +107,8 @@ class Ledger:
                 yield value
 
     def _rows(self) -> Iterator[Row]:
-        """Every value that is alive; the first of each storage has that storage's bytes, the others 0."""
+        """Every value that is alive; the first of each storage has that storage's bytes, the others 0.
+        The C++ nodes do the same (`rows` of csrc/nodes/ledger.h)."""
         seen, roots, storages = set[Value](), set[Value](), set[int]()
         for value in self.values():
             tensor = value.tensor if value.step is None else value.memory

@@ -371,6 +371,8 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "read": calls.READ,
         "norms": calls.NORMS,
         "copied": calls.COPIED,
+        "convolutions": calls.CONVOLUTIONS,
+        "linear": calls.LINEAR,
         "arguments": CallArguments,
         "apply": calls.APPLY,
         "seen": packing.seen,

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from leannorm.saving import memo, reasons
 from leannorm.saving.calls import COPIED, CallArguments, call_of, is_compiled, logits_of, name_of, written_by
-from leannorm.saving.evidence import FreedError, matches, sample_of, version_of
+from leannorm.saving.evidence import EditedError, FreedError, is_parameter, matches, sample_of, version_of
 from leannorm.saving.graph import (
     PASSES_ON,
     Packed,
@@ -58,7 +58,7 @@ from leannorm.saving.timeline import Reads, lines_of
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.vain import Vain
-from leannorm.saving.values import EditedError, Value, held, is_parameter, size_of
+from leannorm.saving.values import Value, held, size_of
 from leannorm.saving.verify import Layers
 
 SMALLEST = 1024  # elements; for a smaller tensor the recipe takes as much memory as the tensor

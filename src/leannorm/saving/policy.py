@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from leannorm.saving.evidence import is_parameter
 from leannorm.saving.recipes.attention import ATTENTIONS
 from leannorm.saving.recipes.products import PRODUCTS
 from leannorm.saving.steps import Step
-from leannorm.saving.values import MUCH_LARGER, Value, is_parameter, products_of, size_of
+from leannorm.saving.values import MUCH_LARGER, Value, products_of, size_of
 
 FEW_PARTS = 4
 """A concatenation of at most so many parts is rebuilt even if a part has no value yet and must be copied."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from leannorm.saving.evidence import is_parameter
 from leannorm.saving.shards import nbytes_of
-from leannorm.saving.values import is_parameter
 
 SMALL = 4 << 20
 """Bytes that a small pass saves at most. Below, searching takes a tenth of the training step or more."""

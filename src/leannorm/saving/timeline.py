@@ -21,6 +21,7 @@ from torch import Tensor
 from leannorm.planning.lines import Lines
 from leannorm.planning.timeline import Moment, Step, of_stock
 from leannorm.planning.timeline import Value as Planned
+from leannorm.saving.evidence import is_parameter
 from leannorm.saving.graph import ACCUMULATES, kind_of, made_by
 from leannorm.saving.narrowed import CHUNK, copy_that, references_when_alone
 from leannorm.saving.price import Prices
@@ -28,7 +29,7 @@ from leannorm.saving.provenance import sequence_number
 from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES
-from leannorm.saving.values import Value, is_parameter
+from leannorm.saving.values import Value
 
 _Output = tuple[Any, int]  # of a node, by number
 _SAME_MEMORY = ALIASES | {"ReshapeAliasBackward0", "UnsafeViewBackward0"}

@@ -22,7 +22,7 @@ from leannorm.saving.evidence import bits, sample_of
 from leannorm.saving.flags import current
 from leannorm.saving.graph import exact
 from leannorm.saving.steps import Owner, Step, run
-from leannorm.saving.values import Value
+from leannorm.saving.values import UNTOLD, Value
 
 _ENOUGH = 2  # tensors of other values
 
@@ -176,7 +176,7 @@ def _middle(step: Step, value: Value | None = None) -> _Middle:
     inputs = [next(made).tensor if v.layout is None and v.step is not None else v.look() for v in step.inputs]
     tensors = [tensor for tensor in inputs if tensor is not None]
     tensor = run(step, [(tensor, Owner.HELD) for tensor in tensors], current())[0]
-    if "shape" in value.__dict__:
+    if value.shape is not UNTOLD:
         as_told = (tensor.shape, tensor.dtype) == (value.shape, value.dtype)
     if not step.tells_layout:
         layout_told = layout_told and _has_one_layout(tensors[0])

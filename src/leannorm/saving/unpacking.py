@@ -41,5 +41,5 @@ def _unpack(value: Value | Kept) -> Tensor:
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack
 if NODES is not None:  # gives back what is held, and asks Python for the rest
-    NODES.set_lean(Value, Step, Packed, _unpack)
+    NODES.set_lean(Value, Step, Packed, _unpack, Value(None))
     unpack = NODES.unpack

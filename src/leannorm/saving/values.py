@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -11,73 +12,86 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from leannorm._errors import LeannormError
 from leannorm.saving.device import share, stream_of
-from leannorm.saving.evidence import check_there, matches, near, owner_of, sample_of, version_of
+from leannorm.saving.evidence import (
+    EditedError,
+    RebuildError,
+    check_there,
+    matches,
+    near,
+    owner_of,
+    sample_of,
+    version_of,
+)
 from leannorm.saving.flags import Flags, current
 from leannorm.saving.shards import local_of, shared_as, spec_of
 from leannorm.saving.steps import Owner, Step, run
 
-
-class EditedError(RuntimeError):
-    """In the forward pass: a tensor no longer holds what a node read, so no step may read it."""
-
-
-class RebuildError(LeannormError, RuntimeError):
-    """A rebuilt tensor is not the one that the forward pass saved."""
+UNTOLD = torch.Size()
+_CPU = torch.device("cpu")
 
 
-class Value:
+class _Referable:
+    __slots__ = ("__weakref__",)  # a dataclass has this slot itself from Python 3.11 on
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Value(_Referable):
     """One tensor of the forward pass, shared by every node that saved it.
 
     Either `tensor` is held, or `step` rebuilds it. A rebuilt tensor is kept from its first use to its last,
     so that several readers cost one rebuild; stock autograd would hold it during that time, too. If it is
     rebuilt from a narrower copy of its own, it takes the place of that copy. Of a DTensor, the value is the
     local tensor, and `spec` how the ranks share it; nodes and recipes get the DTensor (`shared`).
+
+    The fields are slots: the C++ nodes read and write them in their places (csrc/nodes/values.h).
     """
 
+    tensor: Tensor | None
+    version: int = 0
+    step: Step | None = None
+    name: str = ""
+    users: int = 0  # readers of the tensor: nodes and steps
     layout: Hashable = None  # of the packed tensor; None for a value that was not packed
-    shape = torch.Size()  # shape and dtype of a rebuilt tensor, for records
-    dtype = torch.float32
-    seconds = 0.0  # of one rebuild, measured
-    frees = 0  # bytes of a rebuilt storage, at the value that owns it
-    if_held = 0  # bytes that holding it would take, perhaps in a narrower dtype
-    place = -1  # index among the packed tensors
-    as_made = True  # when it was packed, did it hold its node's output, unedited?
+    shape: torch.Size = UNTOLD  # shape and dtype of a rebuilt tensor, where they are known without it
+    dtype: torch.dtype = torch.float32
+    seconds: float = 0.0  # of one rebuild, measured
+    frees: int = 0  # bytes of a rebuilt storage, at the value that owns it
+    if_held: int = 0  # bytes that holding it would take, perhaps in a narrower dtype
+    place: int = -1  # index among the packed tensors
+    as_made: bool = True  # when it was packed, did it hold its node's output, unedited?
     provenance: object = None  # the pass that packed it
-    order = 0  # of its packing among those of the pass
-    seen_at = 0  # sequence number, in its thread, of the first node made after it was packed
-    copied_to_edit = False  # is it the copy that a node makes of what it then edits in place?
-    products = 0  # the longest chain of convolutions and matrix products in its rebuild
+    order: int = 0  # of its packing among those of the pass
+    seen_at: int = 0  # sequence number, in its thread, of the first node made after it was packed
+    copied_to_edit: bool = False  # is it the copy that a node makes of what it then edits in place?
+    products: int = 0  # the longest chain of convolutions and matrix products in its rebuild
     whole: Value | None = None  # the base, if this is a view
     origin: tuple[Node, int] | None = None  # node and output to search again for a missing input
     call: Hashable = None  # the arguments of the norm call that saved this
-    from_narrow = False  # is it rebuilt from a copy of its own in a narrower dtype?
-    alone = False  # does only autograd hold the tensor?
-    why = ""  # it is held, in words
-    where = ""  # the layer that was running when it was packed; under `verify` only
+    from_narrow: bool = False  # is it rebuilt from a copy of its own in a narrower dtype?
+    alone: bool = False  # does only autograd hold the tensor?
+    why: str = ""  # it is held, in words
+    where: str = ""  # the layer that was running when it was packed; under `verify` only
     copied: Tensor | None = None  # a copy of a norm's weight that sharding frees after the norm ran
     watch: Tensor | None = None  # shares the tensor's version counter, without its memory
     spec: Any = None  # of the DTensor whose local tensor this is
-    local_version = 0  # of that local tensor
+    local_version: int = 0  # of that local tensor
     sample: bytes | None = None  # of the packed tensor's bytes
     memory: Tensor | None = None  # of a rebuilt value that was edited through .data and packed again
     packed: Value | None = None  # of the same tensor, where this was a step's input before it was packed
     seen: weakref.ref[Tensor] | None = None  # the packed tensor, as long as the program has it
     original: Tensor | None = None  # under `verify`: the saved tensor, to compare the rebuild with
     sort: int | None = None  # a number for all that searches ask of it (sorts.py)
-    in_rows = False  # a log-softmax whose gradient can be computed some rows at a time
-    device = torch.device("cpu")  # where it is in rows
+    in_rows: bool = False  # a log-softmax whose gradient can be computed some rows at a time
+    device: torch.device = _CPU  # where it is in rows
     stream: torch.Stream | None = None  # on which the held tensor, or what the step captured, was made
     _rebuilt: Tensor | None = None
-    _rebuilt_version = 0
+    _rebuilt_version: int = 0
     _rebuilt_on: torch.Stream | None = None
+    _left: int = 0  # readers to come, before what is rebuilt is freed
 
-    def __init__(
-        self, tensor: Tensor | None, version: int = 0, step: Step | None = None, name: str = ""
-    ) -> None:
-        self.tensor, self.version, self.step, self.name = tensor, version, step, name
-        self.users = self._left = 0
+    def __post_init__(self) -> None:
+        tensor, step = self.tensor, self.step
         if tensor is not None:
             if type(tensor) not in _PLAIN:
                 self._of_ranks(tensor)
@@ -335,15 +349,6 @@ class Value:
         )
 
 
-# Python keeps 30 names of attributes in a class, those that come first. An instance with others gets a dict
-# of its own, which takes longer to make and to collect. Most values have these, or get them later.
-_OFTEN = """provenance order layout seen_at as_made call sample place copied_to_edit why watch shape dtype
-seconds frees products sort from_narrow origin _rebuilt _rebuilt_version _rebuilt_on"""
-_first = Value(None)
-for _name in _OFTEN.split():
-    setattr(_first, _name, getattr(_first, _name))
-del _first, _name
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 MUCH_LARGER = 32
 """What has so many times fewer elements than another tensor takes little memory and little time beside it."""
@@ -379,16 +384,6 @@ def behind(values: Iterable[Value]) -> Iterator[Value]:
         new = () if value.step is None else [v for v in value.step.inputs if v not in seen]
         found += new
         seen.update(new)
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Is it a parameter or a view of one? Those exist without autograd too, also where they are frozen."""
-    base = tensor._base
-    if base is None:
-        base = tensor
-    if base.requires_grad and base.is_leaf:
-        return True
-    return type(base) is not Tensor and isinstance(base, torch.nn.Parameter)
 
 
 def held(tensor: Tensor, name: str = "") -> Value:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leannorm.saving.evidence import RebuildError
 from leannorm.saving.trial import layout, same_bits
-from leannorm.saving.values import RebuildError, Value
+from leannorm.saving.values import Value
 
 
 def check_equal(rebuilt: Tensor, original: Tensor, value: Value) -> None:
