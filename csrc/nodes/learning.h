@@ -159,34 +159,15 @@ inline PyObject* field_names(PyObject*, PyObject* object) {
   END_HANDLE_TH_ERRORS
 }
 
-// ---------------------------------------------------------------- unpack
+// ---------------------------------------------------------------- the module
 
-inline PyObject* unpack_by_python = nullptr;
-
-// The second hook: what is held is given back here, what is rebuilt in unpacking.py.
-inline PyObject* unpack(PyObject*, PyObject* packed) {
-  HANDLE_TH_ERRORS
-  try {
-    if (is_value(packed) && get(packed, slots.step).get() == Py_None) {
-      Ref held = get(packed, slots.tensor);
-      const Tensor* const t = tensor_of(held.get());
-      if (t != nullptr && get(packed, slots.spec).get() == Py_None && static_cast<long>(t->_version()) == number(packed, slots.version))
-        return held.release();
-    }
-  } catch (const Unusual&) {
-    PyErr_Clear();
-  }
-  return PyObject_CallOneArg(unpack_by_python, packed);
-  END_HANDLE_TH_ERRORS
-}
-
-// set_lean(Value, Step, Packed, unpack, Value(None))
+// set_lean(Value, Step, Packed, unpack, getters of flags, Value(None))
 inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   Classes& of = classes();
   PyObject* value;
-  if (!PyArg_ParseTuple(arguments, "OOOOO", &of.value, &of.step, &of.packed, &unpack_by_python, &value)) return nullptr;
-  Py_INCREF(of.value), Py_INCREF(of.step), Py_INCREF(of.packed), Py_INCREF(unpack_by_python);
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &unpacking.getters, &value)) return nullptr;
+  for (PyObject* kept : {of.value, of.step, of.packed, unpacking.by_python, unpacking.getters}) Py_INCREF(kept);
   slots.read_from(of.value, value);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -7,15 +7,6 @@
 
 namespace leannorm {
 
-inline PyObject* field_of(PyObject* value, Field field) {
-  PyObject* const step = in_its_place(value, slots.step);
-  return step == Py_None ? nullptr : PyTuple_GET_ITEM(step, field);
-}
-inline bool is_kind(PyObject* value, const char* kind) {
-  PyObject* const own = field_of(value, kKind);
-  return own != nullptr && PyUnicode_CompareWithASCIIString(own, kind) == 0;
-}
-
 // The rebuilt value whose storage a rebuilt view shares; as _root.
 inline PyObject* root_of(PyObject* value) {
   PyObject* root = value;

@@ -3,6 +3,7 @@
 
 #include "calls.h"
 #include "kinds.h"
+#include "unpack.h"
 
 #include <frameobject.h>
 
@@ -63,14 +64,7 @@ inline PyObject* order_of(State* p) { return PyLong_FromLong(p->seen); }
 inline bool flags_as_before(State* p) {
   if (p->flags_changed) return false;
   if (p->checked == p->now.next) return true;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->getters.get()); ++i) {
-    const Ref now = checked(PyObject_CallNoArgs(PyTuple_GET_ITEM(p->getters.get(), i)));
-    PyObject* const before = PyTuple_GET_ITEM(p->flags.get(), i);
-    if (now.get() == before) continue;
-    const int same = PyObject_RichCompareBool(now.get(), before, Py_EQ);
-    if (same < 0) throw Unusual();
-    if (same == 0) return p->flags_changed = true, false;
-  }
+  if (!are_flags(p->flags.get(), p->getters.get())) return p->flags_changed = true, false;
   p->checked = p->now.next;
   return true;
 }

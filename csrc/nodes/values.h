@@ -75,7 +75,7 @@ inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_T
   of(tensor) of(version) of(step) of(name) of(users) of(layout) of(shape) of(dtype) of(seconds) of(frees)        \
   of(place) of(as_made) of(provenance) of(order) of(seen_at) of(copied_to_edit) of(products) of(call)            \
   of(from_narrow) of(why) of(watch) of(spec) of(sample) of(memory) of(seen) of(original) of(sort) of(in_rows)    \
-  of(stream) of(_left)
+  of(stream) of(packed) of(_left) of(_rebuilt) of(_rebuilt_version) of(_rebuilt_on)
 struct Slot {
   Py_ssize_t at = 0;
 
@@ -185,6 +185,15 @@ inline void use(PyObject* value) {
 
 // The fields of a Step, a tuple.
 enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
+
+inline PyObject* field_of(PyObject* value, Field field) {
+  PyObject* const step = in_its_place(value, slots.step);
+  return step == Py_None ? nullptr : PyTuple_GET_ITEM(step, field);
+}
+inline bool is_kind(PyObject* value, const char* kind) {
+  PyObject* const own = field_of(value, kKind);
+  return own != nullptr && PyUnicode_CompareWithASCIIString(own, kind) == 0;
+}
 
 // ---------------------------------------------------------------- from a node's output to its value
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving.flags import current
+from leannorm.saving.flags import GETTERS, current
 from leannorm.saving.graph import Packed
 from leannorm.saving.rows import unbuilt
 from leannorm.saving.small import Kept, read
@@ -40,6 +40,6 @@ def _unpack(value: Value | Kept) -> Tensor:
 
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack
-if NODES is not None:  # gives back what is held, and asks Python for the rest
-    NODES.set_lean(Value, Step, Packed, _unpack, Value(None))
+if NODES is not None:  # asks Python for what is unusual
+    NODES.set_lean(Value, Step, Packed, _unpack, GETTERS, Value(None))
     unpack = NODES.unpack
