@@ -76,6 +76,17 @@ inline PyFrameObject* caller() {
   return frame;
 }
 inline Ref code_of(PyFrameObject* frame) { return Ref(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame))); }
+// Has a `forward` a local variable `scale`, as that of a frozen batch norm? See calls.py.
+inline bool may_be_frozen_norm(PyObject* code) {
+  if (PyUnicode_CompareWithASCIIString(reinterpret_cast<PyCodeObject*>(code)->co_name, "forward") != 0) return false;
+  static PyObject* const scale = PyUnicode_InternFromString("scale");
+  for (const char* const kind : {"co_varnames", "co_cellvars", "co_freevars"}) {
+    const Ref variables = checked(PyObject_GetAttrString(code, kind));
+    if (PySequence_Contains(variables.get(), scale) != 0) return true;
+  }
+  return false;
+}
+
 inline const Caller& known(State* p, PyFrameObject* frame) {
   Ref code = code_of(frame);
   auto [at, is_new] = p->callers.try_emplace(code.get());
@@ -86,8 +97,7 @@ inline const Caller& known(State* p, PyFrameObject* frame) {
     if (found < 0) throw Unusual();
     return found == 1;
   };
-  PyObject* const own_name = reinterpret_cast<PyCodeObject*>(code.get())->co_name;
-  const bool more = is_in(p->read) || code.get() == p->apply.get() || PyUnicode_CompareWithASCIIString(own_name, "forward") == 0;
+  const bool more = is_in(p->read) || code.get() == p->apply.get() || may_be_frozen_norm(code.get());
   made.tells = is_in(p->norms) ? Caller::kNorm : is_in(p->convolutions) ? Caller::kBiasOfConvolution
                : is_in(p->linear) ? Caller::kBiasOfLinear : more ? Caller::kMore : Caller::kNothing;
   made.is_copied = is_in(p->copied), made.code = std::move(code);

@@ -108,7 +108,7 @@ class ForwardPass:
     def learn(self) -> RebuildPlan | None:
         """Store what later passes need (the size, a plan); returns the plan, if there is one."""
         packing, following = self._packing, self._following
-        nbytes = self._ledger.kept() + self._ledger.rebuilt()
+        nbytes = self._ledger.all_bytes()
         seen = self._place is not None and (packing is None or packing.seen) and self._refused is None
         if seen and self._settings.may_be_small:
             note(self._place, nbytes, small.SMALL)
@@ -132,7 +132,7 @@ class ForwardPass:
             return None
         if plan is not None:
             return None if plan.chosen.reached else reasons.out_of_reach(goal, plan.chosen)
-        kept, stock = self._ledger.kept(), self._ledger.kept() + self._ledger.rebuilt()
+        kept, stock = self._ledger.kept(), self._ledger.all_bytes()
         ratio = kept / max(stock, 1)
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None

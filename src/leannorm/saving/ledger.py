@@ -81,6 +81,13 @@ class Ledger:
         """One record for each saved tensor."""
         return [Record._make(row) for row in self.rows()]
 
+    def all_bytes(self) -> int:
+        """Bytes held, and to be rebuilt."""
+        if self._closed is None:
+            return self.kept() + self.rebuilt()
+        fields = Record._fields
+        return sum(self._closed[fields.index("bytes") :: len(fields)])
+
     def kept(self) -> int:
         """Bytes held for the backward pass."""
         return sum(row[3] for row in self.rows() if not row[4])

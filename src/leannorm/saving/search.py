@@ -100,7 +100,6 @@ class Search:
     ) -> None:
         """`from_here`: of nodes that were made before this object, nothing is known. `found`: the reasons."""
         self.policy, self._at_pool, self._reasons = policy, at_pool, found
-        self._recipes = {kind: made for kind, made in RECIPES.items() if policy.considers(kind)}
         self.provenance, self.from_here = Provenance(), from_here
         self.leaves, self.flags = Leaves(self.provenance), FlagLog(self.provenance)
         know_torchs_functions()
@@ -114,7 +113,7 @@ class Search:
 
     def considers(self, kind: str) -> bool:
         """Has this kind of node a recipe that the policy allows?"""
-        return kind in self._recipes
+        return kind in RECIPES and self.policy.considers(kind)
 
     @staticmethod
     def was_saving(node: Any, number: int) -> bool:
@@ -147,7 +146,7 @@ class Search:
         kind = kind_of(node)
         if kind in POOLS:
             self._at_pool(node)
-        recipe = self._recipes.get(kind)
+        recipe = RECIPES[kind] if self.considers(kind) else None
         if recipe is None or depth > _MAX_DEPTH:
             return None
         sums = kind in _SUMS or (kind == "CopySlices" and is_sum_in_view(node))
