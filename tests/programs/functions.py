@@ -120,7 +120,11 @@ def deterministic(mode):
 
 @contextlib.contextmanager
 def matmul(precision):
-    before = torch.get_float32_matmul_precision()
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # a line has set it by torch's other setting, which does not mix with this one
+        yield
+        return
     torch.set_float32_matmul_precision(precision)
     try:
         yield
@@ -181,6 +185,8 @@ PRECISIONS = (
     ("mkldnn", "matmul"),
     ("mkldnn", "conv"),
     ("mkldnn", "rnn"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
 )
 
 
@@ -192,6 +198,7 @@ def own_settings():
         yield
     finally:
         flush(False)
+        torch.set_float32_matmul_precision("highest")
         for place in PRECISIONS:  # torch's own context of oneDNN's flags sets what it found, for good
             torch._C._set_fp32_precision_setter(*place, "none")
         torch.set_deterministic_debug_mode(mode)
