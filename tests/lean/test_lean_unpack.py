@@ -1,0 +1,145 @@
+"""The second hook in C++ (csrc/nodes/unpack.h): which rebuilds ask Python, and that both give the same."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from leannorm.autograd.nodes import NODES
+from leannorm.saving import lean, small, unpacking
+from leannorm.saving.values import Value
+
+pytestmark = pytest.mark.skipif(NODES is None, reason="the C++ nodes are not built")
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The names of the values that Python has read."""
+    monkeypatch.setattr(small, "SMALL", -1)
+    names = []
+
+    def read(value, *args):
+        names.append(value.name)
+        return found(value, *args)
+
+    found = Value.read
+    monkeypatch.setattr(Value, "read", read)
+    return names
+
+
+def net():
+    torch.manual_seed(3)
+    layers = [m for _ in range(3) for m in (nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.SiLU())]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 144, 256), nn.LayerNorm(256), nn.GELU())
+
+
+def backward(model, context, around=contextlib.nullcontext, between=None, **options):
+    torch.manual_seed(5)
+    x = torch.randn(8, 4, 12, 12, requires_grad=True)
+    with context as saved:
+        loss = model(x).square().sum()
+    if between is not None:
+        between()
+    with around():
+        found = torch.autograd.grad(loss, [x, *model.parameters()], **options)
+    return [g.detach() for g in found], saved
+
+
+def same(found, stock):
+    return all(torch.equal(a, b) for a, b in zip(found, stock, strict=True))
+
+
+@pytest.mark.parametrize("setting", ["norm", "conv"])
+def test_usual_rebuilds_ask_nobody(asked, setting):
+    model = net()
+    stock, _ = backward(model, contextlib.nullcontext())
+    for _ in range(3):
+        found, saved = backward(model, lean(setting))
+        assert same(found, stock)
+    assert saved.rebuilt_bytes
+    asked.clear()
+    assert same(backward(model, lean(setting))[0], stock)
+    assert not asked
+
+
+@contextlib.contextmanager
+def other_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("around", [other_threads, autocast])
+def test_other_flags_and_autocast_are_pythons(asked, around):
+    model = net()
+    for _ in range(3):
+        backward(model, lean())
+    stock, _ = backward(model, contextlib.nullcontext(), around)
+    asked.clear()
+    assert same(backward(model, lean(), around)[0], stock)
+    assert asked
+
+
+def test_a_graph_of_the_backward_pass_is_pythons(asked):
+    model = net()
+    stock, _ = backward(model, contextlib.nullcontext(), create_graph=True)
+    for _ in range(3):
+        found, _ = backward(model, lean(), create_graph=True)
+    assert same(found, stock)
+    assert asked
+
+
+def test_what_was_edited_is_told_by_python(asked):
+    model = net()
+    backward(model, lean("conv"))
+    with pytest.raises(RuntimeError, match="edited where autograd does not see it"):
+        backward(model, lean("conv"), between=lambda: model[0].weight.data.mul_(2))
+    model = net()
+    kept = []
+    model[0].register_forward_hook(lambda _, __, output: kept.append(output))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(model, lean(), between=lambda: kept[-1].detach().mul_(2))
+
+
+def test_two_backward_passes_of_one_graph_rebuild_twice(asked):
+    model = net()
+    torch.manual_seed(5)
+    x = torch.randn(8, 4, 12, 12)
+    for _ in range(3):
+        with lean("conv"):
+            loss = model(x).square().sum()
+        asked.clear()
+        first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        assert same(torch.autograd.grad(loss, list(model.parameters())), first)
+    assert not asked
+    assert same(first, torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+def test_what_is_rebuilt_is_freed_with_its_last_reader(asked):
+    model = net()
+    for _ in range(3):
+        torch.manual_seed(5)
+        with lean("conv") as saved:
+            loss = model(torch.randn(8, 4, 12, 12)).square().sum()
+        loss.backward(retain_graph=True)
+        values = list(saved._ledger.values())
+        assert any(value.step is not None for value in values)
+        assert all(value._rebuilt is None for value in values)
+
+
+def test_python_alone_gives_the_same_bits(monkeypatch, asked):
+    model = net()
+    for _ in range(3):
+        found, _ = backward(model, lean("conv"))
+    monkeypatch.setattr("leannorm.saving.forward_pass.unpack", unpacking._unpack)
+    asked.clear()
+    assert same(backward(model, lean("conv"))[0], found)
+    assert asked
