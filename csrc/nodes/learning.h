@@ -1,4 +1,4 @@
-// How memo.py hands over what a search has found, and what unpacks the values that need no Python.
+// How memo.py hands over what a search has found, and what Python has of this library for lean().
 #pragma once
 
 #include "ledger.h"

@@ -71,7 +71,7 @@ inline const NodeClass& class_of(State* p, const Node* node) {
     const auto is = [&](int i) { return PyTuple_GET_ITEM(told.get(), i) == Py_True; };
     NodeClass& made = p->memo->classes[typeid(*node)];
     made.name = borrowed(PyTuple_GET_ITEM(told.get(), 0)), made.why = borrowed(PyTuple_GET_ITEM(told.get(), 1));
-    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5), made.widens = is(6);
+    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5), made.widens = is(6), made.joins = is(7), made.may_edit = is(8);
     return made;
   } catch (...) {
     p->memo->classes.erase(typeid(*node));
@@ -79,10 +79,11 @@ inline const NodeClass& class_of(State* p, const Node* node) {
   }
 }
 
-// Does a tensor of this version hold the node's output, unedited? Throws where it may not; as search.py.
-inline void as_made(State* p, Node* node, uint32_t output, long version, int depth = 0) {
+// Does a tensor of this version hold the node's output, unedited? Throws where it may not, and is false where a node
+// may have worked in place and does not tell; as search.py.
+inline bool as_made(State* p, Node* node, uint32_t output, long version, int depth = 0) {
   namespace of = torch::autograd::generated;
-  if (version == 0) return;
+  if (version == 0) return true;
   if (node == nullptr || depth > 20 || node->next_edges().empty()) throw Unusual();
   Registered known = registered(node, output);
   if (known.value) {
@@ -90,7 +91,7 @@ inline void as_made(State* p, Node* node, uint32_t output, long version, int dep
     const bool made = get(value, slots.as_made).get() == Py_True;
     const bool was_packed = get(value, slots.step).get() == Py_None || get(value, slots.layout).get() != Py_None;
     if (was_packed && (made || depth == 0)) {
-      if (made && number(value, slots.version) == version) return;
+      if (made && number(value, slots.version) == version) return true;
       throw Unusual();
     }
   }
@@ -106,8 +107,9 @@ inline void as_made(State* p, Node* node, uint32_t output, long version, int dep
     const bool there = source && is_value(source.get()) && get(source.get(), slots.memory).get() == Py_None;
     in_place = there && get(source.get(), slots.copied_to_edit).get() == Py_True;
   }
-  if (!in_place) throw Unusual();
-  as_made(p, producer.get(), number_there, version - 1, depth + 1);
+  const bool tells = !class_of(p, node).may_edit;
+  if (!in_place && tells) throw Unusual();
+  return as_made(p, producer.get(), number_there, version - 1, depth + 1) && tells;
 }
 
 inline bool laid_out_as(const Kind& kind, const Tensor& t) {
@@ -176,11 +178,13 @@ inline Ref in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass&
   return value;
 }
 
-// A view that is held gives access to its base; as _offers in packing.py.
-inline void offer_base(State* p, PyObject* value, PyObject* object, const Tensor& t, Node* node, const NodeClass& of) {
-  const Tensor base(t._base());
-  const auto& producer = base.grad_fn();
-  if (!producer || producer.get() == node || registered(producer.get(), base.output_nr()).value) return;
+// What a held tensor gives access to, a view its base and a concatenation its parts, is registered; as _offers.
+inline void offer(State* p, PyObject* value, PyObject* object, const Tensor& t, Node* node, const NodeClass& of) {
+  if (!of.joins) {
+    const Tensor base(t._base());
+    const auto& producer = base.grad_fn();
+    if (!producer || producer.get() == node || registered(producer.get(), base.output_nr()).value) return;
+  }
   set_number(p->packing.get(), names().seen, p->seen);
   const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
   PyObject* const given[] = {p->packing.get(), value, object, of_python.get(), of.name.get()};
@@ -230,7 +234,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   if (Ref value = again(p, object, t, known)) return note_call(p, plan), std::move(value);
   const long version = t._version(), size = t.numel();
   const bool edited = views_edited_leaf(t, node, of, version);
-  if (!edited) as_made(p, node, output, version);
+  const bool is_sure = edited || as_made(p, node, output, version);
   const bool newest = node->sequence_nr() + 1 == p->now.next, large = size >= p->smallest;
   Ref value;
   PyObject* why = nullptr;
@@ -246,7 +250,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   } else if (worth && of.searched && !edited) {
     const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
     static const auto none = std::make_shared<const Memo::Kinds>();
-    const auto kinds = found == p->memo->kinds.end() ? none : found->second;
+    const auto kinds = found == p->memo->kinds.end() || !is_sure ? none : found->second;
     for (const auto& kind : *kinds) {
       if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
       if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
@@ -264,8 +268,8 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     call_of(p);
     value = held(p, t, of.name.get());
     if (large || edited) set(value.get(), slots.why, edited ? p->edited.get() : worth ? of.why.get() : p->smaller.get());
-    if (edited) set(value.get(), slots.as_made, Py_False);
   }
+  if (edited || !is_sure) set(value.get(), slots.as_made, Py_False);
   const bool is_held = get(value.get(), slots.step).get() == Py_None;
   const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
   Ref sample = is_held ? sample_of(t) : get(value.get(), slots.sample);
@@ -278,7 +282,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   if (p->call.get() != Py_None) set(value.get(), slots.call, p->call);
   if (plan.call) remember(p, value.get(), object, is_held);
   record_packed(node, output, value.get(), sample.get());
-  if (is_held && large && !edited && t.is_view()) offer_base(p, value.get(), object, t, node, of);
+  if (is_held && large && !edited && is_sure && (t.is_view() || of.joins)) offer(p, value.get(), object, t, node, of);
   if (p->now.waits && PyDict_GetItemWithError(metadata_of(node), names().waiting) != nullptr) {
     const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
     const Ref number = checked(PyLong_FromUnsignedLong(output));

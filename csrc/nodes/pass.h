@@ -9,10 +9,10 @@
 
 namespace leannorm {
 
-// A class of nodes, as a policy sees it (memo.py, `told_of`).
+// A class of nodes, as a policy sees it (`NodeClass` of memo.py).
 struct NodeClass {
   Ref name, why;  // why its outputs are held
-  bool usual = false, searched = false, alias = false, clone = false, widens = false;
+  bool usual = false, searched = false, alias = false, clone = false, widens = false, joins = false, may_edit = false;
 };
 
 // The kinds of one policy.

@@ -60,7 +60,7 @@ inline long number(PyObject* object, PyObject* name) {
 }
 inline void set_number(PyObject* object, PyObject* name, long to) { set(object, name, checked(PyLong_FromLong(to))); }
 
-// The classes of these objects; set once by memo.py.
+// The classes of these objects; set once by unpacking.py.
 struct Classes {
   PyObject *value = nullptr, *step = nullptr, *packed = nullptr;
 };

@@ -49,7 +49,7 @@ _MAX_DEPTH = 20  # nodes of one chain
 MOST_IN_A_ROW = 64  # steps; the backward pass rebuilds as many tensors at once
 MOST_RUNS = 256  # of steps for one tensor, each of which is looked at again and again
 _COSTLY_TO_ADD = NORMS | ACTIVATIONS  # nodes whose output takes a pass of arithmetic to rebuild
-_MAY_BE_IN_PLACE = ACTIVATIONS | {
+MAY_BE_IN_PLACE = ACTIVATIONS | {
     "AddBackward0",
     "SubBackward0",
     "MulBackward0",
@@ -319,7 +319,7 @@ def _works_in_place(node: Any, kind: str) -> bool | None:
     source = saved(node, "self") if hasattr(type(node), "_saved_self") else None
     if source is not None:
         return source.copied_to_edit
-    return None if kind in _MAY_BE_IN_PLACE else False
+    return None if kind in MAY_BE_IN_PLACE else False
 
 
 def is_copied_to_edit(node: Any, number: int) -> bool:

@@ -1,0 +1,259 @@
+"""What a kind of save is made of: all that a search has found for one tensor, and all that it depends on.
+
+A kind is learned where the same search must come to the same end: every node that it looked at tells the
+same (`graph.identity`), leads to the same places and has saved values of the same sort, every value is proved
+to hold what its node read, and the step's kind was tried on as many tensors as it takes (trial.py).
+`csrc/nodes/kinds.h` asks for all of it again at a later save.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leannorm.autograd.nodes import NODES
+from leannorm.saving import sorts, trial
+from leannorm.saving.calls import CallArguments
+from leannorm.saving.graph import (
+    ACCUMULATES,
+    PASSES_ON,
+    constants_of,
+    find,
+    is_lost,
+    kind_of,
+    saved,
+)
+from leannorm.saving.recipes.fused_norm_act import scale_shift_act
+from leannorm.saving.recipes.views import ALIASES, VIEWS
+from leannorm.saving.search import (
+    Missing,
+    Search,
+    Visit,
+    is_view_of_held,
+)
+from leannorm.saving.steps import Step
+from leannorm.saving.values import COPIED_PART, Value
+
+# recipes that ask for no more than what kinds are made of: fields of the C++ table, edges, constants
+_OF_FIELDS = {
+    *("SiluBackward0", "HardswishBackward0", "HardsigmoidBackward0", "GeluBackward0", "HardtanhBackward0"),
+    *("LeakyReluBackward0", "MulBackward0", "ConvolutionBackward0", "MmBackward0", "AddmmBackward0"),
+    *("NativeBatchNormBackward0", "NativeLayerNormBackward0", "NativeGroupNormBackward0"),
+    "ScaledDotProductFlashAttentionForCpuBackward0",
+}
+# norms that are run again: what each captures a copy of (None: the call's bias), and which field has the call
+_COPIED: dict[str, tuple[tuple[str | None, ...], str]] = {
+    "NativeLayerNormBackward0": (("weight", "bias"), "result2"),
+    "NativeGroupNormBackward0": (("weight", None), "result1"),
+}
+_ABSENT, _OF_CALL, _ABSENT_IN_CALL = -1, -2, -3  # in place of a field
+_OF_EDGES = {
+    *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
+    *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "ExpandBackward0", "TBackward0", "TransposeBackward0"),
+    *("PermuteBackward0", "SelectBackward0", "SliceBackward0", "CloneBackward0", "ToCopyBackward0"),
+    *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
+}
+_MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
+_LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}
+
+_NONE, _ANY, _LEAF, _VALUE, _MADE = range(5)  # where an edge leads to
+_FROM_FIELD, _FROM_EDGE, _FROM_LEAF, _FROM_MADE = range(4)  # where a step's input is found
+_NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM, _COPIES = range(5)  # what a step captures
+
+
+class UnlikeError(Exception):
+    """The save depends on something that no kind has."""
+
+
+def is_settled(value: Value, found: Step | Missing, tensor: Tensor) -> bool:
+    """Would a later save like this one be rebuilt, or held, without another trial?"""
+    if value.step is None:
+        return True
+    usual = value.step is found and found.proved and not value.from_narrow and not value.in_rows
+    return usual and trial.is_settled(value.step, tensor, value.layout)
+
+
+class Learned:
+    """Where everything is that one save depends on."""
+
+    def __init__(
+        self, search: Search, visits: list[Visit], number: int, value: Value, found: Step | Missing
+    ) -> None:
+        self._visits, self._number, self._policy, self._flags = (
+            visits,
+            number,
+            search.policy,
+            search.flags.only,
+        )
+        self._templates: list[dict[str, Any] | None] = []
+        self._made: dict[int, int] = {}  # templates, by the check of the node that made the value
+        kinds = [kind_of(visit.node) for visit in self._visits]
+        if kinds[0] in ALIASES | VIEWS and _LAID_OUT.intersection(kinds):
+            raise UnlikeError  # a copy that is laid out as the base of a view is
+        if value.step is not None:
+            self._template(value, 0)
+        elif not self._is_held_for_good(value, found):
+            raise UnlikeError
+        checks = [self._check(visit) for visit in self._visits]
+        self.kind = {
+            "flags": self._flags,
+            "checks": checks,
+            "same": self._same(checks),
+            "templates": self._templates,
+            "why": value.why,
+            "seconds": value.seconds,
+            "is_view": value.step is not None and value.step.kind == "view",
+        }
+
+    def _is_held_for_good(self, value: Value, found: Step | Missing) -> bool:
+        if kind_of(self._visits[0].node) not in _MAY_HOLD:
+            return False
+        if isinstance(found, Step):
+            return not is_view_of_held(found) and not self._policy.allows(found)
+        nothing_missed = not (found.outputs or found.communicates or found.too_deep)
+        return nothing_missed and all(v is not None for visit in self._visits for v in visit.given.values())
+
+    def _check(self, visit: Visit) -> dict[str, Any]:
+        node = visit.node
+        kind = kind_of(node)
+        if kind not in _OF_FIELDS and kind not in _OF_EDGES:
+            raise UnlikeError
+        fields = [saved(node, name) for name in NODES.fields(node)]
+        if is_lost(node, *NODES.fields(node)):
+            raise UnlikeError  # saved as it is, or by others' hooks
+        edges = [self._edge(visit, i, *edge) for i, edge in enumerate(node.next_functions)]
+        return {
+            "node": node,
+            "output": visit.output,
+            "constants": constants_of(node),
+            "newest": node._sequence_nr() + 1 == self._number,
+            "fields": [-1 if field is None else sorts.sort_of(field) for field in fields],
+            "edges": edges,
+        }
+
+    def _same(self, checks: list[dict[str, Any]]) -> list[int]:
+        """Of each field and edge, the first that has the same value."""
+        seen = list[Any]()
+        for visit, check in zip(self._visits, checks, strict=True):
+            seen += [saved(visit.node, name) for name in NODES.fields(visit.node)]
+            for i, (how, _) in enumerate(check["edges"]):
+                leaf = visit.node.next_functions[i][0].variable if how == _LEAF else None
+                seen.append(visit.given[i] if how == _VALUE else leaf)
+        at = list(map(id, seen))
+        return [i if one is None else at.index(id(one)) for i, one in enumerate(seen)]
+
+    def _edge(self, visit: Visit, i: int, producer: Any, output: int) -> tuple[int, int]:
+        if i not in visit.given:
+            return _ANY, 0
+        value = visit.given[i]
+        if producer is None:
+            return _NONE, 0
+        if value is None or kind_of(producer) == PASSES_ON:
+            raise UnlikeError
+        if kind_of(producer) == ACCUMULATES:
+            return _LEAF, 0
+        made = self._check_of(producer, output)
+        if made is not None:
+            return _MADE, made
+        if find(producer, output) is not value or not value.as_made or value.memory is not None:
+            raise UnlikeError
+        return _VALUE, sorts.sort_of(value)
+
+    def _check_of(self, producer: Any, output: int) -> int | None:
+        for i, visit in enumerate(self._visits):
+            if i and visit.node is producer and visit.output == output:
+                return i
+        return None
+
+    def _source(self, value: Value) -> tuple[int, int, int]:
+        """Where the value is found."""
+        for c, visit in enumerate(self._visits):
+            for i, name in enumerate(NODES.fields(visit.node)):
+                if saved(visit.node, name) is value:
+                    return _FROM_FIELD, c, i
+            for i, given in visit.given.items():
+                if given is value:
+                    how, made = self._edge(visit, i, *visit.node.next_functions[i])
+                    if how != _MADE:
+                        return {_LEAF: _FROM_LEAF, _VALUE: _FROM_EDGE}[how], c, i
+                    if made not in self._made:
+                        self._template(value, made)
+                    return _FROM_MADE, c, self._made[made]
+        raise UnlikeError
+
+    def _template(self, value: Value, check: int) -> None:
+        step = value.step
+        if step is None or step.spec is not None or step.flags not in (None, self._flags):
+            raise UnlikeError
+        kind = kind_of(self._visits[check].node)
+        if kind == "MulBackward0" and len(step.inputs) < 2:
+            raise UnlikeError  # a number that the node keeps as a tensor
+        place = self._made[check] = len(self._templates)
+        self._templates.append(None)
+        captured, inputs, copies = _NOTHING, step.inputs, 0
+        copied, told_by = list[int](), 0
+        if kind in _COPIED:
+            captured = _COPIES
+            copied, told_by = self._copied(step, self._visits[check].node)
+        elif step.captured:
+            captured, inputs, copies = self._captured(step, self._visits[check])
+        if any(value.name == COPIED_PART for value in inputs):
+            raise UnlikeError
+        self._templates[place] = {
+            "check": check,
+            "step": step._replace(inputs=(), captured=()),
+            "name": value.name,
+            "shape": torch.Size(value.shape),
+            "dtype": value.dtype,
+            "products": value.products,
+            "inputs": [self._source(value) for value in inputs],
+            "captured": captured,
+            "copies": copies,
+            "copied": copied,
+            "told_by": told_by,
+        }
+
+    @staticmethod
+    def _copied(step: Step, node: Any) -> tuple[list[int], int]:
+        """Which field each captured tensor is a copy of, and which one has the call that told eps."""
+        names, told_by = _COPIED[kind_of(node)]
+        teller, fields = saved(node, told_by), list(NODES.fields(node))
+        call = None if teller is None else teller.call
+        if not isinstance(call, CallArguments) or call.moves_affine or call.eps != step.constants[-1]:
+            raise UnlikeError
+        if len(names) != len(step.captured):
+            raise UnlikeError
+        copied = list[int]()
+        for name, captured in zip(names, step.captured, strict=True):
+            if name is None and captured is not call.bias:
+                raise UnlikeError
+            if name is None:
+                copied.append(_ABSENT_IN_CALL if captured is None else _OF_CALL)
+            else:
+                copied.append(_ABSENT if captured is None else fields.index(name))
+        return copied, fields.index(told_by)
+
+    def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
+        """How what the step captures is made: by a batch norm, or it is that of a norm before."""
+        if step.function is not scale_shift_act:
+            raise UnlikeError
+        node = visit.node
+        if kind_of(node) == "NativeBatchNormBackward0":
+            mean, rstd = saved(node, "result1"), saved(node, "result2")
+            if mean is None or rstd is None or not isinstance(mean.call, CallArguments) or 2 in visit.given:
+                raise UnlikeError
+            bias = mean.call.bias
+            if not node._saved_training or (bias is not None and len(bias) != len(rstd.look())):
+                raise UnlikeError
+            return _BATCH_NORM if bias is None else _BATCH_NORM_WITH_BIAS, step.inputs, 0
+        x = saved(node, "self") if "self" in NODES.fields(node) else visit.given.get(0)
+        norm, copies = None if x is None else x.step, 0
+        while norm is not None and norm.kind == "copy":
+            norm, copies = norm.inputs[0].step, copies + 1
+        if x is None or norm is None or norm.captured is not step.captured or norm.inputs is not step.inputs:
+            raise UnlikeError
+        return _OF_NORM, (x,), copies
