@@ -8,6 +8,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <optional>
+
 namespace leannorm {
 
 inline bool requires_no_more(const Tensor& t) { return t.layout() == at::kStrided && t.is_cpu() && plain(t); }
@@ -162,20 +164,23 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   return value;
 }
 
-// A tensor whose like the last pass searched in vain: held, and why; as packing.py. Null where it must be searched.
-inline Ref in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
-  if (of.widens) return Ref();
-  const Ref order = checked(order_of(p)), layout = layouts.of(object, t);
-  const Ref seen_as = checked(PyTuple_Pack(2, of.name.get(), layout.get()));
-  PyObject* const asked[] = {p->vain.get(), order.get(), seen_as.get()};
-  Ref why = checked(PyObject_VectorcallMethod(names().told, asked, 3, nullptr));
-  if (why.get() == Py_None) return Ref();
-  call_of(p);
-  Ref value = held(p, t, of.name.get());
-  set(value.get(), slots.why, why);
-  PyObject* const noted[] = {p->vain.get(), order.get(), seen_as.get(), value.get()};
-  checked(PyObject_VectorcallMethod(names().again, noted, 4, nullptr));
-  return value;
+// Why a tensor is held whose like the last pass searched in vain, as packing.py; null where it must be searched.
+struct Vain {
+  Ref order, seen_as, why;
+
+  void note(State* p, PyObject* value) const {
+    if (!why) return;
+    PyObject* const noted[] = {p->vain.get(), order.get(), seen_as.get(), value};
+    checked(PyObject_VectorcallMethod(names().again, noted, 4, nullptr));
+  }
+};
+inline Vain in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass& of) {
+  const Ref layout = layouts.of(object, t);
+  Vain found{checked(order_of(p)), checked(PyTuple_Pack(2, of.name.get(), layout.get())), Ref()};
+  PyObject* const asked[] = {p->vain.get(), found.order.get(), found.seen_as.get()};
+  found.why = checked(PyObject_VectorcallMethod(names().told, asked, 3, nullptr));
+  if (found.why.get() == Py_None) throw Unusual();
+  return found;
 }
 
 // What a held tensor gives access to, a view its base and a concatenation its parts, is registered; as _offers.
@@ -224,6 +229,22 @@ inline void remember(State* p, PyObject* value, PyObject* object, bool is_held) 
   checked(PyObject_CallMethodOneArg(recent.get(), names().append, object));
 }
 
+// The kind of save that this one is of, with what it matched; null where none is known.
+inline std::shared_ptr<const Kind> kind_of(State* p, const Tensor& t, Node* node, std::optional<Match>& match) {
+  const uint32_t output = t.output_nr(), version = t._version();
+  const bool newest = node->sequence_nr() + 1 == p->now.next;
+  const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
+  if (found == p->memo->kinds.end()) return nullptr;
+  const auto kinds = found->second;  // kept: Python may learn more meanwhile
+  for (const auto& kind : *kinds) {
+    if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
+    if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
+    match.emplace(p->now, *kind, node);
+    if (match->holds()) return kind;
+  }
+  return nullptr;
+}
+
 // What a node has put out.
 inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const uint32_t output = t.output_nr();
@@ -235,40 +256,26 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   const long version = t._version(), size = t.numel();
   const bool edited = views_edited_leaf(t, node, of, version);
   const bool is_sure = edited || as_made(p, node, output, version);
-  const bool newest = node->sequence_nr() + 1 == p->now.next, large = size >= p->smallest;
-  Ref value;
-  PyObject* why = nullptr;
-  std::shared_ptr<const Kind> learned;
-  const Template* step_template = nullptr;
+  const bool large = size >= p->smallest;
   const long whole = t.is_view() ? t.storage().nbytes() / t.element_size() : size;  // which a view would hold
   const bool worth = large && (p->everything || whole * p->much_larger > std::max(p->largest, size));
-  if (worth && of.searched && !edited && !plan.rebuild) {
-    if (of.widens) throw Unusual();
-    call_of(p);
-    value = held(p, t, of.name.get());
-    set(value.get(), slots.why, plan.why);
-  } else if (worth && of.searched && !edited) {
-    const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
-    static const auto none = std::make_shared<const Memo::Kinds>();
-    const auto kinds = found == p->memo->kinds.end() || !is_sure ? none : found->second;
-    for (const auto& kind : *kinds) {
-      if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
-      if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
-      Match match(p->now, *kind, node);
-      if (!match.holds()) continue;
-      call_of(p);
-      if (kind->templates.empty()) why = kind->why.get(), value = held(p, t, of.name.get());
-      else value = rebuilt(p, *kind, match, object, t, of), learned = kind, step_template = &kind->templates[0];
-      if (why != nullptr) set(value.get(), slots.why, why);
-      break;
-    }
-    if (!value) value = in_vain(p, object, t, of);
-    if (!value) throw Unusual();
-  } else {
-    call_of(p);
-    value = held(p, t, of.name.get());
-    if (large || edited) set(value.get(), slots.why, edited ? p->edited.get() : worth ? of.why.get() : p->smaller.get());
-  }
+  Ref value, why;  // it is rebuilt, or held for a reason
+  Vain vain;
+  std::shared_ptr<const Kind> kind;
+  std::optional<Match> match;
+  call_of(p);
+  if (edited) why = borrowed(p->edited.get());
+  else if (!(worth && of.searched)) why = borrowed(worth ? of.why.get() : large ? p->smaller.get() : nullptr);
+  else if (plan.rebuild && is_sure && (kind = kind_of(p, t, node, match))) {
+    if (kind->templates.empty()) why = borrowed(kind->why.get());
+    else value = rebuilt(p, *kind, *match, object, t, of);
+  } else if (of.widens) throw Unusual();
+  else if (!plan.rebuild) why = borrowed(plan.why.get());
+  else vain = in_vain(p, object, t, of), why = borrowed(vain.why.get());
+  const Template* const how = value ? &kind->templates[0] : nullptr;
+  if (!value) value = held(p, t, of.name.get());
+  if (why) set(value.get(), slots.why, why);
+  vain.note(p, value.get());
   if (edited || !is_sure) set(value.get(), slots.as_made, Py_False);
   const bool is_held = get(value.get(), slots.step).get() == Py_None;
   const bool counts = !(t.is_view() && is_leaf_or_parameter(t._base()));
@@ -278,7 +285,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   if (large) p->largest = std::max(p->largest, size);
   set(value.get(), slots.layout, layouts.of(object, t));
   set(value.get(), slots.seen_at, checked(PyLong_FromUnsignedLongLong(p->now.next)));
-  if (of.clone && newest) set(value.get(), slots.copied_to_edit, Py_True);
+  if (of.clone && node->sequence_nr() + 1 == p->now.next) set(value.get(), slots.copied_to_edit, Py_True);
   if (p->call.get() != Py_None) set(value.get(), slots.call, p->call);
   if (plan.call) remember(p, value.get(), object, is_held);
   record_packed(node, output, value.get(), sample.get());
@@ -289,9 +296,9 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
     PyObject* const given[] = {p->packing.get(), of_python.get(), number.get()};
     checked(PyObject_VectorcallMethod(names()._retry, given, 3, nullptr));
   }
-  if (step_template != nullptr && !p->now.waits) {
-    if (!step_template->sort) step_template->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
-    else set(value.get(), slots.sort, step_template->sort);
+  if (how != nullptr && !p->now.waits) {
+    if (!how->sort) how->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
+    else set(value.get(), slots.sort, how->sort);
   }
   note_call(p, plan);
   return finished(p, std::move(value));
