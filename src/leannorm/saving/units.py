@@ -60,9 +60,17 @@ def _modules() -> Any:
 def _groups() -> Iterator[tuple[Any, Any]]:
     """Each unit's groups of weights, with the unit."""
     for unit in {id(unit): unit for unit in (state() for state in list(_modules().values()))}.values():
-        for group in getattr(unit, "_fsdp_param_groups", ()):
+        for group in _groups_of(unit):
             if group.fsdp_params:
                 yield unit, group
+
+
+def _groups_of(unit: Any) -> Any:
+    """The unit's groups of weights; in older releases of torch a unit has one, or none."""
+    if hasattr(unit, "_fsdp_param_groups"):
+        return unit._fsdp_param_groups
+    group = getattr(unit, "_fsdp_param_group", None)
+    return () if group is None else (group,)
 
 
 def _memory_of(parameter: Any) -> int:
@@ -74,7 +82,7 @@ def _memory_of(parameter: Any) -> int:
 
 def wrap_of(unit: Any) -> tuple[str, str]:
     """The classes of the unit's module, and of the module around it ("" for the model itself)."""
-    name, path = _class_of(unit._modules[0]), unit._fsdp_param_groups[0]._module_fqn or ""
+    name, path = _class_of(unit._modules[0]), _groups_of(unit)[0]._module_fqn or ""
     root = next((state for state in unit._state_ctx.all_states if state._is_root), None)
     if root is None or not path:
         return name, ""

@@ -51,23 +51,29 @@ def to_local(node: Any, output: int, given: Given, like: Tensor | None) -> Step 
 @recipe(_FROM_LOCAL)
 def from_local(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     """Without a check of the ranks' tensors, which would be sent, the local tensor is the input."""
-    x, mesh = given(0), node.forward_input_device_mesh
-    if x is None or x.spec is not None or not mesh._is_current_rank_part_of_mesh():
+    x, (mesh, placements) = given(0), _made_for(node)
+    if x is None or x.spec is not None or mesh.get_coordinate() is None:
         return None
-    spec = _spec_from(x, node) if like is None or local_of(like) is None else spec_of(like)
+    spec = _spec_from(x, mesh, placements) if like is None or local_of(like) is None else spec_of(like)
     whole = tuple(node._input_metadata[0].shape)
-    if spec is None or tuple(spec.shape) != whole or spec.placements != node.forward_input_placements:
+    if spec is None or tuple(spec.shape) != whole or spec.placements != placements:
         return None
     return Step(_same, (x,), kind="view", spec=spec)
 
 
-def _spec_from(x: Any, node: Any) -> Any:
+def _made_for(node: Any) -> tuple[Any, Any]:
+    """The mesh and the placements that the local tensor was given; older releases of torch name them so."""
+    if hasattr(node, "previous_device_mesh"):
+        return node.previous_device_mesh, node.previous_placement
+    return node.forward_input_device_mesh, node.forward_input_placements
+
+
+def _spec_from(x: Any, mesh: Any, placements: Any) -> Any:
     """How ranks share a DTensor that was made without telling the shape of the whole."""
     from torch.distributed.tensor import _utils
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     shape, stride, dtype, _ = sign(x)
-    mesh, placements = node.forward_input_device_mesh, node.forward_input_placements
     local = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     shape, stride = _utils.compute_global_tensor_info(local, mesh, placements)
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
