@@ -30,7 +30,28 @@ VECTOR = (1,)  # one value a channel
 
 
 def _placed(v: Any, mesh: Any, placements: Any) -> Any:
-    return v if v.placements == placements else v.redistribute(mesh, placements)
+    return v if v.placements == placements else _differentiable_twice(v.redistribute(mesh, placements))
+
+
+def _differentiable_twice(made: Any) -> Any:
+    """What `to_local` or `redistribute` made, with a gradient that every torch can differentiate."""
+    if not torch.compiler.is_compiling() and made.grad_fn is not None:
+        made.grad_fn.register_hook(_joined_to_the_graph)
+    return made
+
+
+def _joined_to_the_graph(made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Older releases of torch make a leaf of the gradient, from which no second derivative goes back."""
+    gradient, x = made[0], given[0]
+    if x is None or gradient is None or not x.requires_grad or gradient.grad_fn is not None:
+        return None
+    mesh, placements = gradient.device_mesh, gradient.placements
+    if not hasattr(x, "placements"):
+        from torch.distributed.tensor import DTensor
+
+        how: Any = {"run_check": False, "shape": gradient.shape, "stride": gradient.stride()}
+        return DTensor.from_local(x, mesh, placements, **how), *made[1:]
+    return _differentiable_twice(x.redistribute(mesh, placements)), *made[1:]
 
 
 def of_one_mesh(*tensors: Tensor | None) -> None:
@@ -76,7 +97,8 @@ class Cut:
         if v is None:
             return v
         placements, of_gradient = self.along(axes)
-        part: Tensor = _placed(v, self.mesh, placements).to_local(grad_placements=of_gradient)
+        placed = _placed(v, self.mesh, placements)
+        part: Tensor = _differentiable_twice(placed.to_local(grad_placements=of_gradient))
         return part
 
     def passed_on(self, v: MaybeTensor, axes: Axes) -> MaybeTensor:
