@@ -93,6 +93,17 @@ def ranks(world: int, function: Callable[..., Any], *args: Any, **limits: float)
     return [result.value for result in results]
 
 
+def torch_merges(x: Any, merge: Callable[[Any], Any]) -> bool:
+    """Can torch merge a cut dimension of this DTensor into the one before it? Older releases refuse."""
+    try:
+        merge(x.detach())
+    except RuntimeError as error:
+        if "Attempted to flatten multiple dimensions" not in str(error):
+            raise
+        return False
+    return True
+
+
 def _rank(
     rank: int,
     world: int,
