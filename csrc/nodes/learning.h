@@ -56,7 +56,8 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   made->type = &typeid(*node), made->output = t.output_nr(), made->version = t._version();
   made->newest = node->sequence_nr() + 1 == next, made->dtype = t.scalar_type();
   made->sizes = t.sizes().vec(), made->strides = t.strides().vec();
-  made->flags = object_of(from["flags"]), made->why = object_of(from["why"]), made->seconds = object_of(from["seconds"]), made->is_view = from["is_view"].cast<bool>();
+  made->flags = object_of(from["flags"]), made->why = object_of(from["why"]);
+  made->seconds = object_of(from["seconds"]), made->is_view = from["is_view"].cast<bool>();
   for (const py::handle check : from["checks"]) made->checks.push_back(check_of(check, node_of(py::object(check["node"]).ptr())));
   for (const py::handle how : from["templates"]) made->templates.push_back(template_of(how));
   made->same = from["same"].cast<std::vector<int>>();
@@ -166,7 +167,9 @@ inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   Classes& of = classes();
   PyObject* value;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &unpacking.getters, &value)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &unpacking.getters,
+                        &value))
+    return nullptr;
   for (PyObject* kept : {of.value, of.step, of.packed, unpacking.by_python, unpacking.getters}) Py_INCREF(kept);
   slots.read_from(of.value, value);
   Py_RETURN_NONE;

@@ -23,7 +23,8 @@ inline PyObject* rows(PyObject*, PyObject* references) {
     std::unordered_set<PyObject*> seen, roots;
     const auto put = [&](PyObject* value, PyObject* shape, PyObject* dtype, size_t bytes, bool rebuilt, PyObject* seconds) {
       const Ref size = checked(PyLong_FromSize_t(bytes));
-      for (PyObject* field : {in_its_place(value, slots.name), shape, dtype, size.get(), rebuilt ? Py_True : Py_False, seconds, in_its_place(value, slots.why)})
+      PyObject *const name = in_its_place(value, slots.name), *const why = in_its_place(value, slots.why);
+      for (PyObject* const field : {name, shape, dtype, size.get(), rebuilt ? Py_True : Py_False, seconds, why})
         if (PyList_Append(made.get(), field) != 0) throw Unusual();
     };
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(references); ++i) {
@@ -36,12 +37,14 @@ inline PyObject* rows(PyObject*, PyObject* references) {
         if (t == nullptr || t->layout() != at::kStrided || !t->has_storage()) Py_RETURN_NONE;
         const bool is_first = storages.insert(t->storage().unsafeGetStorageImpl()).second;
         const Ref layout = layouts.of(tensor, *t);
-        put(value, PyTuple_GET_ITEM(layout.get(), 0), PyTuple_GET_ITEM(layout.get(), 2), is_first ? t->storage().nbytes() : 0, false, Py_None);
+        PyObject *const shape = PyTuple_GET_ITEM(layout.get(), 0), *const dtype = PyTuple_GET_ITEM(layout.get(), 2);
+        put(value, shape, dtype, is_first ? t->storage().nbytes() : 0, false, Py_None);
       } else if (seen.insert(value).second) {  // a value that was held first is listed twice
         PyObject* const root = root_of(value);
         const size_t bytes = roots.insert(root).second ? number(root, slots.frees) : 0;
         const bool is_held = field_of(value, kKind) == nullptr || is_kind(value, "held");
-        put(value, in_its_place(value, slots.shape), in_its_place(value, slots.dtype), bytes, !is_held, is_held ? Py_None : in_its_place(value, slots.seconds));
+        PyObject *const shape = in_its_place(value, slots.shape), *const dtype = in_its_place(value, slots.dtype);
+        put(value, shape, dtype, bytes, !is_held, is_held ? Py_None : in_its_place(value, slots.seconds));
       }
     }
     return made.release();

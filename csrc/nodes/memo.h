@@ -73,7 +73,8 @@ inline const NodeClass& class_of(State* p, const Node* node) {
     const auto is = [&](int i) { return PyTuple_GET_ITEM(told.get(), i) == Py_True; };
     NodeClass& made = p->memo->classes[typeid(*node)];
     made.name = borrowed(PyTuple_GET_ITEM(told.get(), 0)), made.why = borrowed(PyTuple_GET_ITEM(told.get(), 1));
-    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5), made.widens = is(6), made.joins = is(7), made.may_edit = is(8);
+    made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5);
+    made.widens = is(6), made.joins = is(7), made.may_edit = is(8);
     return made;
   } catch (...) {
     p->memo->classes.erase(typeid(*node));

@@ -167,10 +167,11 @@ inline PyObject* call_of(State* p) {
   if (p->apply.get() == Py_None) throw Unusual();
   PyFrameObject* const frame = caller();
   const Caller::Tells tells = known(p, frame).tells;
-  const bool biased = tells == Caller::kBiasOfConvolution || tells == Caller::kBiasOfLinear;
+  const bool of_linear = tells == Caller::kBiasOfLinear, biased = of_linear || tells == Caller::kBiasOfConvolution;
   if (tells == Caller::kNorm) p->call = norm_call(p, frame);
-  else if (tells == Caller::kNothing || (biased && has_no_frozen_bias(frame, tells == Caller::kBiasOfLinear))) p->call = borrowed(Py_None);
-  else {
+  else if (tells == Caller::kNothing || (biased && has_no_frozen_bias(frame, of_linear))) {
+    p->call = borrowed(Py_None);
+  } else {
     const Ref next = checked(PyLong_FromUnsignedLongLong(p->now.next));
     PyObject* const given[] = {p->packing.get(), reinterpret_cast<PyObject*>(frame), next.get()};
     p->call = checked(PyObject_VectorcallMethod(names()._call_of, given, 3, nullptr));

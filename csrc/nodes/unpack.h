@@ -42,7 +42,8 @@ class Rebuild {
       of = PyTuple_GET_ITEM(field_of(of, kInputs), 0);
       if (get(of, slots.packed).get() != Py_None || get(of, slots.memory).get() != Py_None) return false;
     }
-    return get(value, slots.packed).get() == Py_None && is_proved(value) && (flags_ == nullptr || are_flags(flags_, unpacking.getters));
+    if (get(value, slots.packed).get() != Py_None || !is_proved(value)) return false;
+    return flags_ == nullptr || are_flags(flags_, unpacking.getters);
   }
 
   // For one reader; kept for the others, unless it is a view of what is held.
@@ -72,7 +73,8 @@ class Rebuild {
     if (!is_plain_step(value)) return false;
     if (const Ref there = get(value, slots._rebuilt); there.get() != Py_None) {
       const Tensor* const t = tensor_of(there.get());
-      return t != nullptr && get(value, slots._rebuilt_on).get() == Py_None && static_cast<long>(t->_version()) == number(value, slots._rebuilt_version);
+      if (t == nullptr || get(value, slots._rebuilt_on).get() != Py_None) return false;
+      return static_cast<long>(t->_version()) == number(value, slots._rebuilt_version);
     }
     PyObject* const flags = PyTuple_GET_ITEM(step, kFlags);
     if (flags_ == nullptr && flags != Py_None) flags_ = flags;
@@ -147,8 +149,8 @@ inline PyObject* unpack(PyObject*, PyObject* packed) {
     if (is_value(packed) && in_its_place(packed, slots.step) == Py_None) {
       Ref held = get(packed, slots.tensor);
       const Tensor* const t = tensor_of(held.get());
-      if (t != nullptr && get(packed, slots.spec).get() == Py_None && static_cast<long>(t->_version()) == number(packed, slots.version))
-        return held.release();
+      const bool is_plain = t != nullptr && get(packed, slots.spec).get() == Py_None;
+      if (is_plain && static_cast<long>(t->_version()) == number(packed, slots.version)) return held.release();
     } else {
       is_usual = is_value(packed) && reads_alone() && rebuild.is_usual(packed);
     }
