@@ -34,20 +34,27 @@ def test_help_exits_well(arguments, capsys):
     "arguments", [["--help"], ["profile", "--help"], ["profil"], ["fit", "--memry", "8"]]
 )
 def test_help_and_bad_usage_come_before_torch(arguments):
-    """In under 0.4 s of processor time; the whole package is there before a command runs."""
+    """In under 0.4 s of processor time; on a busy machine in a quarter of what torch's import takes there."""
     told = """
-        import resource, sys
+        import sys
         from leannorm_command import main
         status = main()
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        print("torch" in sys.modules, used.ru_utime + used.ru_stime, status)
+        print("torch" in sys.modules, status)
     """
-    command = [sys.executable, "-c", told.replace("\n        ", "\n"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done, seconds = _timed(told.replace("\n        ", "\n"), *arguments)
     assert done.stderr.count("\n") == (0 if "--help" in arguments else 1)
-    torch, seconds, status = done.stdout.split()[-3:]
-    assert (torch, status) == ("False", "0" if "--help" in arguments else "2")
-    assert float(seconds) < 0.4
+    assert done.stdout.split()[-2:] == ["False", "0" if "--help" in arguments else "2"]
+    assert seconds < 0.4 or seconds < _timed("import torch")[1] / 4
+
+
+def _timed(program, *arguments):
+    """What came of a program, and its seconds of processor time."""
+    used = "; import resource as r; u = r.getrusage(r.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
+    command = [sys.executable, "-c", f"{program.rstrip()}\n{used[2:]}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    *lines, seconds = done.stdout.splitlines()
+    done.stdout = "\n".join(lines)
+    return done, float(seconds)
 
 
 def test_the_commands_are_told_in_whole_sentences(capsys):
