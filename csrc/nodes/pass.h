@@ -89,9 +89,8 @@ inline bool may_be_frozen_norm(PyObject* code) {
 
 inline const Caller& known(State* p, PyFrameObject* frame) {
   Ref code = code_of(frame);
-  auto [at, is_new] = p->callers.try_emplace(code.get());
-  Caller& made = at->second;
-  if (!is_new) return made;
+  if (const auto before = p->callers.find(code.get()); before != p->callers.end()) return before->second;
+  Caller made;
   const auto is_in = [&](const Ref& codes) {
     const int found = PySequence_Contains(codes.get(), code.get());
     if (found < 0) throw Unusual();
@@ -100,8 +99,10 @@ inline const Caller& known(State* p, PyFrameObject* frame) {
   const bool more = is_in(p->read) || code.get() == p->apply.get() || may_be_frozen_norm(code.get());
   made.tells = is_in(p->norms) ? Caller::kNorm : is_in(p->convolutions) ? Caller::kBiasOfConvolution
                : is_in(p->linear) ? Caller::kBiasOfLinear : more ? Caller::kMore : Caller::kNothing;
-  made.is_copied = is_in(p->copied), made.code = std::move(code);
-  return made;
+  made.is_copied = is_in(p->copied);
+  PyObject* const key = code.get();
+  made.code = std::move(code);
+  return p->callers.emplace(key, std::move(made)).first->second;
 }
 
 inline Ref locals_of(PyFrameObject* frame) {

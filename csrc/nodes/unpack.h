@@ -4,6 +4,7 @@
 
 #include "sorts.h"
 
+#include <unordered_map>
 #include <unordered_set>
 
 namespace leannorm {
@@ -49,7 +50,9 @@ class Rebuild {
   // For one reader; kept for the others, unless it is a view of what is held.
   Made of(PyObject* value) {
     Made made{get(value, slots._rebuilt), kShared};
-    if (made.tensor.get() == Py_None) made = run(value);
+    const bool is_gone = made.tensor.get() == Py_None;  // it may be since it was proved, with another reader
+    if (const auto kept = at_hand_.find(value); is_gone && kept != at_hand_.end()) made.tensor = borrowed(kept->second.get());
+    else if (is_gone) made = run(value);
     const long left = number(value, slots._left) - 1;
     if (left <= 0) set(value, slots._rebuilt, Py_None), set(value, slots._left, get(value, slots.users));
     else set_number(value, slots._left, left);
@@ -71,10 +74,12 @@ class Rebuild {
     PyObject* const step = in_its_place(value, slots.step);
     if (step == Py_None) return holds(value);
     if (!is_plain_step(value)) return false;
-    if (const Ref there = get(value, slots._rebuilt); there.get() != Py_None) {
+    if (Ref there = get(value, slots._rebuilt); there.get() != Py_None) {
       const Tensor* const t = tensor_of(there.get());
       if (t == nullptr || get(value, slots._rebuilt_on).get() != Py_None) return false;
-      return static_cast<long>(t->_version()) == number(value, slots._rebuilt_version);
+      if (static_cast<long>(t->_version()) != number(value, slots._rebuilt_version)) return false;
+      at_hand_.emplace(value, std::move(there));
+      return true;
     }
     PyObject* const flags = PyTuple_GET_ITEM(step, kFlags);
     if (flags_ == nullptr && flags != Py_None) flags_ = flags;
@@ -133,6 +138,7 @@ class Rebuild {
 
   PyObject* flags_ = nullptr;
   std::unordered_set<PyObject*> seen_;
+  std::unordered_map<PyObject*, Ref> at_hand_;  // what they are made of was not looked at, and must not be run
 };
 
 // Does no reader ask for more than tensors: neither a graph of the backward pass, nor autocast?
