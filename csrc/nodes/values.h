@@ -164,6 +164,9 @@ inline bool is_current(PyObject* value) {
   return THPVariable_Check(counter.get()) && THPVariable_Unpack(counter.get())._version() == number(value, slots.version);
 }
 
+// The fields of a Step, a tuple.
+enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
+
 // Value.used
 inline void use(PyObject* value) {
   const long users = number(value, slots.users) + 1;
@@ -171,7 +174,7 @@ inline void use(PyObject* value) {
   if (users != 1) return;
   const Ref step = get(value, slots.step);
   if (step.get() == Py_None) return;
-  PyObject* const inputs = PyTuple_GET_ITEM(step.get(), 1);
+  PyObject* const inputs = PyTuple_GET_ITEM(step.get(), kInputs);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
     PyObject* const input = PyTuple_GET_ITEM(inputs, i);
     use(input);
@@ -183,9 +186,7 @@ inline void use(PyObject* value) {
   }
 }
 
-// The fields of a Step, a tuple.
-enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
-
+// Of the value's step; null for a value that is held.
 inline PyObject* field_of(PyObject* value, Field field) {
   PyObject* const step = in_its_place(value, slots.step);
   return step == Py_None ? nullptr : PyTuple_GET_ITEM(step, field);

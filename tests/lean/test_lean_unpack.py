@@ -160,9 +160,7 @@ class TwoReaders:
 
     def losses(self):
         n, (a, b, c) = self.norm(self.before(self.x).float()), self.others
-        return self.last((F.silu(n + a) * F.silu(n + b)).to(self.last.weight.dtype)).sum(), F.silu(
-            n + c
-        ).sum()
+        return self.last(F.silu(n + a) * F.silu(n + b)).sum(), F.silu(n + c).sum()
 
 
 def test_a_reader_too_many_runs_nothing_unproved(asked):
