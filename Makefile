@@ -25,7 +25,7 @@ demo: $(VENV)/.ready
 	$(BIN)/leannorm demo --report demo.html --json demo.json
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # What the pages say of measurements, from benchmarks/results/
 PAGES := README.md README.zh.md $(sort $(wildcard docs/*.md docs/*/*.md))
@@ -70,8 +70,8 @@ wheel: $(VENV)/.ready
 	    --wheel-dir dist build/wheel/*.whl
 	$(BIN)/python tests/matrix.py --bare
 
-# Every architecture of timm and torchvision that trains here, and the norms of transformers and diffusers;
-# hours, where `make test` runs a sample. Only this needs diffusers.
+# Every architecture of timm and torchvision that trains here, the norms of transformers and diffusers, and the
+# rest of each sweep; hours, where `make test` runs a sample. Only this needs diffusers.
 conformance: $(VENV)/.ready
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps diffusers
 	$(BIN)/python -m pytest -m conformance
@@ -82,7 +82,7 @@ faults: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m faults
 
 # 100,000 random programs under lean() against stock autograd, then every operator on the arguments of torch's
-# own tests; some 30 minutes on two cores.
+# own tests; some 75 minutes on two cores.
 fuzz: $(VENV)/.ready
 	cd tests && ../$(BIN)/python -m programs --count 100000 --jobs 2
 	cd tests && ../$(BIN)/python -m programs.operators

@@ -20,7 +20,7 @@ from timm.utils import ModelEmaV3
 
 import leannorm
 
-STEPS = 3
+STEPS = 2
 
 
 def data():

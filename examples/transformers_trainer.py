@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from leannorm.interop.transformers import lean_callback
 
-LENGTH, BATCH, STEPS = 256, 4, 3
+LENGTH, BATCH, STEPS = 256, 2, 2
 
 
 class Text(torch.utils.data.Dataset):

@@ -10,6 +10,7 @@ os.environ["LEANNORM_POISON"] = "1"  # the C++ kernels' results are filled with 
 
 import pytest
 import torch
+from sampling import leave_samples
 
 # read when the kernels are decorated: without a GPU they are interpreted
 os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
@@ -18,9 +19,16 @@ os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())
 torch.backends.disable_global_flags = lambda: None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
+def pytest_collection_modifyitems(items):
+    leave_samples(items)
+
+
 @pytest.fixture(autouse=True)
 def seed():
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes its caller for each kind of device
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ An environment has torch, what the tests need (constraints.txt) and the wheel: t
 are installed with no compiler on the PATH, and `leannorm check` runs so. Then the suite runs in a copy of the
 tree, in which leannorm's source is not found: what is tested is the wheel. (Here the PATH is as it is, since
 torch.compile writes C++ for CPUs.) One environment takes some 6 GB of disk; it is removed before the next is
-made. The logs stay in build/matrix/.
+made. The logs stay in build/matrix/. Of long sweeps each release runs another sample (tests/sampling.py).
 """
 
 from __future__ import annotations
@@ -125,9 +125,14 @@ class Environment:
         command = [self.python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
         start = time.monotonic()
         with self.log.open("a") as out:
-            environment = os.environ | {"PYTHONPATH": ""}
+            environment = os.environ | {"PYTHONPATH": "", "LEANNORM_SAMPLE": str(turn_of(self.release))}
             subprocess.run(command, cwd=self.tree, env=environment, stdout=out, stderr=subprocess.STDOUT)
         return row_of(self.release, report, time.monotonic() - start)
+
+
+def turn_of(release: str) -> int:
+    """Whose turn it is in the sampled tests (sampling.py): all releases together run every case."""
+    return RELEASES.index(release) if release in RELEASES else 0
 
 
 def row_of(release: str, report: Path, seconds: float) -> Row:

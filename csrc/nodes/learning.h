@@ -91,7 +91,7 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   auto made = std::make_unique<State>();
   made->memo = reinterpret_cast<MemoObject*>(memo)->memo;
   made->packing = object_of(from["packing"]), made->pack = object_of(from["pack"]);
-  made->getters = object_of(from["getters"]), made->flags = object_of(from["flags"]);
+  made->flags = object_of(from["flags"]);
   made->before = object_of(from["before"]), made->provenance = object_of(from["provenance"]);
   made->ledger = object_of(from["ledger"]), made->values = object_of(from["values"]);
   made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]);
@@ -166,11 +166,11 @@ inline PyObject* field_names(PyObject*, PyObject* object) {
 inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   Classes& of = classes();
-  PyObject* value;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &unpacking.getters,
-                        &value))
+  PyObject *getters, *value;
+  if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &getters, &value))
     return nullptr;
-  for (PyObject* kept : {of.value, of.step, of.packed, unpacking.by_python, unpacking.getters}) Py_INCREF(kept);
+  for (PyObject* kept : {of.value, of.step, of.packed, unpacking.by_python, getters}) Py_INCREF(kept);
+  for (const py::handle getter : py::reinterpret_borrow<py::tuple>(getters)) all_flags().emplace_back(getter.ptr());
   slots.read_from(of.value, value);
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -44,7 +44,7 @@ struct Caller {
 // One forward pass.
 struct State {
   std::shared_ptr<Memo> memo;
-  Ref packing, pack, getters, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
+  Ref packing, pack, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
   Ref vain, smaller, edited, kept, planned;  // searches in vain (vain.py), and reasons
   Ref copied, convolutions, linear;  // codes: norms, and products whose bias may be frozen
   std::unordered_map<PyObject*, Caller> callers;
@@ -64,7 +64,7 @@ inline PyObject* order_of(State* p) { return PyLong_FromLong(p->seen); }
 inline bool flags_as_before(State* p) {
   if (p->flags_changed) return false;
   if (p->checked == p->now.next) return true;
-  if (!are_flags(p->flags.get(), p->getters.get())) return p->flags_changed = true, false;
+  if (!are_flags(p->flags.get())) return p->flags_changed = true, false;
   p->checked = p->now.next;
   return true;
 }

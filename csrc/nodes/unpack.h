@@ -2,6 +2,7 @@
 // values.py do. What is unusual, or not as it was, Python's hook does: it is found before anything is changed.
 #pragma once
 
+#include "flags.h"
 #include "sorts.h"
 
 #include <unordered_map>
@@ -11,22 +12,9 @@ namespace leannorm {
 
 // Set once by unpacking.py.
 struct Unpacking {
-  PyObject *by_python = nullptr, *getters = nullptr;
+  PyObject* by_python = nullptr;
 };
 inline Unpacking unpacking;
-
-// Are these the global flags now? `getters` read them.
-inline bool are_flags(PyObject* flags, PyObject* getters) {
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(getters); ++i) {
-    const Ref now = checked(PyObject_CallNoArgs(PyTuple_GET_ITEM(getters, i)));
-    PyObject* const before = PyTuple_GET_ITEM(flags, i);
-    if (now.get() == before) continue;
-    const int same = PyObject_RichCompareBool(now.get(), before, Py_EQ);
-    if (same < 0) throw Unusual();
-    if (same == 0) return false;
-  }
-  return true;
-}
 
 enum Owner { kOwn, kShared, kHeld };  // as steps.py
 struct Made {
@@ -44,7 +32,7 @@ class Rebuild {
       if (get(of, slots.packed).get() != Py_None || get(of, slots.memory).get() != Py_None) return false;
     }
     if (get(value, slots.packed).get() != Py_None || !is_proved(value)) return false;
-    return flags_ == nullptr || are_flags(flags_, unpacking.getters);
+    return flags_ == nullptr || are_flags(flags_);
   }
 
   // For one reader; kept for the others, unless it is a view of what is held.

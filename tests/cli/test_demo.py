@@ -105,6 +105,7 @@ class Wrong(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(lambda t: t, lambda t: t * 1.001 if t.is_floating_point() else t)
 
 
+@pytest.mark.conformance
 def test_another_training_is_told(few, monkeypatch):
     monkeypatch.setitem(digits.WAYS, "lean()", Wrong)
     report = demo((), epochs=1, batch_size=160, digits=few)
@@ -113,6 +114,7 @@ def test_another_training_is_told(few, monkeypatch):
     assert "DIFFERENT" in report.summary()
 
 
+@pytest.mark.conformance
 def test_where_stock_does_not_repeat_nobody_is_blamed(few, monkeypatch):
     seeds = iter(range(3))
     train = module.train

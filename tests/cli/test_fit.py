@@ -51,6 +51,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("batch", [8, 24])
 @pytest.mark.parametrize(("make", "sample"), MODELS.values(), ids=MODELS)
 def test_fake_steps_need_what_real_ones_do(make, sample, batch):

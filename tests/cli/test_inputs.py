@@ -44,6 +44,7 @@ NAMED = {"input_ids": IDS, "attention_mask": torch.ones(2, 8)}
 @pytest.mark.parametrize(
     "inputs", [IDS, (IDS,), NAMED, (IDS, torch.ones(2, 8))], ids=lambda i: type(i).__name__
 )
+@pytest.mark.sampled(of=2)
 def test_every_function_takes_a_tensor_a_tuple_and_a_mapping(inputs):
     model = Language()
     report = leannorm.profile(model, inputs, recompute=["norm"], steps=1)

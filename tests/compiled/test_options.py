@@ -174,6 +174,7 @@ def test_options_that_inductor_no_longer_has(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["Lines", "plan", "Reader", "edited"])
+@pytest.mark.sampled(of=2)
 def test_a_plan_that_fails_leaves_torch_s_own(monkeypatch, where):
     """Whatever a graph holds that nobody thought of: the model is compiled, and a reason says why."""
 

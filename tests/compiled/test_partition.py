@@ -8,6 +8,7 @@ import leannorm
 GOALS = {"conv": {"recompute": "conv"}, "budget": {"budget": 0.2}, "peak": {"peak": 0.5}}
 
 
+@pytest.mark.sampled(of=5)
 @pytest.mark.parametrize("goal", ["conv", "peak", pytest.param("budget", marks=pytest.mark.conformance)])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_eager_code(name, goal):

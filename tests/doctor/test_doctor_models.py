@@ -41,6 +41,7 @@ def test_a_model_without_faults_has_no_findings(name):
     assert told(doctor(model.eval(), batch(name, 5))) == []
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", EVERY)
 def test_every_planted_fault_is_found_in_its_layer(name):
     missed = []

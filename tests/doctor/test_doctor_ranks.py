@@ -216,6 +216,7 @@ def _trainings(rank, kind):
 @pytest.mark.parametrize(
     ("kind", "world"), [("ddp", 2), ("ddp, one batch", 2), ("ddp and sequence", 4), ("fsdp2", 2)]
 )
+@pytest.mark.sampled(of=2)
 def test_training_goes_on_as_without_it(kind, world):
     """Losses, weights, statistics and gradients to the bit, also between a forward and its backward pass."""
     assert ranks(world, _trainings, kind) == [[]] * world

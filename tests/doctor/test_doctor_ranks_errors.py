@@ -123,6 +123,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.__name__)
+@pytest.mark.sampled(of=3)
 def test_bad_input_is_a_named_error_within_the_timeout(case):
     first, second = outcomes(2, case, group_timeout=2, deadline=60)
     assert first.error is not None, first.value

@@ -172,6 +172,7 @@ def compare(found, expected):
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.sampled(of=3)
 def test_it_leaves_as_torchs(name):
     model, given, expected = case(name)
     exported = torch.export.export(model, given)
@@ -220,6 +221,7 @@ BY_ONNX = [
 ]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("exporter", "name"), BY_ONNX)
 def test_onnxruntime_computes_the_same(exporter, name, tmp_path):
     onnx, onnxruntime = (pytest.importorskip(n) for n in ("onnx", "onnxruntime"))

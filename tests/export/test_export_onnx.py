@@ -80,6 +80,7 @@ def compare(case, exporter, tmp_path):
     return operators
 
 
+@pytest.mark.sampled(of=5)
 @pytest.mark.parametrize(("exporter", "case"), SAMPLE, ids=str)
 def test_the_graph_is_that_of_the_stock_model(case, exporter, tmp_path):
     operators = compare(case, exporter, tmp_path)

@@ -103,6 +103,7 @@ FUNCTIONS = {
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of torch's own functions, who look at sizes
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.sampled(of=3)
 def test_a_function_leaves_as_torchs(name):
     function, *makes = FUNCTIONS[name]
     given = tuple(make().requires_grad_() for make in makes)
@@ -136,6 +137,7 @@ def test_what_is_wrong_is_wrong_while_leaving_too(call, message):
 @pytest.mark.parametrize(
     ("case", "strict"), [*((case, False) for case in SMALL), (SMALL[0], True), (SMALL[-1], True)], ids=str
 )
+@pytest.mark.sampled(of=2)
 def test_a_model_leaves_as_it_came(case, strict):
     model, x = case.build()
     expected, before = model(x), state(model)
@@ -187,6 +189,7 @@ def test_files_run_in_a_process_without_leannorm(tmp_path):
     assert done.stdout.splitlines() == [*wanted, "leannorm is hidden"]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("ignore:fold folded nothing")  # of models without batch norm
 @pytest.mark.parametrize("case", [c for c in SMALL if not c.lean], ids=str)
 def test_a_program_holds_ours_until_it_is_decomposed(case):

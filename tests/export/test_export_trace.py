@@ -120,6 +120,7 @@ QUANTIZED = {
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.sampled(of=3)
 def test_quantization_sees_what_it_sees_in_the_stock_model(case, kind):
     (model, x), (theirs, _) = case.build(), case.build(False)
     model.train(kind == "training")

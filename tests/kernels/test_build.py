@@ -51,9 +51,9 @@ def install(tmp_path: Path, **environment: str) -> str:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"LEANNORM_BUILD_CPP": "0"}, "LEANNORM_BUILD_CPP=0"),
+        pytest.param({"LEANNORM_BUILD_CPP": "0"}, "LEANNORM_BUILD_CPP=0", marks=pytest.mark.conformance),
         ({"CC": "no-such-compiler", "CXX": "no-such-compiler"}, "no-such-compiler"),
-        ({"PYTHONPATH": "no-torch"}, "--no-build-isolation"),
+        pytest.param({"PYTHONPATH": "no-torch"}, "--no-build-isolation", marks=pytest.mark.conformance),
     ],
     ids=["switched off", "no compiler", "no torch"],
 )
@@ -94,6 +94,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.skipif(not library.PATH.exists(), reason="the kernels are not built here")
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_library_is_left_alone_and_named(tmp_path, broken):

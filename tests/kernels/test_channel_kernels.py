@@ -30,6 +30,7 @@ from leannorm._types import Epilogue, KeptByChannelNorm
 from leannorm.ops.backends import REFERENCE
 
 
+@pytest.mark.sampled(of=4)
 @tried("given", CHANNEL)
 def test_the_verbs_are_the_references(kernels, given):
     assert_close_to_reference(call_on(*given), kernels)
@@ -72,12 +73,14 @@ FAR = [
 ]
 
 
+@pytest.mark.sampled(of=3)
 @on_every("mean, std, layout", *FAR)
 def test_a_mean_far_from_zero(kernels, mean, std, layout):
     call = call_on(ChannelCase((4, 4, 3, 7), layout), F32, groups=0 if std else 2)
     assert_close_to_reference(call._replace(x=(call.x - 0.5) / 2 * std + mean), kernels)
 
 
+@pytest.mark.sampled(of=3)
 @on_every("layout", "contiguous", "channels_last")
 def test_the_first_values_may_lie_far_from_the_mean(kernels, layout):
     call = call_on(ChannelCase((4, 6, 5, 7), layout), F32)
@@ -86,6 +89,7 @@ def test_the_first_values_may_lie_far_from_the_mean(kernels, layout):
     assert_close_to_reference(call, kernels)
 
 
+@pytest.mark.sampled(of=3)
 @on_every(
     "dtype, layout, groups",
     *((d, *w) for d in (F32, BF16) for w in (("contiguous", 0), ("channels_last", 2))),
@@ -109,6 +113,7 @@ def test_what_is_not_a_number_stays_so(kernels, layout):
     assert torch.equal(y.isfinite().flatten(2).all(2).all(0), ~wrong)
 
 
+@pytest.mark.sampled(of=3)
 @on_every("layout, groups", ("contiguous", 3), ("channels_last", 0))
 def test_a_second_run_is_the_same_to_the_bit(kernels, layout, groups):
     call = call_on(ChannelCase((2, 6, 7, 7), layout), BF16, "gelu", groups, residual=True)
@@ -138,6 +143,7 @@ REBUILT = {
 
 
 @tried("shape, groups, dtype, act, layout", REBUILT)
+@pytest.mark.sampled(of=3)
 def test_a_rebuilt_output_is_the_same_bits(kernels, shape, groups, dtype, act, layout):
     call = call_on(ChannelCase(shape, layout), dtype, act, groups)
     y, mean, _, rstd, _ = kernels.channel_forward(call.x, call.epilogue, 1e-5, groups)
@@ -188,6 +194,7 @@ CONSTANT = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @tried("shape, groups, dtype, act, layout", CONSTANT)
 def test_constant_statistics_give_the_bits_of_the_single_verbs(kernels, shape, groups, dtype, act, layout):
     call = call_on(ChannelCase(shape, layout), dtype, act, groups, residual=True)
@@ -247,6 +254,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.sampled(of=4)
 @tried("layout, groups, masked", CHECKED)
 def test_the_dispatcher_finds_nothing_wrong(kernels, operators, layout, groups, masked):
     call = call_on(ChannelCase((2, 4, 3, 3), layout), F32, residual=True)

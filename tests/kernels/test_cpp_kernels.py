@@ -32,6 +32,7 @@ SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHORT, ids=str)
 @pytest.mark.parametrize(("act", "out_given"), [("identity", False), ("relu", True), ("gelu", False)])
@@ -209,7 +210,7 @@ def test_every_instruction_set(isa):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *suites, "-k", names]
     run = subprocess.run(command, env=os.environ | {"LEANNORM_ISA": isa}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:]
-    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 400
+    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) > 150
 
 
 ROWS = [
@@ -234,6 +235,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape, dtype, layout):
 
 
 @pytest.mark.parametrize("cache", [0, 1 << 40], ids=["past", "into"])
+@pytest.mark.sampled(of=2)
 def test_the_way_to_memory_changes_no_bit(cache):
     """Large outputs past the caches or into them, in processes of their own: the bits of small ones."""
     done = subprocess.run(

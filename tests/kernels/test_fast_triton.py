@@ -92,6 +92,7 @@ KINDS += [(name, torch.bfloat16, "channels_last") for name in ("batch", "evaluat
 KINDS += [(name, torch.float64, "unaligned") for name in ("batch, act", "instance", "rms")]
 
 
+@pytest.mark.sampled(of=5)
 @pytest.mark.parametrize(("name", "dtype", "layout"), KINDS)
 def test_a_call_that_was_seen_is_fast_and_has_the_same_bits(name, dtype, layout, monkeypatch):
     calls = []
@@ -106,6 +107,7 @@ def test_a_call_that_was_seen_is_fast_and_has_the_same_bits(name, dtype, layout,
         assert_equal(ours, others)
 
 
+@pytest.mark.sampled(of=3)
 @each_kind
 def test_the_same_second_derivatives(name, monkeypatch):
     x, dy = torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)
@@ -116,6 +118,7 @@ def test_the_same_second_derivatives(name, monkeypatch):
     assert_equal(ours, outcome(trained(name, torch.float64), x, dy, second=True)[0])
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("name", ["batch, act", "evaluation", "evaluation, act by output", "layer", "rms"])
 def test_each_part_of_the_gradient(name, monkeypatch):
     def told():
@@ -169,6 +172,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("name", BAD)
 def test_errors_are_those_of_the_rules_after_calls_that_went_well(name, monkeypatch):
     shape, change = BAD[name]
@@ -217,6 +221,7 @@ def test_statistics_that_autograd_saved_are_seen_to_change():
         product.sum().backward()
 
 
+@pytest.mark.sampled(of=3)
 @each_kind
 def test_gradients_under_lean_are_the_same(name):
     def gradients(within):

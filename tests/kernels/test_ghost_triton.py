@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(triton._UNAVAILABLE is not None, reason=str(trit
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("kernels", EVERY[1:], indirect=True)
 @pytest.mark.parametrize(
     ("shape", "last"),

@@ -35,6 +35,7 @@ SCENES = (
 
 @needs_triton
 @pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.sampled(of=3)
 def test_without_a_device(scene):
     command = [sys.executable, str(HERE / "stand_in_driver.py"), scene]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -54,6 +55,7 @@ def test_a_call_with_one_tensor_twice_is_not_taken_for_one_with_two():
     torch.testing.assert_close(rows.row_forward(x, x, w, None, 1, 2, 1e-5, True)[1], x + x)
 
 
+@pytest.mark.sampled(of=3)
 @interpreted
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "strided"])
 def test_calls_in_turns_are_those_of_their_own_kind(layout):

@@ -213,6 +213,7 @@ def as_on_a_device(monkeypatch):
         yield
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.skipif(not triton.INTERPRETED, reason="runs on the interpreter")
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("groups", [0, 2])

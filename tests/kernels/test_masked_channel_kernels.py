@@ -100,6 +100,7 @@ GIVEN = [
 ]
 
 
+@pytest.mark.sampled(of=4)
 @tried("case, dtype, kind, groups, act, residual, out", alike(EVERY, GIVEN))
 def test_the_verbs_are_the_references(kernels, case, dtype, kind, groups, act, residual, out):
     torch.manual_seed(0)
@@ -119,6 +120,7 @@ GROUPED = [(PLANES, BF16, 3), (PLANES, F32, 6), (COLUMNS, F32, 3), (COLUMNS, F16
 
 
 # for C++ kernels functions leave a mask out in which all is valid, as the host can see (test_masks.py)
+@pytest.mark.sampled(of=4)
 @tried("case, dtype, groups", alike(EVERY[1:], WHOLE + GROUPED))
 def test_all_valid_is_no_mask_bit_for_bit(kernels, case, dtype, groups):
     torch.manual_seed(1)
@@ -135,6 +137,7 @@ def test_all_valid_is_no_mask_bit_for_bit(kernels, case, dtype, groups):
         assert torch.equal(one, other)
 
 
+@pytest.mark.sampled(of=3)
 @on_every("last, dtype", (False, F32), (True, F32), (False, F64))
 def test_a_mean_far_from_zero_behind_padding(kernels, last, dtype):
     """The first tiles of a part, and the first parts, have no data: sums are of deviations all the same."""
@@ -194,6 +197,7 @@ def test_nothing_in_it(kernels, shape):
         assert not dbias.any()
 
 
+@pytest.mark.sampled(of=3)
 @on_every("last", False, True)
 def test_a_repeated_call_reads_the_mask_anew(kernels, last):
     case = ChannelCase((4, 6, 4, 5), "channels_last" if last else "contiguous")

@@ -36,6 +36,7 @@ def both_ways(backend, given, start, stop, rms, valid):
     return y, total if residual is not None else None, *grads
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(("rms", "residual"), [(False, False), (True, True), (False, True)])
 @pytest.mark.parametrize(("shape", "start", "stop"), SHAPES, ids=str)

@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(of=3)
 @RMS
 @pytest.mark.parametrize(("shape", "places"), CASES, ids=str)
 def test_a_scale_and_a_shift(shape, places, rms):
@@ -108,6 +109,7 @@ GATED = [
 ]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("shape", "dtype"), GATED, ids=str)
 def test_a_gate(shape, dtype, before):
@@ -119,6 +121,7 @@ def test_a_gate(shape, dtype, before):
                 close(got, want, dtype, 2 if cast and not i else 1)
 
 
+@pytest.mark.conformance
 def test_many_rows_pass_through_few_programs():
     for before in (True, False):
         results = [gated(b, (1, 3000, 8), F32, "silu", before, False) for b in (TRITON, TRITON, REFERENCE)]
@@ -166,6 +169,7 @@ def test_values_whose_squares_are_no_float32(size, rms):
             torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(of=5)
 @RMS
 @pytest.mark.parametrize("view", VIEWS)
 def test_heads_of_a_view(view, rms):

@@ -20,6 +20,7 @@ BOTH = ("cpu", "triton")
 KINDS = (False, True)  # layer norm, RMS norm
 
 
+@pytest.mark.sampled(of=4)
 @tried("given", ROWS)
 def test_agrees_with_the_reference(kernels, given):
     shape, start, stop, dtype, rms, residual = given
@@ -30,6 +31,7 @@ FULL = [(case, dtype, rms) for case in CASES for dtype in ALL for rms in KINDS]
 SOME = [(c, d, rms) for i, c in enumerate(CASES) for d in (DTYPES[:2] if i % 5 else ALL) for rms in KINDS]
 
 
+@pytest.mark.sampled(of=2)
 @tried("case, dtype, rms", {"reference": FULL, "cpu": FULL, "triton": SOME})
 def test_values_and_gradients_within_the_budget(kernels, case, dtype, rms):
     weight, bias = (torch.randn(case.normalized_shape).to(dtype) for _ in range(2))
@@ -186,6 +188,7 @@ CHECKED = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @tried("way, rms", CHECKED)
 def test_the_dispatcher_finds_nothing_wrong(kernels, operators, way, rms):
     x, residual, weight, bias, dy, _ = operands((2, 6, 3, 3), 1, 2, F32, rms, True)

@@ -58,6 +58,7 @@ KEPT = [  # the last two: written past the caches
 ]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("act", ["silu", "gelu", "leaky_relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("shape", "groups"), KEPT, ids=str)

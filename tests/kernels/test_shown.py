@@ -19,6 +19,7 @@ pytestmark = needs_kernels
 LAYOUTS = ("contiguous", "channels_last")
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("groups", [0, 1, 2, 6])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64], ids=str)
@@ -96,6 +97,7 @@ def bytes_saved(model: nn.Module, x: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in saved.values())
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("act", [nn.Hardswish, nn.SiLU, nn.ReLU])
 def test_a_compiled_block_saves_no_more_than_stocks(act):
     model, x = block(act), torch.randn(4, 3, 20, 20)

@@ -72,6 +72,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("dtype", "momentum", "count", "tracked"), MOVES)
 def test_running_statistics_move_as_by_the_plain_formula(kernels, dtype, momentum, count, tracked):
     mean, m2 = torch.randn(33, dtype=F64), torch.rand(33, dtype=F64)

@@ -150,6 +150,7 @@ def test_only_by_name_does_an_interpreter_serve():
     ("setting", "path", "words"),
     [("None", "/nowhere", "install a C compiler"), ("'6.0'", os.environ["PATH"], "built for AMD's")],
 )
+@pytest.mark.sampled(of=2)
 def test_without_what_triton_needs_plain_torch_serves(setting, path, words):
     """A slim container has no compiler; a ROCm build's devices are called cuda as well."""
     code = f"""

@@ -98,6 +98,7 @@ def test_without_gradients_it_computes_the_same(case, training, context):
 
 @each("dtypes", ALL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.sampled(of=2)
 def test_every_dtype(case, dtype):
     """What float64 computes from the same numbers; each result in the dtype of what it belongs to."""
     layer, inputs = randomized(case).to(dtype), case.inputs(dtype)
@@ -130,6 +131,7 @@ LAID_OUT = [
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(("case", "layout"), LAID_OUT, ids=str)
+@pytest.mark.sampled(of=2)
 def test_every_layout(case, layout, training):
     """The same numbers; out of contiguous comes contiguous, and out of channels_last channels_last."""
     assert_laid_out(case, layout, training)

@@ -39,22 +39,26 @@ def assert_compiles(case, training, layout):
             assert found[name].stride() == want[name].stride()
 
 
+@pytest.mark.sampled(of=5)
 @each("compile", IMAGES + [case for case in OPTIONS if case not in FIRST], of=FIRST)
 def test_training_compiles_to_one_graph(case):
     """Two steps are the eager ones, strides too; the statistics move inside the graph."""
     assert_compiles(case, True, "contiguous")
 
 
+@pytest.mark.sampled(of=3)
 @each("compile", KINDS, of=IMAGES)
 def test_evaluation_compiles_to_one_graph(case):
     assert_compiles(case, False, "contiguous")
 
 
+@pytest.mark.sampled(of=4)
 @each("compile", [case for case in IMAGES if len(case.layer.shape) == 4])
 def test_channels_last_compiles_to_one_graph(case):
     assert_compiles(case, True, "channels_last")
 
 
+@pytest.mark.sampled(of=4)
 @each_mode("compile", FAMILIES, of=IMAGES)
 def test_compiles_without_kernels(case, training):
     """To the reference's operations, which the compiler sees one by one."""
@@ -63,6 +67,7 @@ def test_compiles_without_kernels(case, training):
 
 
 @each_mode("fx", ALL)
+@pytest.mark.sampled(of=3)
 def test_traces_to_one_node(case, training):
     """Of our function and not of torch's, in the mode that the layer had."""
     layer, inputs = randomized(case).train(training), case.inputs()
@@ -77,6 +82,7 @@ def test_traces_to_one_node(case, training):
 
 @each_mode("func", ALL)
 @pytest.mark.parametrize("mapped", [True, False], ids=["inputs", "one input"])
+@pytest.mark.sampled(of=3)
 def test_an_ensemble_runs_under_vmap(case, training, mapped):
     layers = [randomized(case).train(training) for _ in range(3)]
     inputs = [case.inputs() for _ in layers] if mapped else [case.inputs()] * 3
@@ -100,6 +106,7 @@ def test_an_ensemble_runs_under_vmap(case, training, mapped):
             torch.testing.assert_close([g[i] for g in grads.values()], list(alone), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sampled(of=4)
 @each_mode("func", ALL)
 def test_functional_derivatives_with_the_layers_own_buffers(case, training):
     """torch's layer refuses jvp and jacrev in training: it writes into captured buffers."""
@@ -138,6 +145,7 @@ def test_an_input_that_a_transform_does_not_see(case, training):
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(b) for b in layer.buffers())
 
 
+@pytest.mark.sampled(of=3)
 @each_mode("func", FAMILIES, of=IMAGES)
 def test_transforms_compile(case, training):
     """torch's compiler drops the backward pass of an autograd function under `torch.func.grad`."""
@@ -169,6 +177,7 @@ def test_transforms_compile(case, training):
         torch.testing.assert_close(compiled(layer), results(layer))
 
 
+@pytest.mark.sampled(of=4)
 @each_mode("func", FAMILIES, of=IMAGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # torch 2.10 of the dispatcher
@@ -182,6 +191,7 @@ def test_transforms_of_compiled_layers(case, training):
         torch.testing.assert_close(compiled(x, *more), layer(x, *more))
 
 
+@pytest.mark.sampled(of=4)
 @each_mode("func", FAMILIES, of=IMAGES)
 def test_forward_mode_compiles(case, training):
     """Dual numbers made in compiled code, and made around it; nothing else needs a gradient."""
@@ -211,6 +221,7 @@ def test_many_gradients_at_once(case, training):
     torch.testing.assert_close(list(found), [torch.stack(g) for g in zip(*alone, strict=True)])
 
 
+@pytest.mark.sampled(of=4)
 @each_mode("double backward", ALL)
 def test_first_and_second_derivatives(case, training):
     """Of the inputs and of every parameter."""

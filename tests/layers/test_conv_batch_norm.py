@@ -77,6 +77,7 @@ MODES = [(True, "inside"), (True, "outside"), (False, "inside"), (False, "outsid
 @same
 @options
 @pytest.mark.parametrize(("training", "eps_mode"), MODES)
+@pytest.mark.sampled(of=3)
 def test_first_and_second_derivatives(option, training, eps_mode):
     layer = build(option, eps_mode=eps_mode, eps=1e-3).double().train(training)
     names, parameters = zip(*layer.named_parameters(), strict=True)

@@ -95,6 +95,7 @@ def assert_equal(ours, others):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sampled(of=3)
 def test_the_same_bits(name, dtype, layout, monkeypatch):
     make, shape = LAYERS[name]
     x, dy = LAYOUTS[layout](torch.randn(shape).to(dtype)), torch.randn(shape).to(dtype)

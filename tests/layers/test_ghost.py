@@ -48,6 +48,7 @@ def made(name, channels, size, **of):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
+@pytest.mark.sampled(of=3)
 def test_it_is_the_loop(name, shape, size, backend, last):
     while prod(shape[2:]) == 1 and shape[0] % size == 1:
         size += 1  # a last group of one value is refused
@@ -119,6 +120,7 @@ def test_derivatives_of_all_kinds():
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("n", [8, 7])
+@pytest.mark.sampled(of=4)
 def test_compiled_checkpointed_and_lean(n, backend):
     with leannorm.use_backend(backend):
         assert_composes(n)

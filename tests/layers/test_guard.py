@@ -76,6 +76,7 @@ def test_interpreted_triton():
         assert_unmoved_by_bad(lambda: nn.BatchNorm2d(3))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
 def test_buffers_of_other_dtypes(backend, dtype):
@@ -114,6 +115,7 @@ def test_a_checkpoint_with_one_bad_channel_trains_in_the_others(backend):
     assert layer.num_batches_tracked == 1
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("name", ["BatchNorm2d", "BatchNormAct2d", "ConvBatchNorm2d", "SyncBatchNorm"])
 def test_compiled(name, momentum):

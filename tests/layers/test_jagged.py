@@ -118,6 +118,7 @@ def test_layers_and_their_statistics(name):
     assert (y + x).shape == x.shape  # the same ragged size
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.skipif(RELEASE < (2, 12), reason="before torch 2.12 the compiler does not know locals()")
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled_in_one_graph(name):

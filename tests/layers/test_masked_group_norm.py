@@ -123,6 +123,7 @@ def test_normalized_padding_has_the_statistics_of_the_data():
 
 @pytest.mark.parametrize("fill", ["zero", "normalize"])
 @pytest.mark.parametrize("act", ["identity", "silu"])
+@pytest.mark.sampled(of=2)
 def test_gradients_of_both_orders(act, fill):
     x, mask = given("contiguous", padding=2.0)
     mask, x = mask[:3, :4], x[:3, :, :4]

@@ -99,6 +99,7 @@ def close(got, want, tolerance):
 KINDS = list(itertools.product((False, True), (False, True)))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("padding", [float("nan"), float("inf")])
 @pytest.mark.parametrize(("rms", "residual"), KINDS)

@@ -224,6 +224,7 @@ def test_threads_change_no_bit(shape, kind, last):
 @pytest.mark.parametrize("act", ["identity", "silu", "relu"])
 @pytest.mark.parametrize("fill", ["zero", "normalize"])
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.sampled(of=3)
 def test_gradients_of_any_order(training, fill, act):
     torch.manual_seed(5)
     mask = mask_of((3, 2, 5), "random")

@@ -26,6 +26,7 @@ def masks_of(name, shape):
     return {"mask": torch.rand(places) > 0.3}, {"lengths": lengths}
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.skipif(bool(CPU.why_not()), reason="the reference multiplies in plain torch")
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", LAYERS)

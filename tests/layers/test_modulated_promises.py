@@ -58,6 +58,7 @@ def made_for(name):
     return [t.detach() for t in given.made]
 
 
+@pytest.mark.sampled(of=4)
 @CALL
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_compiles_to_one_graph(name, backend):
@@ -70,6 +71,7 @@ def test_compiles_to_one_graph(name, backend):
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.sampled(of=4)
 @CALL
 def test_transforms_compile(name):
     model, one = Module(name, made_for(name)), torch.ones(())

@@ -45,6 +45,7 @@ def test_checkpointed(name, reentrant):
     assert_stays(layer, lambda x: checkpoint(layer, x, use_reentrant=reentrant))
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_compiled(name):
     layer = LAYERS[name]()

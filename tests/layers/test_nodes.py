@@ -250,6 +250,7 @@ def test_lean_behind_a_node(name, monkeypatch):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @built
 @each_layer
+@pytest.mark.sampled(of=3)
 def test_compiled_autograd(name, monkeypatch):
     def told():
         layer, x, dy = of(name)
@@ -363,6 +364,7 @@ UNFIT = {
 STAMP = f"leannorm nodes {nodes.built_for()}".encode()
 
 
+@pytest.mark.sampled(of=3)
 @built
 @pytest.mark.parametrize("unfit", UNFIT)
 def test_a_library_that_does_not_fit_rests_and_says_why(tmp_path, unfit):

@@ -83,6 +83,7 @@ def names(case):
     return [f"BatchNorm{axes}d"] + ([f"InstanceNorm{axes}d"] if len(case.shape) > 2 else [])
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(("backend", "case"), RUNS, ids=str)
 def test_batch_and_instance_norm(case, dtype, tried):
@@ -118,6 +119,7 @@ class ThenAct(torch_nn.Module):
         return ACTIVATIONS[self.act].forward(y if residual is None else y + residual)
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("act", ["identity", "relu", "leaky_relu", "silu"])
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
@@ -149,6 +151,7 @@ def test_conv_batch_norm(dtype, layout):
 NORMS = (("GroupNorm", 2, 4), ("LayerNorm", 6), ("LayerNorm", (5, 6)), ("RMSNorm", 6))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("backend", ["auto", "reference", "triton"])
 def test_group_layer_and_rms_norm(dtype, tried):

@@ -67,6 +67,7 @@ def test_layout_in_is_layout_out(case):
     assert y.stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.sampled(of=2)
 @RMS
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 2, 4, 11, 12)], ids=str)
 def test_first_and_second_derivatives(case, rms):

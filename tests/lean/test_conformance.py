@@ -128,6 +128,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("ignore")  # the networks' own
 def test_trains_to_the_same_bits(architecture: str) -> None:
     model, x = prepared(architecture)

@@ -95,12 +95,14 @@ def check(make, x, passes=2, autocast=None, **settings):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", lean_cases.IMAGES)
+@pytest.mark.sampled(of=2)
 def test_images(name, setting):
     check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE), **SETTINGS[setting])
 
 
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 @pytest.mark.parametrize("name", lean_cases.IMAGES)
+@pytest.mark.sampled(of=2)
 def test_images_channels_last(name, setting):
     x = torch.randn(lean_cases.IMAGE).to(memory_format=torch.channels_last)
     check(lean_cases.IMAGES[name], x, **SETTINGS[setting])
@@ -108,6 +110,7 @@ def test_images_channels_last(name, setting):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", lean_cases.IMAGES)
+@pytest.mark.sampled(of=2)
 def test_images_in_other_dtypes(name, dtype):
     check(lean_cases.IMAGES[name], torch.randn(lean_cases.IMAGE, dtype=dtype), recompute="conv")
 
@@ -121,6 +124,7 @@ def test_images_under_autocast(name):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", lean_cases.SEQUENCES)
+@pytest.mark.sampled(of=2)
 def test_sequences(name, dtype, autocast):
     check(lean_cases.SEQUENCES[name], torch.randn(lean_cases.TOKENS, dtype=dtype), autocast=autocast)
 

@@ -267,6 +267,7 @@ class TestSameAsStock:
         assert_same(run(lean(**setting)), run(Stock()))
 
     @pytest.mark.parametrize("inplace", [False, True])
+    @pytest.mark.sampled(of=2)
     def test_freed_without_the_garbage_collector(self, setting, inplace):
         model = network(inplace)
         step(model, IMAGE, lean(**setting))
@@ -289,6 +290,7 @@ class TestSameAsStock:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.sampled(of=2)
 def test_memory_is_never_above_stock(setting, inplace):
     model, x = network(inplace), torch.randn(16, 3, 24, 24)
     step(model, x, lean(**setting))

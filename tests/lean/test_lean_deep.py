@@ -63,6 +63,7 @@ def gradients(f, turns, weight, x, around):
     return torch.autograd.grad(loss, weight), saved
 
 
+@pytest.mark.sampled(of=5)
 @pytest.mark.filterwarnings("ignore:leannorm. budget=0.1 is out of reach")  # of what takes no memory
 @pytest.mark.parametrize("f", [decay, euler, scan, gates, residual])
 @pytest.mark.parametrize("setting", SETTINGS)

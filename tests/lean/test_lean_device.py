@@ -66,6 +66,7 @@ CASES = {
 UNTOLD = {"torch's attention, with weights"}
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("name", CASES)
 def test_only_the_first_two_passes_look_at_values(name, as_on_a_device, with_and_without_nodes):
     make, shape = CASES[name]

@@ -89,5 +89,6 @@ def work(rank: int, network: str, wraps: list[str]) -> None:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.sampled(of=2)
 def test_two_ranks_train_to_the_same_bits(network: str) -> None:
     ranks(2, work, network, [*DDP, "fsdp"])

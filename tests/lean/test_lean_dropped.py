@@ -101,6 +101,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("ignore:leannorm")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", PROGRAMS)
@@ -165,6 +166,7 @@ def test_of_every_fused_call(name, setting):
         assert_gone(partial(forward, needed), setting)
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("ignore:.* is out of reach")
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)
@@ -196,6 +198,7 @@ def _and_what_they_are_made_of(values):
     return found.values()
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.filterwarnings("ignore:.* is out of reach")
 @pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.1}], ids=str)
 @pytest.mark.parametrize(("make", "shape"), NETWORKS.values(), ids=NETWORKS)

@@ -119,6 +119,7 @@ print("the same")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.sampled(of=2)
 def test_statistics_that_moved_after_an_evaluation_are_not_absent(dtype):
     """An eval-mode norm was rebuilt without them, which ended the process in torch's kernel."""
     command = [sys.executable, "-c", MOVED_STATISTICS, dtype]

@@ -51,6 +51,7 @@ def _asked_python(monkeypatch, asked):
 
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 @pytest.mark.parametrize("f", GUARDED)
+@pytest.mark.sampled(of=2)
 def test_what_has_changed_is_seen(f, setting):
     program = Program(f, kernel=3 if f is flags_within else 1)
     for seed in range(6):
@@ -240,6 +241,7 @@ print(made.count(dict), sum(made.count(kind) for kind in (Value, Step, CallArgum
 
 
 @pytest.mark.parametrize("on", [True, False])
+@pytest.mark.sampled(of=2)
 def test_few_objects_wait_to_be_collected(on):
     """Python's collector visits all of them, again and again. A node has a dict, a value has none; and what
     the C++ hook makes, which is in no circle, is not visited at all."""

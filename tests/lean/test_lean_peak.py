@@ -74,6 +74,7 @@ def run(request):
     return Run(*CASES[request.param])
 
 
+@pytest.mark.sampled(of=4)
 @pytest.mark.filterwarnings("ignore:leannorm. peak=")
 @pytest.mark.parametrize(
     "setting", [{"peak": 0.8}, {"peak": 0.6}, {"budget": 0.4}, {"overhead": 1e3}], ids=str

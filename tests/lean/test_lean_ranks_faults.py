@@ -99,6 +99,7 @@ def fails_in_a_rebuild(rank: int, way: str, how: str) -> None:
         loss.backward()
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("how", ["killed", "raises"])
 @pytest.mark.parametrize("way", WAYS)
 def test_where_a_rank_fails_in_a_rebuild_the_others_raise_within_the_time_out(way: str, how: str) -> None:

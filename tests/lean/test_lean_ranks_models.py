@@ -142,6 +142,7 @@ def decoders(rank: int, plan: str) -> tuple[float, list[str]]:
 @pytest.mark.parametrize(
     ("plan", "most"), [("one rank", 0.12), ("columns", 0.22), ("sequence", 0.34), ("loss", 0.32)]
 )
+@pytest.mark.sampled(of=2)
 def test_a_decoder_cut_by_torchs_plans_holds_what_would_need_a_message_and_little_else(
     plan: str, most: float
 ) -> None:

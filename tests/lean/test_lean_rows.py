@@ -89,6 +89,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("setting", ["norm", "conv"])
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.sampled(of=2)
 def test_gradients_are_those_of_stock(loss, setting):
     assert_same(in_stock_and_lean(lambda c, x, w: gradients(c, LOSSES[loss], x, w), setting=setting))
 

@@ -130,6 +130,7 @@ def cut(rank: int, names: list[str]) -> dict[str, tuple[list[float], list[str]]]
 
 
 @pytest.mark.parametrize("units", ["blocks", "layers"])
+@pytest.mark.sampled(of=2)
 def test_what_reads_weights_that_are_freed_by_then_is_held_and_said_with_the_wrap(units: str) -> None:
     names = [name for name, (of, _) in CUTS.items() if of == units]
     for found in ranks(2, cut, names, group_timeout=30.0):

@@ -38,6 +38,7 @@ def equal(a, b):
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.sampled(of=5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 @pytest.mark.parametrize("up", ["transposed", "nearest", "trilinear"])
@@ -109,6 +110,7 @@ def test_of_a_package(network):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.conformance
 def test_the_table_has_what_each_setting_holds(tmp_path, capsys):
     out = tmp_path / "volumes.json"
     held.tell(Namespace(json=out), measure("two stages"), "network", "setting")

@@ -280,6 +280,7 @@ READERS = {
 }
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("reader", READERS)
 def test_a_weight_that_is_edited_before_what_read_it_is_saved(reader, frozen):

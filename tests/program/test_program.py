@@ -54,6 +54,7 @@ def assert_runs_as(forked, eager, steps=3):
         assert_same_state(forked, eager)
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")  # torch.export on a GRU
 @pytest.mark.parametrize("name", NETWORKS)
 def test_program_and_its_file_equal_the_eager_model(name, tmp_path):
@@ -296,6 +297,7 @@ def test_what_cannot_be_forked_says_why_and_keeps_its_mode(net, inputs, message)
 
 @pytest.mark.parametrize("branch", ["train", "infer"])
 @pytest.mark.parametrize("name", ["batch norm", "leannorm cumulative", "in place", "structure"])
+@pytest.mark.sampled(of=2)
 def test_one_branch_as_an_exported_program(name, branch):
     net = NETWORKS[name]()
     forked = program.fork(net, (image(),), dynamic_shapes=({0: torch.export.Dim("batch", min=2)},))

@@ -33,6 +33,7 @@ def test_a_forked_network_is_the_network(architecture):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", [None, "leannorm", "sync"])
 @pytest.mark.parametrize("architecture", architectures.SMALL, ids=lambda a: a.name)
+@pytest.mark.sampled(of=3)
 def test_a_folded_network_is_the_network(architecture, way):
     """Of a converted one as many norms are folded as of stock's, which is all."""
     model = randomized(architecture.build())

@@ -168,6 +168,7 @@ def compiled_and_checkpointed(rank, backend):
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.sampled(of=2)
 def test_compiled_under_checkpointing(backend):
     assert max(ranks(2, compiled_and_checkpointed, backend)) <= (1e-5 if backend else 0)
 

@@ -18,6 +18,7 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.conformance
 def test_smoke(tmp_path):
     out = tmp_path / "nccl.json"
     done = run("--nccl", "--smoke", "--rounds", "1", "--repeats", "1", "--json", str(out))

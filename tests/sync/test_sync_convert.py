@@ -171,6 +171,7 @@ def efficient_net_of_timm():
     return timm().create_model("efficientnet_b0", num_classes=5, drop_rate=0, drop_path_rate=0)
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("make", [tiny, resnet_of_timm, resnet_of_torchvision, efficient_net_of_timm])
 def test_whole_models(make):
     assert max(ranks(2, converted, make)) <= 1e-11  # float64, tens of layers

@@ -4,6 +4,7 @@ import pytest
 from faults.scenarios import SCENARIOS, play
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
 def test_fault(scenario):
     good, seen, seconds = play(scenario)

@@ -26,6 +26,7 @@ def test_without_lightning(monkeypatch):
 
 
 @pytest.mark.skipif(not LIGHTNING, reason="needs Lightning")
+@pytest.mark.conformance
 def test_two_processes(tmp_path):
     script = Path(__file__).parent / "lightning_run.py"
     done = subprocess.run(

@@ -136,6 +136,7 @@ def test_ranks_whose_hosts_do_not_wait_for_sums_all_say_who_skipped_a_layer():
     assert max(first.seconds, second.seconds) < 10
 
 
+@pytest.mark.conformance
 def test_a_rank_that_is_busy_elsewhere_is_not_waited_for_till_the_timeout():
     first, second = outcomes(2, skips, 2.0, 5.0, deadline=40)
     assert "rank 1 in layer 'c' (training forward, 4 channels); rank 0 did not say within 2 s" in second.error

@@ -71,6 +71,7 @@ FAULTS: dict[Callable[[int], None], tuple[tuple[str, ...], bool]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+@pytest.mark.sampled(of=2)
 def test_ranks_that_disagree_are_named_on_every_rank(fault: Callable[[int], None]) -> None:
     words, everywhere = FAULTS[fault]
     results: list[Outcome] = outcomes(WORLD, fault, group_timeout=TIMEOUT, deadline=8 * TIMEOUT)

@@ -199,6 +199,7 @@ def every_placement(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.sampled(of=2)
 def test_every_norm_of_every_placement_is_that_of_the_whole_tensor(world: int) -> None:
     ranks(world, every_placement, world)
 

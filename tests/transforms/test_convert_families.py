@@ -40,6 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize("family", SAMPLE)
 
 
+@pytest.mark.sampled(of=4)
 @needs
 @pytest.mark.filterwarnings("ignore")
 def test_norms_are_swapped_for_the_same_and_back(family):

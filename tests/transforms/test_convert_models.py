@@ -102,6 +102,7 @@ def norms(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.sampled(of=2)
 def test_same_numbers_and_a_way_back(zoo, model):
     size, expected, joined = MODELS[model]
     original, converted = compare(zoo, model, size)

@@ -38,6 +38,7 @@ def fold(net, *given, **more):
     return report
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
 def test_folded_equals_unfolded(name, way):
@@ -73,6 +74,7 @@ ALSO_FUSED = [
 ]
 
 
+@pytest.mark.sampled(of=3)
 @pytest.mark.parametrize(("name", "way"), [*((name, "stock") for name in PROGRAMS), *ALSO_FUSED])
 def test_folded_program_equals_the_model(name, way):
     build, shape, count, _ = CASES[name]

@@ -77,6 +77,7 @@ def steps(model, count=3, optimizer=None, after=lambda: None):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.sampled(of=3)
 def test_a_hundred_steps(name):
     model = NETWORKS[name]()
     optimizer = steps(model)  # gradients and momentum are there
@@ -251,6 +252,7 @@ def test_a_frozen_norm_holds_no_input(act):
 
 @pytest.mark.parametrize("act", ["relu", "leaky_relu", "elu", "silu", "gelu"])
 @pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.sampled(of=2)
 def test_gradients_through_a_frozen_norm_and_its_activation(act, residual):
     layer = leannorm.freeze(nn.BatchNormAct2d(3, act=act)).double()
     layer.running_mean.normal_(), layer.running_var.uniform_(0.5, 2)

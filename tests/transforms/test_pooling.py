@@ -75,6 +75,7 @@ def test_checkpointed(name, reentrant):
     )
 
 
+@pytest.mark.sampled(of=2)
 @pytest.mark.parametrize("name", ["BatchNorm2d", "ConvBatchNorm2d"])
 def test_compiled_before_and_within(name):
     layer = LAYERS[name]()

@@ -144,7 +144,6 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
     has = {
         "packing": packing,
         "pack": packing.pack,
-        "getters": flags.GETTERS,
         "flags": search.flags.only,
         "before": search.leaves.before,
         "provenance": search.provenance,

@@ -1,0 +1,33 @@
+"""The sample of a sweep that `make test` runs: a share of it, all values of short parameters, all in turns."""
+
+from itertools import product
+
+import pytest
+from sampling import sample
+
+SIZES = [(2, 3, 5), (12, 4), (3,), (40,), (7, 1), (2, 2, 2, 2, 2)]
+
+
+def cases_of(sizes):
+    return [dict(zip("abcde", found, strict=False)) for found in product(*map(range, sizes))]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("of", [1, 2, 3, 5])
+def test_each_case_has_its_turn_and_no_short_parameter_misses_a_value(sizes, of):
+    cases, seen = cases_of(sizes), set()
+    share = -(-len(cases) // of)
+    for turn in range(of):
+        chosen = sample(cases, of, turn)
+        seen |= chosen
+        assert chosen == sample(cases, of, turn)
+        assert share <= len(chosen) or turn == of - 1  # the last turn may be shorter
+        for name, size in zip("abcde", sizes, strict=False):
+            if size <= share:
+                assert {cases[i][name] for i in chosen} == set(range(size))
+    assert seen == set(range(len(cases)))
+
+
+def test_a_sample_is_about_its_share():
+    cases = cases_of((10, 10, 10))
+    assert 250 <= len(sample(cases, 4)) <= 280
