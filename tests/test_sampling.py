@@ -1,4 +1,4 @@
-"""The sample of a sweep that `make test` runs: a share of it, all values of short parameters, all in turns."""
+"""A sample of a sweep: its share of the cases, all values of short parameters; in turns, all cases."""
 
 from itertools import product
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import calls, flags, reasons, sorts
+from leannorm.saving import calls, reasons, sorts
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import (
     ACCUMULATES,
