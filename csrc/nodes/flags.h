@@ -4,6 +4,7 @@
 #include "values.h"
 
 #include <ATen/Context.h>
+#include <torch/headeronly/version.h>
 
 namespace leannorm {
 
@@ -17,9 +18,9 @@ struct Flag {
 
   explicit Flag(PyObject* of) : getter(of) {
     const Ref names(PyObject_GetAttrString(of, "args"));  // of a partial
-    if (!names) return PyErr_Clear();
+    if (!names) PyErr_Clear();
     const py::handle two(names.get());
-    if (!py::isinstance<py::tuple>(two) || py::len(two) != 2) return;
+    if (!names || !py::isinstance<py::tuple>(two) || py::len(two) != 2) return;
     backend = at::str2backend(py::str(two[py::int_(0)])), operation = at::str2op(py::str(two[py::int_(1)]));
     is_precision = true;
   }

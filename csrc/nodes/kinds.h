@@ -68,7 +68,7 @@ struct Kind {
 // A copy of a small tensor, so that an optimizer step before the backward pass does not change it.
 inline Ref copy_of(const Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return checked(THPVariable_Wrap(t.detach().clone()));
+  return checked(THPVariable_Wrap(t.clone()));
 }
 
 // Does the leaf hold what a node of this pass read? As leaves.py.
