@@ -93,6 +93,9 @@ inline std::string all_told(const Node* node, PyObject* names) {
     put(c->stride), put(c->padding), put(c->dilation), put(c->output_padding);
     told.put(c->groups), told.raw(c->transposed), told.raw(c->bias_sym_sizes_opt.list.has_value());
     if (c->bias_sym_sizes_opt.list) put(*c->bias_sym_sizes_opt.list);
+  } else if (const auto* const norm = as<torch::autograd::generated::NativeBatchNormBackward0>(node);
+             norm != nullptr && PyTuple_GET_SIZE(names) == 2) {  // read in Python, it would keep an object of Python's
+    told.raw(norm->eps), told.raw(norm->training);
   } else if (PyTuple_GET_SIZE(names) != 0) {
     const Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
     told.put_constants(object.get(), names);

@@ -68,7 +68,7 @@ struct Kind {
 // A copy of a small tensor, so that an optimizer step before the backward pass does not change it.
 inline Ref copy_of(const Tensor& t) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return checked(THPVariable_Wrap(t.clone()));
+  return out_of_circles(checked(THPVariable_Wrap(t.clone())));
 }
 
 // Does the leaf hold what a node of this pass read? As leaves.py.
@@ -301,7 +301,8 @@ class Match {
     const bool as_before = how.captured == Template::kBatchNormWithBias ? bias != nullptr : given == Py_None;
     if (!as_before || (bias != nullptr && bias->numel() != mean.numel())) throw Unusual();
     const auto [scale, shift] = scale_and_shift_of(mean, rstd, weight, bias == nullptr ? Tensor() : *bias);
-    const Ref first = checked(THPVariable_Wrap(scale)), second = checked(THPVariable_Wrap(shift));
+    const Ref first = out_of_circles(checked(THPVariable_Wrap(scale)));
+    const Ref second = out_of_circles(checked(THPVariable_Wrap(shift)));
     return out_of_circles(checked(PyTuple_Pack(2, first.get(), second.get())));
   }
 

@@ -149,7 +149,7 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   static std::unordered_map<int, Tensor> empties;
   Tensor& empty = empties[static_cast<int>(t.scalar_type())];
   if (!empty.defined()) empty = at::empty({0}, t.options().requires_grad(false));
-  set(value.get(), slots.watch, checked(THPVariable_Wrap(sharing_version(t, empty))));
+  set(value.get(), slots.watch, out_of_circles(checked(THPVariable_Wrap(sharing_version(t, empty)))));
   set(value.get(), slots.sample, sample_of(t));
   set(value.get(), slots.shape, how.shape), set(value.get(), slots.dtype, how.dtype);
   set(value.get(), slots.seconds, kind.seconds);

@@ -15,7 +15,9 @@ inline Ref borrowed(PyObject* object) {
   return Ref(object);
 }
 
-// What no circle leads through, or none that Python's collector could see: it need not look at it.
+// What no circle leads through, or none that Python's collector could see: it need not look at it. What it looks at and
+// lives from the forward to the backward pass grows old: a pass of some thousand such objects soon has all that Python
+// holds looked through, a fifth of a second each time.
 inline Ref out_of_circles(Ref object) {
   PyObject_GC_UnTrack(object.get());
   return object;
@@ -231,10 +233,12 @@ inline Registered registered(Node* node, uint32_t output) {
   return found;
 }
 inline void record(Node* node, uint32_t output, const Ref& lookup) {
-  if (PyDict_SetItem(metadata_of(node), registry_key(output), lookup.get()) != 0) throw Unusual();
+  PyObject* const metadata = metadata_of(node);  // held by C++ alone; what others put in there has it tracked again
+  if (PyDict_SetItem(metadata, registry_key(output), lookup.get()) != 0) throw Unusual();
+  PyObject_GC_UnTrack(metadata);
 }
 inline void record_packed(Node* node, uint32_t output, PyObject* value, PyObject* sample) {
-  const Ref lookup = checked(PyObject_CallOneArg(classes().packed, value));
+  const Ref lookup = out_of_circles(checked(PyObject_CallOneArg(classes().packed, value)));
   set(lookup.get(), names().sample, sample);
   record(node, output, lookup);
 }
