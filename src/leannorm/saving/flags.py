@@ -67,24 +67,61 @@ def _prescribe(backend: str, operation: str, precision: str) -> None:
         _set_precision(backend, operation, "ieee")
 
 
-def _own(backend: str, operation: str) -> str:
-    """The precision that is set here, or "none" if it is that of the backend, or of all backends.
-
-    Torch tells only which precision is in force. So the one that would be inherited is changed for a moment.
-    """
+def _follows(at: tuple[str, str], above: tuple[str, str]) -> bool:
+    """Is the precision of `at` that of `above`? Torch tells only what is in force: `above` changes for a moment."""
     assert _get_precision is not None
     assert _set_precision is not None
-    now: str = _get_precision(backend, operation)
-    above = (backend, "all") if operation != "all" else ("generic", "all")
-    if (backend, operation) == above or _get_precision(*above) != now:
-        return now
-    before = _own(*above)
+    now, before = _get_precision(*at), _own(*above)
     _set_precision(*above, _OTHER.get(now, "ieee"))
     try:
-        inherited = _get_precision(backend, operation) != now
+        return bool(_get_precision(*at) != now)
     finally:
         _set_precision(*above, before)
+
+
+def _own(backend: str, operation: str) -> str:
+    """The precision that is set here, or "none" if it is that of the backend, or of all backends."""
+    assert _get_precision is not None
+    at, above = (backend, operation), (backend, "all") if operation != "all" else ("generic", "all")
+    now: str = _get_precision(*at)
+    inherited = at != above and _get_precision(*above) == now and _follows(at, above)
     return "none" if inherited else now
+
+
+_CONV, _PRODUCTS, _CUDA = ("cuda", "conv"), ("cuda", "matmul"), ("cuda", "all")
+
+
+def _cudnn() -> list[_Flag]:
+    """The precision of cuDNN's convolutions.
+
+    They begin as TF32 unless a precision is set above them, which no setter makes again. So while they follow
+    what is above, that is set for them, and cuBLAS's products keep theirs.
+    """
+    if _get_precision is None or _set_precision is None:
+        return []
+    get, set_ = _get_precision, _set_precision
+
+    def state() -> tuple[str | None, str, str]:
+        return None if _follows(_CONV, _CUDA) else get(*_CONV), _own(*_CUDA), _own(*_PRODUCTS)
+
+    def prescribe(precision: str) -> None:
+        if not _follows(_CONV, _CUDA):
+            return _prescribe(*_CONV, precision)
+        products = get(*_PRODUCTS)
+        set_(*_CUDA, precision)
+        if get(*_CONV) != precision:
+            set_(*_CUDA, "ieee")
+        if get(*_PRODUCTS) != products:
+            _prescribe(*_PRODUCTS, products)
+
+    def restore(before: tuple[str | None, str, str]) -> None:
+        own, above, products = before
+        if own is not None:
+            set_(*_CONV, own)
+        set_(*_CUDA, above)
+        set_(*_PRODUCTS, products)
+
+    return [_Flag(partial(get, *_CONV), prescribe, state, restore)]
 
 
 _deterministic = torch._C._get_deterministic_algorithms
@@ -122,7 +159,8 @@ if torch.backends.cuda.is_built():
         *_plain("cudnn_enabled", "cudnn_deterministic", "cublas_allow_fp16_accumulation"),
         *_plain("cublas_allow_fp16_reduced_precision_reduction"),
         *_plain("cublas_allow_bf16_reduced_precision_reduction"),
-        *_precision(("cuda", "matmul"), ("cuda", "conv")),
+        *_precision(("cuda", "matmul")),
+        *_cudnn(),
     ]
 GETTERS = tuple(flag.get for flag in _FLAGS)
 
