@@ -68,7 +68,7 @@ def _prescribe(backend: str, operation: str, precision: str) -> None:
 
 
 def _follows(at: tuple[str, str], above: tuple[str, str]) -> bool:
-    """Is the precision of `at` that of `above`? Torch tells only what is in force: `above` changes for a moment."""
+    """Does `at` follow the precision of `above`? Torch does not tell: it is changed for a moment."""
     assert _get_precision is not None
     assert _set_precision is not None
     now, before = _get_precision(*at), _own(*above)
