@@ -20,8 +20,10 @@ torch.backends.disable_global_flags = lambda: None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
-def pytest_collection_modifyitems(items):
-    leave_samples(items)
+def pytest_collection_modifyitems(config, items):
+    asked_for = config.getoption("lf") or any("[" in named for named in config.args)
+    if not asked_for:
+        leave_samples(items)
 
 
 @pytest.fixture(autouse=True)

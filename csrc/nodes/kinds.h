@@ -301,7 +301,8 @@ class Match {
     const bool as_before = how.captured == Template::kBatchNormWithBias ? bias != nullptr : given == Py_None;
     if (!as_before || (bias != nullptr && bias->numel() != mean.numel())) throw Unusual();
     const auto [scale, shift] = scale_and_shift_of(mean, rstd, weight, bias == nullptr ? Tensor() : *bias);
-    const Ref first = out_of_circles(checked(THPVariable_Wrap(scale)));
+    Ref first = checked(THPVariable_Wrap(scale));
+    if (weight.defined()) first = out_of_circles(std::move(first));  // else it is what the node saved, which others may hold
     const Ref second = out_of_circles(checked(THPVariable_Wrap(shift)));
     return out_of_circles(checked(PyTuple_Pack(2, first.get(), second.get())));
   }

@@ -170,6 +170,7 @@ inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &getters, &value))
     return nullptr;
   for (PyObject* kept : {of.value, of.step, of.packed, unpacking.by_python, getters}) Py_INCREF(kept);
+  all_flags().clear();
   for (const py::handle getter : py::reinterpret_borrow<py::tuple>(getters)) all_flags().emplace_back(getter.ptr());
   slots.read_from(of.value, value);
   Py_RETURN_NONE;

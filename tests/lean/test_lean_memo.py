@@ -9,6 +9,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -251,6 +252,28 @@ def test_few_objects_wait_to_be_collected(on, setting):
     command = [sys.executable, "-c", _COUNTED, str(on), setting]
     ours, plain = map(int, subprocess.check_output(command, text=True).split())
     assert ours < plain + 40 if on else ours > 2 * plain
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_what_others_can_reach_is_collected_with_its_circles(affine):
+    """A norm without weights is rebuilt by the very tensor that its node saved; others can add to that what
+    they like."""
+    layers = [m for _ in range(3) for m in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, affine=affine), nn.SiLU())]
+    net, seen = nn.Sequential(*layers), []
+    for _ in range(4):
+        with lean():
+            loss = net(torch.randn(4, 8, 6, 6)).square().sum()
+        node = loss.grad_fn
+        while node.name() != "NativeBatchNormBackward0":
+            node = node.next_functions[0][0]
+        for name in ("_saved_result1", "_saved_result2", "_saved_input"):
+            kept = getattr(node, name)
+            kept.itself = [kept]
+            seen.append(weakref.ref(kept))
+        loss.backward()
+    del kept, node, loss
+    gc.collect()
+    assert not [kept for kept in seen if kept() is not None]
 
 
 @pytest.mark.parametrize("settings", [{"verify": True}, {"held": (lambda t: t, lambda t: t)}], ids=next_key)
