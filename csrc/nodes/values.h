@@ -17,7 +17,7 @@ inline Ref borrowed(PyObject* object) {
 
 // What no circle leads through, or none that Python's collector could see: it need not look at it. What it looks at and
 // lives from the forward to the backward pass grows old: a pass of some thousand such objects soon has all that Python
-// holds looked through, a fifth of a second each time.
+// holds looked through, a tenth of a second each time.
 inline Ref out_of_circles(Ref object) {
   PyObject_GC_UnTrack(object.get());
   return object;
