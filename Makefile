@@ -25,7 +25,7 @@ demo: $(VENV)/.ready
 	$(BIN)/leannorm demo --report demo.html --json demo.json
 
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # What the pages say of measurements, from benchmarks/results/
 PAGES := README.md README.zh.md $(sort $(wildcard docs/*.md docs/*/*.md))

@@ -21,7 +21,7 @@ torch.backends.disable_global_flags = lambda: None
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks
 def pytest_collection_modifyitems(config, items):
-    asked_for = config.getoption("lf") or any("[" in named for named in config.args)
+    asked_for = config.getoption("lf", False) or any("[" in named for named in config.args)
     if not asked_for:
         leave_samples(items)
 

@@ -221,10 +221,13 @@ def test_norms_that_are_run_again_and_searches_in_vain_ask_python_for_nothing(mo
 
 
 _COUNTED = """
-import gc, sys, torch
+import gc, sys, torch, weakref
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from leannorm.saving import lean, memo, small
+from leannorm.saving.calls import CallArguments
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 small.SMALL, memo.on = -1, sys.argv[1] == "True"
 net = nn.Sequential(*[m for _ in range(9) for m in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU())])
 def visited(context):
@@ -232,13 +235,14 @@ def visited(context):
     gc.disable()
     with context:
         loss = net(torch.randn(4, 8, 6, 6)).square().sum()
-    made = sum(id(o) not in before for o in gc.get_objects())
+    made = [type(o) for o in gc.get_objects() if id(o) not in before]
     gc.enable()
     loss.backward()
     return made
 for _ in range(6):
     ours, plain = visited(lean(sys.argv[2])), visited(saved_tensors_hooks(lambda t: t, lambda t: t))
-print(ours, plain)
+kinds = Value, Step, CallArguments, weakref.ref
+print(len(ours), len(plain), ours.count(dict), sum(map(ours.count, kinds)))
 """
 
 
@@ -250,7 +254,9 @@ def test_few_objects_wait_to_be_collected(on, setting):
     end with it all of Python's objects. What the C++ hook makes is in no circle, and not visited: no more is
     than with hooks that do nothing, but for what a pass has once."""
     command = [sys.executable, "-c", _COUNTED, str(on), setting]
-    ours, plain = map(int, subprocess.check_output(command, text=True).split())
+    ours, plain, dicts, others = map(int, subprocess.check_output(command, text=True).split())
+    assert dicts < 2 * 9 * 3  # there are 9 * 3 nodes and two
+    assert others == 0 if on else others > dicts
     assert ours < plain + 40 if on else ours > 2 * plain
 
 
