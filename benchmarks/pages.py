@@ -172,7 +172,7 @@ def shared(ranks: int, shape: str, *ratios: str, as_is: bool = False) -> list[st
 
 
 def kernels(folder: str, head: str, *files: str) -> None:
-    """The table of `python -m benchmarks.rows` or `.norms`: of torch's speed and of the floor, by file.
+    """The table of `python -m benchmarks.rows` or `.norms`: of torch's speed (and of the floor), by file.
 
     A row's directions, where it has two, stand in one cell. The first file's worst row comes first.
     """
@@ -180,14 +180,22 @@ def kernels(folder: str, head: str, *files: str) -> None:
     names: dict[str, list[str]] = {}
     for key in reports[0]:
         names.setdefault(key.removesuffix(", forward").removesuffix(", backward"), []).append(key)
-    rows = {}
-    for name in sorted(names, key=lambda name: prod(reports[0][key]["ratio"] for key in names[name])):
-        found = [[report[key] for key in names[name] if key in report] for report in reports]
-        rows[name] = [
-            " / ".join(f"{row[what]:.{digits}f}" for row in of_one)
-            for of_one in found for what, digits in (("ratio", 3 - len(names[name])), ("floor", 2))
-        ]  # fmt: skip
-    table(head, rows)
+
+    def cell(report: dict[str, Any], keys: list[str]) -> str:
+        rows = [report[key] for key in keys if key in report]
+        ratios, floors = (
+            " / ".join(f"{row[what]:.{digits}f}" for row in rows)
+            for what, digits in (("ratio", 3 - len(keys)), ("floor", 2))
+        )
+        return f"{ratios} ({floors})" if rows else ""
+
+    table(
+        head,
+        {
+            name: [cell(report, names[name]) for report in reports]
+            for name in sorted(names, key=lambda name: prod(reports[0][key]["ratio"] for key in names[name]))
+        },
+    )
 
 
 def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:

@@ -1,7 +1,6 @@
 // How memo.py hands over what a search has found, and what Python has of this library for lean().
 #pragma once
 
-#include "ledger.h"
 #include "memo.h"
 
 namespace leannorm {
@@ -162,14 +161,15 @@ inline PyObject* field_names(PyObject*, PyObject* object) {
 
 // ---------------------------------------------------------------- the module
 
-// set_lean(Value, Step, Packed, unpack, getters of flags, Value(None))
+// set_lean(Value, Step, Packed, unpack, getters of flags, Value(None), COPIED_PART)
 inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   Classes& of = classes();
   PyObject *getters, *value;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &getters, &value))
+  if (!PyArg_ParseTuple(arguments, "OOOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &getters, &value,
+                        &of.copied_part))
     return nullptr;
-  for (PyObject* kept : {of.value, of.step, of.packed, unpacking.by_python, getters}) Py_INCREF(kept);
+  for (PyObject* kept : {of.value, of.step, of.packed, of.copied_part, unpacking.by_python, getters}) Py_INCREF(kept);
   all_flags().clear();
   for (const py::handle getter : py::reinterpret_borrow<py::tuple>(getters)) all_flags().emplace_back(getter.ptr());
   slots.read_from(of.value, value);

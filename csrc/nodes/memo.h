@@ -2,6 +2,7 @@
 // unusual, and whatever is not proved, Python's hook (saving/packing.py) does, for that one tensor.
 #pragma once
 
+#include "ledger.h"
 #include "pass.h"
 
 #include <ATen/SequenceNumber.h>
@@ -140,6 +141,16 @@ inline Ref held(State* p, const Tensor& t, PyObject* name) {
   return new_value(bare.get(), t._version(), Py_None, name);
 }
 
+// Is it made of what was copied for it? The ledger counts that.
+inline bool has_copied_part(PyObject* root) {
+  PyObject* const inputs = field_of(root, kInputs);
+  for (Py_ssize_t i = 0; inputs != nullptr && i < PyTuple_GET_SIZE(inputs); ++i) {
+    PyObject* const name = in_its_place(PyTuple_GET_ITEM(inputs, i), slots.name);
+    if (PyUnicode_Compare(name, classes().copied_part) == 0) return true;
+  }
+  return false;
+}
+
 inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, const Tensor& t, const NodeClass& of) {
   const Ref order = checked(order_of(p));
   match.provenance = p->provenance.get(), match.order = order.get();
@@ -155,11 +166,12 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   set(value.get(), slots.seconds, kind.seconds);
   if (how.products != 0) set_number(value.get(), slots.products, how.products);
   match.record_made();
-  if (kind.is_view) {
+  PyObject* const root = root_of(value.get());
+  if (has_copied_part(root)) {
     PyObject* const given[] = {p->ledger.get(), value.get(), object};
     checked(PyObject_VectorcallMethod(names().rebuilds, given, 3, nullptr));
   } else {
-    set(value.get(), slots.frees, checked(PyLong_FromSize_t(t.storage().nbytes())));
+    set(root, slots.frees, checked(PyLong_FromSize_t(t.storage().nbytes())));
     in_ledger(p, value.get());
   }
   return value;

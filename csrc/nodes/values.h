@@ -62,9 +62,10 @@ inline long number(PyObject* object, PyObject* name) {
 }
 inline void set_number(PyObject* object, PyObject* name, long to) { set(object, name, checked(PyLong_FromLong(to))); }
 
-// The classes of these objects; set once by unpacking.py.
+// The classes of these objects, and a name; set once by unpacking.py.
 struct Classes {
   PyObject *value = nullptr, *step = nullptr, *packed = nullptr;
+  PyObject* copied_part = nullptr;  // the name of a value that is held for a concatenation alone
 };
 inline Classes& classes() {
   static Classes known;

@@ -13,6 +13,7 @@ from leannorm.planning.goal import Goal
 from leannorm.saving import lean, steps, trial, values
 from leannorm.saving.evidence import sample_of
 from leannorm.saving.plan import plan
+from leannorm.saving.policy import CONV, LEANEST, NORM
 from leannorm.saving.price import Prices
 from leannorm.saving.rates import table
 
@@ -106,3 +107,56 @@ def test_a_tensor_that_was_edited_does_not_stand_for_its_rebuild(edit):
     assert value.look().data_ptr() == packed.data_ptr()
     edit(packed)
     assert torch.equal(value.look(), -source.tensor)
+
+
+def bottleneck(width):
+    layers = [
+        *(nn.Conv2d(4 * width, width, 1), nn.BatchNorm2d(width), nn.ReLU()),
+        *(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()),
+        *(nn.Conv2d(width, 4 * width, 1), nn.BatchNorm2d(4 * width)),
+    ]
+    return nn.Sequential(*layers)
+
+
+class Bottlenecks(nn.Module):
+    def __init__(self, width=16, blocks=4):
+        super().__init__()
+        self.stem, self.blocks = (
+            nn.Conv2d(3, 4 * width, 1),
+            nn.ModuleList(bottleneck(width) for _ in range(blocks)),
+        )
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = torch.relu(block(x) + x)
+        return x
+
+
+def all_rebuilt(model, x, policy, goal):
+    saved = lean(overhead=goal)  # a goal of its own: plans are kept by goal
+    saved._settings = saved._settings._replace(policy=policy)
+    with saved:
+        loss = model(x).square().mean()
+    loss.backward()
+    return saved.plan
+
+
+def test_a_plan_is_never_dearer_than_conv_for_as_many_bytes():
+    model, x = Bottlenecks(), torch.randn(2, 3, 48, 48)
+    conv, leanest = (all_rebuilt(model, x, policy, goal) for policy, goal in ((CONV, 11.0), (LEANEST, 12.0)))
+    assert conv.ratio < 0.6
+    assert leanest.ratio < conv.ratio
+    chosen = plan(Goal(budget=conv.ratio), leanest.made_for)
+    assert chosen.ratio <= conv.ratio
+    assert chosen.overhead <= conv.overhead + 1e-3
+
+
+def test_an_activation_in_place_has_the_price_of_one_that_is_not():
+    def price(in_place, goal):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.SiLU(in_place), nn.Conv2d(32, 8, 1))
+        made_for = all_rebuilt(model, torch.randn(4, 3, 64, 64), NORM, goal).made_for
+        return sum(value.seconds or 0 for value in made_for.lines.step.values)
+
+    assert price(True, 13.0) == pytest.approx(price(False, 14.0), rel=0.05)

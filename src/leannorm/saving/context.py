@@ -108,14 +108,15 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
         self._ledger = Ledger()
         self.place: Hashable = None
         self.plan: RebuildPlan | None = None
-        self.reasons: list[str] = []
+        self._reasons: list[str] = []
+        self._tells_why = False  # is it also told why operations' outputs are held?
 
     def __enter__(self) -> lean:
         if torch.compiler.is_compiling():
-            self.reasons = [reasons.COMPILED]
+            self._reasons = [reasons.COMPILED]
             return self
         if not self._open:
-            self._ledger, self.reasons = Ledger(), []
+            self._ledger, self._reasons, self._tells_why = Ledger(), [], False
         frame = sys._getframe(1)
         place = place_of(frame) if self.place is None else self.place
         self._open.append(ForwardPass(self._settings, self._ledger, place, id(frame)))
@@ -132,11 +133,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
             passed.close()
             if error is None:
                 self.plan = passed.learn()
-                found = passed.reasons(self.plan)
-                for reason in found:
+                for reason in passed.reasons(self.plan):
                     reasons.warn_once(reason)
-                found += passed.why_held(self.plan)
-                self.reasons += [reason for reason in found if reason not in self.reasons]
+                    if reason not in self._reasons:
+                        self._reasons.append(reason)
+                self._tells_why |= passed.tells_why(self.plan)
         finally:
             passed.forget()
 
@@ -153,6 +154,12 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
                 f" {1 + self.plan.overhead:.2f} of its time"
             )
         return f"lean({'; '.join(told + self.reasons)})"
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why nothing, or less than asked, was saved; what holds a twentieth of all bytes is named."""
+        held = reasons.by_bytes(self._ledger.rows()) if self._tells_why else ()
+        return [*self._reasons, *held]
 
     @property
     def kept_bytes(self) -> int:

@@ -137,11 +137,9 @@ class ForwardPass:
         missed = goal.budget is not None and ratio > _NEARLY * goal.budget
         return reasons.budget_out_of_reach(goal.budget or 0.0, ratio) if missed else None
 
-    def why_held(self, plan: RebuildPlan | None) -> list[str]:
-        """Which operations' outputs are held, and why; not where a plan holds as much as was asked for."""
-        if self._settings.goal is not None and self._missed(plan) is None:
-            return []
-        return list(reasons.by_bytes(self._ledger.rows()))
+    def tells_why(self, plan: RebuildPlan | None) -> bool:
+        """Is it told why operations' outputs are held? Not where a plan holds as much as was asked for."""
+        return self._settings.goal is None or self._missed(plan) is not None
 
     def reasons(self, plan: RebuildPlan | None) -> list[str]:
         """Why nothing, or less than asked, was saved: first the causes that concern the whole pass."""

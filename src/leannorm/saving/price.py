@@ -34,7 +34,7 @@ class Prices:
         total, rate = 0.0, self.rates
         if step.flops:
             total += step.flops / rate.operations(dtype.itemsize, groups_of(step))
-        if step.kind != "view":
+        if step.kind != "view" and not _is_there(step):
             moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
             total += rate.call + moved / rate.memory
         return total
@@ -66,6 +66,14 @@ class Prices:
             moved = sum(prod(m.shape) * m.dtype.itemsize for m in (output, *others, *inputs) if m is not None)
             total += 2 * rate.call + _PASSES * moved / rate.memory
         return total
+
+
+def _is_there(step: Step) -> bool:
+    """Is it a copy of what lies as it should, such as of a norm's output by an activation in place?"""
+    if step.kind != "copy" or torch.preserve_format in step.constants:
+        return False
+    x = step.inputs[0]
+    return x.step is not None and not x.step.view
 
 
 def _nbytes(value: Value) -> int:

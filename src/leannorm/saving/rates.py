@@ -47,7 +47,7 @@ _GB, _T = 1e9, 1e12
 # What torch reaches on large tensors: half to two thirds of what data sheets say.
 _CPU = Rates(4 * _GB, {8: 0.018 * _T, 4: 0.036 * _T, 2: 0.036 * _T}, 4e-6)  # each core
 _CPU_BFLOAT16 = _CPU._replace(products={**_CPU.products, 2: 0.072 * _T})
-_CPU_TILES = _CPU._replace(products={**_CPU.products, 2: 0.29 * _T})
+_CPU_TILES = Rates(6.5 * _GB, {8: 0.085 * _T, 4: 0.17 * _T, 2: 0.59 * _T}, 1e-6)
 _CUDA = {
     7: Rates(600 * _GB, {8: 5 * _T, 4: 10 * _T, 2: 60 * _T}, 5e-6),
     8: Rates(1300 * _GB, {8: 9 * _T, 4: 15 * _T, 2: 200 * _T}, 5e-6),

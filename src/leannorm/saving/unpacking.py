@@ -14,7 +14,7 @@ from leannorm.saving.rows import unbuilt
 from leannorm.saving.small import Kept, read
 from leannorm.saving.steps import Step
 from leannorm.saving.trial import without_autocast
-from leannorm.saving.values import Value
+from leannorm.saving.values import COPIED_PART, Value
 from leannorm.saving.verify import check_equal
 
 
@@ -41,5 +41,5 @@ def _unpack(value: Value | Kept) -> Tensor:
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack
 if NODES is not None:  # asks Python for what is unusual
-    NODES.set_lean(Value, Step, Packed, _unpack, GETTERS, Value(None))
+    NODES.set_lean(Value, Step, Packed, _unpack, GETTERS, Value(None), COPIED_PART)
     unpack = NODES.unpack

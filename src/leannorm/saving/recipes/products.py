@@ -1,7 +1,7 @@
 """Recipes that take many operations per value: convolutions and matrix products.
 
-Such a step has the kind "product", and policies decide by its flops. Chains are short: a convolution depends
-on no rebuilt product, a matrix product on at most one.
+Such a step has the kind "product", and policies decide by its flops. Chains are short: a product depends on
+at most one that is rebuilt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _convolution(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 @recipe("ConvolutionBackward0")
 def convolution(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
     x, weight = saved(node, "input"), saved(node, "weight")
-    if x is None or weight is None or x.products:
+    if x is None or weight is None or x.products > 1:
         return None
     inputs = [x, weight]
     if any(node._saved_bias_sym_sizes_opt or ()):
