@@ -1,9 +1,10 @@
 """Published networks trained under `lean()`: bytes kept, peak and step time against stock.
 
-    python -m benchmarks.lean [MODEL ...] [--steps 5] [--against-checkpoint] [--budgets] [--json FILE]
+    python -m benchmarks.lean [MODEL ...] [--steps 5] [--against-checkpoint] [--lines] [--json FILE]
 
 Gradients and buffers are compared bit for bit before anything is timed. The settings take turns in one
-process; freed memory is kept for all; ratios are medians over the turns.
+process; freed memory is kept for all; ratios are medians over the turns. `--lines` adds budgets and
+overheads, each with the time that was planned, and names the settings that another beats in bytes and time.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ REACH = {
     "swin_tiny_patch4_window7_224": (Reach(0.62, 1.04), None),
     "digits": (Reach(0.60, 1.10, 0.88), Reach(0.45, 1.15, 0.75)),
 }
-BUDGETS = (0.9, 0.7, 0.5, 0.4, 0.3)
+LINES: dict[str, Callable[[], Any]] = {
+    **{f"budget {share}": lambda share=share: lean(budget=share) for share in (0.9, 0.7, 0.5, 0.4, 0.3)},
+    **{f"overhead {share}": lambda share=share: lean(overhead=share) for share in (0.05, 0.1, 0.15, 0.25)},
+}
+_NOISE = 0.02  # of a time
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:
@@ -107,13 +112,18 @@ class Row(NamedTuple):
     time: float
     equal: bool
     reach: Reach | None
+    planned: float | None = None  # time, by the plan that was followed
 
     def __str__(self) -> str:
         reach = "" if self.reach is None else f"{self.reach.kept:.2f} / {self.reach.time:.2f}"
         verdict = {True: "", False: "  FALLS SHORT"}[self.reached]
         numbers = f"{self.kept:6.3f} {self.held:6.3f} {self.peak:6.3f} {self.time:6.3f}"
         same = "equal" if self.equal else "DIFFERS"
-        return f"{self.model:30} {self.setting:12} {numbers}  {same:8} {reach}{verdict}"
+        planned = "" if self.planned is None else f"planned {self.planned:.3f}"
+        return f"{self.model:30} {self.setting:13} {numbers}  {same:8} {reach}{verdict}{planned}"
+
+    def beats(self, other: Row) -> bool:
+        return self.held <= other.held and self.time < other.time - _NOISE
 
     @property
     def reached(self) -> bool:
@@ -127,7 +137,7 @@ class Row(NamedTuple):
         )
 
 
-def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> list[Row]:
+def compare(name: str, steps: int, against_checkpoint: bool, lines: bool) -> list[Row]:
     model, x = network(name)
     norm, conv = REACH.get(name, (None, None))
     sides = {
@@ -136,8 +146,8 @@ def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> l
         "conv": Side(model, x, lambda: lean("conv")),
     }
     reaches = {"norm": norm, "conv": conv}
-    for budget in BUDGETS if budgets else ():
-        sides[f"budget {budget}"] = Side(model, x, lambda budget=budget: lean(budget=budget))
+    for setting, context in LINES.items() if lines else ():
+        sides[setting] = Side(model, x, context)
     if against_checkpoint and hasattr(model, "set_grad_checkpointing"):
         sides["checkpoint"] = Side(model, x, contextlib.nullcontext, lambda m: m.set_grad_checkpointing(True))
     for side in sides.values():
@@ -165,6 +175,7 @@ def compare(name: str, steps: int, against_checkpoint: bool, budgets: bool) -> l
             median(ours / theirs for ours, theirs in zip(times[key], times["stock"], strict=True)),
             same[key],
             reaches.get(key),
+            1 + side.saved.plan.overhead if getattr(side.saved, "plan", None) else None,
         )
         for key, side in sides.items()
         if key != "stock"
@@ -178,16 +189,20 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(REACH))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--against-checkpoint", action="store_true")
-    parser.add_argument("--budgets", action="store_true")
+    parser.add_argument("--lines", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     print(keep_freed_memory())
     print(f"{'':43}   kept   held   peak   time  gradients reach (kept / time)")
     rows = []
     for name in options.models:
-        for row in compare(name, options.steps, options.against_checkpoint, options.budgets):
-            rows.append(row)
-            print(row, flush=True)
+        made = compare(name, options.steps, options.against_checkpoint, options.lines)
+        rows += made
+        print(*made, sep="\n", flush=True)
+        for row in made if options.lines else ():
+            better = [other.setting for other in made if other.beats(row)]
+            if better:
+                print(f"{name:30} {row.setting:13} is beaten by {', '.join(better)}", flush=True)
     if options.json:
         shown = [{k: v for k, v in row._asdict().items() if k != "reach"} for row in rows]
         record.write(options.json, shown, "model", "setting")
