@@ -41,8 +41,8 @@ struct Template {
   int check;
   Ref step, name, shape, dtype;
   std::vector<Source> inputs;
-  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has in place of a
-  // step's inputs, behind so many copies, or copies of what the node has saved
+  // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has in place of its
+  // own, behind so many copies, or copies of what the node has saved
   enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kCopies } captured;
   int copies, products;
   // of kCopies: which field each is a copy of, -1 for one that is absent, -2 where it is the bias of the call, -3 where
@@ -199,6 +199,20 @@ class Match {
     return value;
   }
 
+  // Of a template: `first` in the place of its first input, then the others.
+  Ref values_of(const Template& how, PyObject* first) {
+    if (first != nullptr && how.inputs.size() == 1) return borrowed(first);
+    const Py_ssize_t before = first == nullptr ? 0 : PyTuple_GET_SIZE(first);
+    const size_t from = first == nullptr ? 0 : 1;
+    Ref made = out_of_circles(checked(PyTuple_New(before + how.inputs.size() - from)));
+    for (Py_ssize_t i = 0; i < before; ++i) PyTuple_SET_ITEM(made.get(), i, Py_NewRef(PyTuple_GET_ITEM(first, i)));
+    for (size_t i = from; i < how.inputs.size(); ++i) {
+      Ref value = value_of(how.inputs[i]);
+      if (is_unproved_leaf(value.get())) throw Unusual();
+      PyTuple_SET_ITEM(made.get(), before + i - from, value.release());
+    }
+    return made;
+  }
   Ref step_of(const Template& how) {
     Ref inputs, captured;
     if (how.captured == Template::kOfNorm) {
@@ -210,15 +224,10 @@ class Match {
       }
       PyObject* const flags = PyTuple_GET_ITEM(norm.get(), kFlags);
       if (flags != PyTuple_GET_ITEM(how.step.get(), kFlags)) throw Unusual();
-      inputs = borrowed(PyTuple_GET_ITEM(norm.get(), kInputs));
       captured = borrowed(PyTuple_GET_ITEM(norm.get(), kCaptured));
+      inputs = values_of(how, PyTuple_GET_ITEM(norm.get(), kInputs));
     } else {
-      inputs = out_of_circles(checked(PyTuple_New(how.inputs.size())));
-      for (size_t i = 0; i < how.inputs.size(); ++i) {
-        Ref value = value_of(how.inputs[i]);
-        if (is_unproved_leaf(value.get())) throw Unusual();
-        PyTuple_SET_ITEM(inputs.get(), i, value.release());
-      }
+      inputs = values_of(how, nullptr);
       if (how.captured == Template::kNothing) captured = borrowed(PyTuple_GET_ITEM(how.step.get(), kCaptured));
       else captured = how.captured == Template::kCopies ? copies(how) : statistics(how);
     }

@@ -91,11 +91,12 @@ def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch):
         ran.clear()
         with lean(budget=0.01) as saved:
             loss = net(x).square().mean()
+        forward = list(ran)
         loss.backward()
     rebuilt = sum(record.rebuilt for record in saved.records if record.node == "ReluBackward0")
     assert rebuilt
-    assert ran.count("add") <= 2 * blocks
-    assert ran.count("_convolution") <= blocks
+    assert rebuilt <= sum(name in ("add", "scale_shift_add_act") for name in forward) <= blocks
+    assert forward.count("_convolution") <= 1  # before the first comparison nothing was kept in sight
 
 
 @pytest.mark.parametrize("edit", [lambda t: t.mul_(2), lambda t: t.data.mul_(2)], ids=["seen", "unseen"])

@@ -25,7 +25,7 @@ from leannorm.saving.graph import (
     kind_of,
     saved,
 )
-from leannorm.saving.recipes.fused_norm_act import scale_shift_act
+from leannorm.saving.recipes.fused_norm_act import scale_shift_act, scale_shift_add_act
 from leannorm.saving.recipes.views import ALIASES, VIEWS
 from leannorm.saving.search import (
     Missing,
@@ -239,7 +239,7 @@ class Learned:
 
     def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
         """How what the step captures is made: by a batch norm, or it is that of a norm before."""
-        if step.function is not scale_shift_act:
+        if step.function not in (scale_shift_act, scale_shift_add_act):
             raise UnlikeError
         node = visit.node
         if kind_of(node) == "NativeBatchNormBackward0":
@@ -250,10 +250,13 @@ class Learned:
             if not node._saved_training or (bias is not None and len(bias) != len(rstd.look())):
                 raise UnlikeError
             return _BATCH_NORM if bias is None else _BATCH_NORM_WITH_BIAS, step.inputs, 0
-        x = saved(node, "self") if "self" in NODES.fields(node) else visit.given.get(0)
-        norm, copies = None if x is None else x.step, 0
-        while norm is not None and norm.kind == "copy":
-            norm, copies = norm.inputs[0].step, copies + 1
-        if x is None or norm is None or norm.captured is not step.captured or norm.inputs is not step.inputs:
-            raise UnlikeError
-        return _OF_NORM, (x,), copies
+        read = [saved(node, "self")] if "self" in NODES.fields(node) else [visit.given.get(i) for i in (0, 1)]
+        for x in filter(None, read):
+            norm, copies = x.step, 0
+            while norm is not None and norm.kind == "copy":
+                norm, copies = norm.inputs[0].step, copies + 1
+            if norm is not None and norm.captured is step.captured:
+                added = step.inputs[len(norm.inputs) :]
+                if all(a is b for a, b in zip(norm.inputs, step.inputs, strict=False)):
+                    return _OF_NORM, (x, *added), copies
+        raise UnlikeError

@@ -22,7 +22,8 @@ class Policy:
     Attention: with `products`, and none that is `costly` without `everything`. Of 197 keys it takes 30 times
     as long as a norm for the same bytes.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
-    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
+    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. With
+    `products` a norm may be added in its own pass, unless that must be compared each time. So
     does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
     one size (a residual connection) at most one product in a row: all that follows up to the next sum is
     larger, and would be held in its place; a bias is part of the product that it is added to.
@@ -65,6 +66,9 @@ class Policy:
                 return not products or all(map(needs_no_norm, step.inputs))
             few = products <= 1 or any(map(is_bias, step.inputs))
             return few and (self.everything or all(map(needs_no_norm, step.inputs)))
+        if step.kind == "added norm":
+            cheap = self.products and step.proved and all(map(needs_no_norm, step.inputs))
+            return products_of(step.inputs) <= 1 and (self.everything or cheap)
         if groups_of(step) and step.inputs[0].products:  # a convolution behind one that is rebuilt
             return self.everything
         return self.everything or not step.costly

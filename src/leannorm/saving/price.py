@@ -30,14 +30,14 @@ class Prices:
         self.rates = rates
 
     def of_rebuild(self, step: Step, shape: Iterable[int], dtype: torch.dtype) -> float:
-        """The price of running a step once."""
+        """The price of a rebuild; a step that is not proved also runs in the forward pass, to be compared."""
         total, rate = 0.0, self.rates
         if step.flops:
             total += step.flops / rate.operations(dtype.itemsize, groups_of(step))
         if step.kind != "view" and not _is_there(step):
             moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
             total += rate.call + moved / rate.memory
-        return total
+        return total if step.proved else 2 * total
 
     def of_step(self, nodes: Iterable[Any]) -> float:
         """The price of stock autograd's step: all nodes that these depend on, forward and backward."""

@@ -13,6 +13,7 @@ from leannorm.saving.graph import constant, kind_of, number, saved
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.recipes.views import VIEWS
 from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 
 @recipe("MulBackward0")
@@ -105,7 +106,18 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
             return Step(_causal, (a,), in_place=_causal_in_place, kind="scale")
         shift = _of_frozen_norm(node)
         return None if shift is None else Step(torch.add, (a,), (shift,), kind="scale")
-    return Step(torch.add, (a, b), in_place=add_to, kind="sum")
+    return _with_norm(a, b) or _with_norm(b, a) or Step(torch.add, (a, b), in_place=add_to, kind="sum")
+
+
+def _with_norm(norm: Value, added: Value) -> Step | None:
+    """Norm and addition as one step from the norm's input, of a norm whose output nobody saved."""
+    step = norm.step
+    if norm.layout is not None or step is None or step.then_act is None or step.kind != "norm":
+        return None
+    like = added if added.tensor is None else added.tensor
+    alike = (like.shape, like.dtype) == (norm.shape, norm.dtype)
+    fused = step.then_act(step, "identity", added) if alike else None
+    return None if fused is None else fused._replace(flags=step.flags, proved=step.proved)
 
 
 def _of_frozen_norm(node: Any) -> Tensor | None:

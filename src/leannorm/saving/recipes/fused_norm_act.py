@@ -1,7 +1,7 @@
-"""Batch norm and its activation, rebuilt in one pass by the C++ kernel where it gives torch's bits.
+"""Batch norm, an addition and an activation, rebuilt in one pass where the C++ kernel gives torch's bits.
 
 torch's CPU kernel computes fma(x, scale, shift) for every element. `channel_normalize` does the same with
-mean 0, rstd 1, the scale as weight and the shift as bias, and applies the activation in the same pass.
+mean 0, rstd 1, the scale as weight and the shift as bias, and adds and activates in the same pass.
 """
 
 from __future__ import annotations
@@ -32,12 +32,25 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
     """act(x * scale + shift), in one pass where the C++ kernel gives torch's bits."""
-    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-    if not (matches_torch(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel()):
-        return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
+    return _in_one_pass(x, None, scale, shift, act)
+
+
+def scale_shift_add_act(x: Tensor, added: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
+    """act(x * scale + shift + added), as `scale_shift_act`."""
+    return _in_one_pass(x, added, scale, shift, act)
+
+
+def _in_one_pass(x: Tensor, added: Tensor | None, scale: Tensor, shift: Tensor, act: str) -> Tensor:
+    given = [x] if added is None else [x, added]
+    contiguous = all(v.is_contiguous() for v in given)
+    dense = contiguous or all(v.is_contiguous(memory_format=torch.channels_last) for v in given)
+    alike = all(v.dtype == scale.dtype and v.shape == x.shape for v in given)
+    if not (matches_torch(act, scale.dtype) and alike and dense and x.numel()):
+        y = by_scale_and_shift(x, scale, shift)
+        return _ACTIVATIONS[act](y if added is None else y + added)
     zero, one = _zero_and_one(scale, torch.float64)
-    y: Tensor = torch.ops.leannorm.channel_normalize.default(x, zero, one, scale, shift, None, act)
-    return y
+    made: Tensor = torch.ops.leannorm.channel_normalize.default(x, zero, one, scale, shift, added, act)
+    return made
 
 
 @lru_cache
@@ -50,12 +63,16 @@ def matches_torch(act: str, dtype: torch.dtype) -> bool:
         x[0, :, 0, :5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
         scale, shift = (torch.tensor(v, dtype=dtype) for v in ((1.0, 0.7, 0.5), (0.0, 0.3, -0.0)))
         zero, one = _zero_and_one(scale, torch.float64)
-        ours = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, None, act)
-        stock = _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
-        numbers = ~stock.isnan()  # NaN payloads may differ
-        return torch.equal(numbers, ~ours.isnan()) and torch.equal(
-            ours[numbers].view(torch.uint8), stock[numbers].view(torch.uint8)
-        )
+        normalized = by_scale_and_shift(x, scale, shift)
+        for added in (None, x.flip(2, 3).contiguous()):
+            ours = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, added, act)
+            stock = _ACTIVATIONS[act](normalized if added is None else normalized + added)
+            numbers = ~stock.isnan()  # NaN payloads may differ
+            if not torch.equal(numbers, ~ours.isnan()):
+                return False
+            if not torch.equal(ours[numbers].view(torch.uint8), stock[numbers].view(torch.uint8)):
+                return False
+        return True
 
 
 def _zero_and_one(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

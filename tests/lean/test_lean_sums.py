@@ -1,0 +1,105 @@
+"""Residual sums behind a batch norm: norm, addition and activation rebuilt in one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lean_cases import assert_as_stock
+from torch import nn
+
+from leannorm.saving import lean
+from leannorm.saving.rates import table
+from leannorm.saving.recipes import fused_norm_act, norms
+from leannorm.saving.recipes.fused_norm_act import by_scale_and_shift, scale_shift_add_act
+
+LAYOUTS = torch.contiguous_format, torch.channels_last
+
+
+class Block(nn.Module):
+    def __init__(self, in_place):
+        super().__init__()
+        self.conv, self.norm, self.in_place = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), in_place
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        if not self.in_place:
+            return torch.relu(x + y)
+        y += x
+        return torch.relu_(y)
+
+
+def blocks(in_place):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(in_place) for _ in range(4)))
+
+
+def rebuilt(model, x, **settings):
+    """After some passes, by each block: is its output rebuilt?"""
+    for _ in range(3):
+        with lean(**settings) as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+    return [r.rebuilt for r in saved.records if r.node == "ReluBackward0" and r.bytes]
+
+
+@pytest.mark.parametrize("form", LAYOUTS, ids=str)
+def test_conv_rebuilds_each_second_output_where_nothing_must_be_compared(form):
+    x = torch.randn(2, 16, 24, 24).contiguous(memory_format=form)
+    assert rebuilt(blocks(in_place=False), x, recompute="conv") == [False, True, False, True]
+    assert rebuilt(blocks(in_place=True), x, recompute="conv") == [False] * 4
+    assert rebuilt(blocks(in_place=False), x) == [False] * 4
+
+
+def test_a_sum_that_must_be_compared_has_twice_the_price():
+    def seconds(in_place, goal):
+        with lean(overhead=goal) as saved:
+            loss = blocks(in_place)(torch.randn(2, 16, 24, 24)).square().mean()
+        loss.backward()
+        plan = saved.plan
+        of_sums = [
+            value.seconds
+            for value, places in zip(plan.made_for.lines.step.values, plan.made_for.places, strict=True)
+            if places and plan.made_for.calls[places[0]][0] == "ReluBackward0" and value.seconds
+        ]
+        return min(of_sums) - table(torch.device("cpu")).rebuild  # the hooks
+
+    assert seconds(True, 15.0) == pytest.approx(2 * seconds(False, 16.0), rel=0.01)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.4}], ids=str)
+def test_gradients_are_those_of_stock(in_place, setting, with_and_without_nodes):
+    model = blocks(in_place)
+    inputs = [torch.randn(2, 16, 24, 24) for _ in range(3)]
+
+    def program(context):
+        for x in inputs:
+            model.zero_grad()
+            with context():
+                loss = model(x).square().mean()
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    assert_as_stock(program, **setting)
+
+
+@pytest.mark.parametrize("act", ["identity", "relu", "hardswish", "relu6"])
+@pytest.mark.parametrize("of_added", LAYOUTS, ids=str)
+@pytest.mark.parametrize("form", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_in_one_pass_the_bits_are_those_of_three(act, of_added, form, dtype):
+    x, added = (
+        torch.randn(2, 5, 9, 7, dtype=dtype).contiguous(memory_format=one) for one in (form, of_added)
+    )
+    scale, shift = torch.randn(5, dtype=dtype), torch.randn(5, dtype=dtype)
+    stock = fused_norm_act._ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
+    assert torch.equal(scale_shift_add_act(x, added, scale, shift, act), stock)
+    assert torch.equal(  # what broadcasts is no case of the kernel
+        scale_shift_add_act(x, added[:, :, :1, :1], scale, shift, act),
+        fused_norm_act._ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added[:, :, :1, :1]),
+    )
+
+
+def test_without_the_kernel_the_sum_is_a_step_of_its_own(monkeypatch):
+    monkeypatch.setattr(norms, "matches_torch", lambda act, dtype: False)
+    assert rebuilt(blocks(in_place=False), torch.randn(2, 16, 20, 20), recompute="conv") == [False] * 4
