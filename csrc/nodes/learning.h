@@ -182,6 +182,8 @@ inline PyObject* references(PyObject*, PyObject* object) { return PyLong_FromSsi
 
 inline PyMethodDef lean_functions[] = {
     {"references", references, METH_O, nullptr},
+    {"watch_edits", watch_edits, METH_NOARGS, nullptr}, {"stop_watching", stop_watching, METH_NOARGS, nullptr},
+    {"worked_in_place", asked_in_place, METH_O, nullptr},
     {"unpack", unpack, METH_O, nullptr}, {"set_lean", set_lean, METH_VARARGS, nullptr}, {"begin", begin, METH_VARARGS, nullptr},
     {"rows", rows, METH_O, nullptr}, {"memo", new_memo, METH_NOARGS, nullptr}, {"fields", field_names, METH_O, nullptr}, {nullptr}};
 inline bool add_lean(PyObject* module) {

@@ -2,6 +2,7 @@
 // unusual, and whatever is not proved, Python's hook (saving/packing.py) does, for that one tensor.
 #pragma once
 
+#include "edits.h"
 #include "ledger.h"
 #include "pass.h"
 
@@ -111,7 +112,11 @@ inline bool as_made(State* p, Node* node, uint32_t output, long version, int dep
     const bool there = source && is_value(source.get()) && get(source.get(), slots.memory).get() == Py_None;
     in_place = there && get(source.get(), slots.copied_to_edit).get() == Py_True;
   }
-  const bool tells = !class_of(p, node).may_edit;
+  bool tells = true;
+  if (class_of(p, node).may_edit && !in_place) {
+    const InPlace seen = worked_in_place(*node);
+    in_place = seen == InPlace::kYes, tells = seen != InPlace::kUnknown;
+  }
   if (!in_place && tells) throw Unusual();
   return as_made(p, producer.get(), number_there, version - 1, depth + 1) && tells;
 }

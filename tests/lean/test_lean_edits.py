@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+from threading import Thread
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lean_cases import assert_as_stock
 from torch import nn
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean
 from leannorm.saving.evidence import RebuildError, near, sample_of
 
@@ -149,3 +152,68 @@ def test_a_norms_weight_of_two_dims_edited_through_data(norm, setting):
         found = gradients(lean(setting), x, i > 5)
         w.data.copy_(before)
         assert all(map(torch.equal, stock, found))
+
+
+NODES_ALONE = pytest.mark.skipif(NODES is None, reason="the C++ nodes see which operators work in place")
+
+
+@NODES_ALONE
+def test_operators_tell_whether_they_work_in_place():
+    p, buffer = torch.randn(8, requires_grad=True), torch.zeros(8)
+    before = p.sin() + p
+    with lean():
+        new = p.sin() + p
+        same = p.sin()
+        same += p
+        buffer.mul_(2)  # makes no node: the next one has the number that this call saw
+        behind = p.cos() + p
+        buffer.mul_(2)
+        same_again = p.cos().add_(p)
+        told = [NODES.worked_in_place(y.grad_fn) for y in (before, new, same, behind, same_again)]
+        with lean():
+            inner = p.cos().add_(p)
+        told.append(NODES.worked_in_place(inner.grad_fn))
+        elsewhere = []
+        thread = Thread(target=lambda: elsewhere.append(p.cos().add_(p)))
+        thread.start()
+        thread.join()
+        told.append(NODES.worked_in_place(elsewhere[0].grad_fn))
+    assert told == [None, False, True, False, True, True, None]
+    assert NODES.worked_in_place(same.grad_fn) is None
+
+
+@NODES_ALONE
+def test_nothing_watches_behind_an_error():
+    p = torch.randn(8, requires_grad=True)
+    made = []
+
+    def fails():
+        with lean():
+            made.append(p.sin().add_(p))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert NODES.worked_in_place(made[0].grad_fn) is None
+
+
+@pytest.mark.parametrize("recompute", ["norm", "conv"])
+@pytest.mark.parametrize("part", [slice(None), slice(0, 1)], ids=["all", "one"])
+def test_an_edit_that_stands_in_for_a_sum_in_place(recompute, part, with_and_without_nodes):
+    """Its version is that of a sum in place, and what was saved is not what the sum has made."""
+
+    def program(context):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16))
+        after = nn.Conv2d(16, 4, 1)
+        for _ in range(3):
+            x, shortcut = torch.randn(4, 3, 20, 20), torch.randn(4, 16, 18, 18)
+            with context():
+                z = net(x) + shortcut
+                with torch.no_grad():
+                    z[part].mul_(-1)
+                loss = after(z.relu_()).square().mean()
+            loss.backward()
+        return [p.grad.clone() for p in (*net.parameters(), *after.parameters())]
+
+    assert_as_stock(program, recompute=recompute)

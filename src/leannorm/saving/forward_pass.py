@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leannorm.autograd.nodes import NODES
 from leannorm.planning.goal import Goal
 from leannorm.saving import memo, packing, reasons, small
 from leannorm.saving.aside import PassHooks
@@ -82,6 +83,10 @@ class ForwardPass:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
+        # on GPUs it would keep Triton's launches in Python
+        if NODES is not None and not torch.cuda.is_available():
+            NODES.watch_edits()
+            self._stack.callback(NODES.stop_watching)
         policy, hooks = self._settings.policy, self._settings.hooks
         opened_by, following = self._opened_by, self._following
         place = None if following or from_here or layers or hooks else self._place

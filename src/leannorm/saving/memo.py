@@ -97,12 +97,21 @@ def learn(
         return
     if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS or not is_settled(value, found, tensor):
         return
+    if not _knows_leaves(search, visits):
+        return
     memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:
         kind = Learned(search, visits, number, value, found).kind
     except UnlikeError:
         return
     memo.kinds.learn(tensor, number, kind)
+
+
+def _knows_leaves(search: Search, visits: list[Visit]) -> bool:
+    """Is every leaf that was asked for proved? It is from the next pass on; no kind is found again before."""
+    producers = (visit.node.next_functions[i][0] for visit in visits for i in visit.given)
+    leaves = (p.variable for p in producers if p is not None and kind_of(p) == ACCUMULATES)
+    return all(id(leaf) in search.leaves.before for leaf in leaves)
 
 
 class NodeClass(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from leannorm.autograd.nodes import NODES
 from leannorm.saving import reasons
 from leannorm.saving.calls import know_attention
 from leannorm.saving.device import asynchronous
@@ -321,7 +322,10 @@ def _works_in_place(node: Any, kind: str) -> bool | None:
     source = saved(node, "self") if hasattr(type(node), "_saved_self") else None
     if source is not None:
         return source.copied_to_edit
-    return None if kind in MAY_BE_IN_PLACE else False
+    if kind not in MAY_BE_IN_PLACE:
+        return False
+    seen: bool | None = None if NODES is None else NODES.worked_in_place(node)
+    return seen
 
 
 def is_copied_to_edit(node: Any, number: int) -> bool:

@@ -1,0 +1,66 @@
+// Which nodes work in place, where they do not tell: seen when their operator was called. An addition's node is the same
+// whether it made a new tensor or edited its first input.
+#pragma once
+
+#include "graph.h"
+
+#include <ATen/SequenceNumber.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace leannorm {
+
+// What one thread has called while passes were open in it. Operators and nodes go by the number of the next node.
+struct Edits {
+  std::vector<uint64_t> in_place;  // ascending
+  uint64_t since = 0;
+  int passes = 0;
+  at::CallbackHandle handle = 0;
+
+  void saw(const at::RecordFunction& call) {
+    if (call.seqNr() < 0) return;  // below autograd
+    const uint64_t number = call.seqNr();
+    if (!in_place.empty() && in_place.back() == number) in_place.pop_back();  // that call has made no node
+    const std::string_view name = call.name();
+    if (!name.empty() && name.back() == '_') in_place.push_back(number);
+  }
+};
+inline thread_local Edits edits;
+
+inline PyObject* watch_edits(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  if (edits.passes++ == 0) {
+    edits.in_place.clear(), edits.since = at::sequence_number::peek();
+    const at::RecordFunctionCallback callback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+      edits.saw(call);
+      return nullptr;
+    });
+    edits.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(callback).scopes({at::RecordScope::FUNCTION}));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+inline PyObject* stop_watching(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  if (edits.passes > 0 && --edits.passes == 0) at::removeCallback(edits.handle);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+enum class InPlace { kNo, kYes, kUnknown };
+inline InPlace worked_in_place(const Node& node) {
+  const bool seen = edits.passes > 0 && node.thread_id() == at::RecordFunction::currentThreadId() && node.sequence_nr() >= edits.since;
+  if (!seen) return InPlace::kUnknown;
+  return std::binary_search(edits.in_place.begin(), edits.in_place.end(), node.sequence_nr()) ? InPlace::kYes : InPlace::kNo;
+}
+// worked_in_place(node): None where that was not seen.
+inline PyObject* asked_in_place(PyObject*, PyObject* object) {
+  HANDLE_TH_ERRORS
+  const Node* const node = node_of(object);
+  const InPlace told = node == nullptr ? InPlace::kUnknown : worked_in_place(*node);
+  return Py_NewRef(told == InPlace::kUnknown ? Py_None : told == InPlace::kYes ? Py_True : Py_False);
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace leannorm
