@@ -180,7 +180,7 @@ def test_a_pass_like_those_before_asks_python_for_nothing(monkeypatch):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_products_whose_leaves_are_known_later_use_up_no_attempts(monkeypatch, in_place):
-    """More layers of a kind than a memo tries: what is held in the first pass must leave room for the rest."""
+    """More layers of a kind than a memo tries: what is held in the first pass leaves room for the rest."""
     torch.manual_seed(0)
     layers = [m for _ in range(30) for m in (nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.SiLU(in_place))]
     net, asked = nn.Sequential(*layers), []
