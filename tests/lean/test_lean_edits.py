@@ -13,6 +13,7 @@ from torch import nn
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean
 from leannorm.saving.evidence import RebuildError, near, sample_of
+from leannorm.saving.provenance import Edits
 
 
 def _edited(x, edit):
@@ -158,7 +159,8 @@ NODES_ALONE = pytest.mark.skipif(NODES is None, reason="the C++ nodes see which 
 
 
 @NODES_ALONE
-def test_operators_tell_whether_they_work_in_place():
+def test_operators_tell_whether_they_work_in_place(monkeypatch):
+    monkeypatch.setattr(Edits, "wanted", True)
     p, buffer = torch.randn(8, requires_grad=True), torch.zeros(8)
     before = p.sin() + p
     with lean():
@@ -183,7 +185,33 @@ def test_operators_tell_whether_they_work_in_place():
 
 
 @NODES_ALONE
-def test_nothing_watches_behind_an_error():
+@pytest.mark.filterwarnings("ignore:leannorm. budget=")
+def test_a_pass_watches_once_it_had_to_ask(monkeypatch):
+    monkeypatch.setattr(Edits, "wanted", False)
+    net, p, told = (
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)),
+        torch.ones(8, requires_grad=True),
+        [],
+    )
+
+    def step(edit):
+        x, shortcut = torch.randn(2, 3, 20, 20), torch.randn(2, 16, 18, 18, requires_grad=True)
+        for _ in range(2):
+            with lean(budget=0.2):
+                y = net(x)
+                y = y.add_(shortcut) if edit else y + shortcut
+                loss = y.relu_().square().mean()
+                told.append(NODES.worked_in_place(p.sin().add_(p).grad_fn))
+            loss.backward()
+
+    step(edit=False)
+    step(edit=True)
+    assert told == [None, None, True, True]
+
+
+@NODES_ALONE
+def test_nothing_watches_behind_an_error(monkeypatch):
+    monkeypatch.setattr(Edits, "wanted", True)
     p = torch.randn(8, requires_grad=True)
     made = []
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from leannorm.autograd.nodes import NODES
 from leannorm.planning.goal import Goal
 from leannorm.saving import memo, packing, reasons, small
 from leannorm.saving.aside import PassHooks
@@ -83,14 +82,11 @@ class ForwardPass:
             layers = Layers()
             self._stack.callback(layers.close)
             layers.open()
-        # on GPUs it would keep Triton's launches in Python
-        if NODES is not None and not torch.cuda.is_available():
-            NODES.watch_edits()
-            self._stack.callback(NODES.stop_watching)
         policy, hooks = self._settings.policy, self._settings.hooks
         opened_by, following = self._opened_by, self._following
         place = None if following or from_here or layers or hooks else self._place
         self._packing = Packing(policy, self._ledger, following, opened_by, layers, hooks, from_here, place)
+        self._stack.callback(self._packing.edits.close)
         self._hook = memo.hook_of(self._packing, packing.SMALLEST, from_here)
         pack: Callable[[Tensor], Any] = self._hook.pack
         return pack

@@ -46,7 +46,7 @@ from leannorm.saving.narrowed import (
 from leannorm.saving.plan import Pass
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
-from leannorm.saving.provenance import sequence_number
+from leannorm.saving.provenance import Edits, sequence_number
 from leannorm.saving.rates import rates_for
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import find_parts_in, laid_out_as
@@ -85,7 +85,7 @@ class Packing(CountingHook):
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
         self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), Vain(place, policy)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
-        self._anything_waits, self._largest, self.seen = False, 0, 0
+        self.edits, self._anything_waits, self._largest, self.seen = Edits(), False, 0, 0
         self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
@@ -165,6 +165,7 @@ class Packing(CountingHook):
             found = self.search.step(node, output, tensor, visits := [])
             if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
                 found, self.recent = found._replace(proved=False), deque(self.recent, maxlen=2)
+                self.edits.watch()
             if isinstance(found, Missing) and not self.reasons:
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None

@@ -114,3 +114,29 @@ class FlagLog:
         i = bisect_right(self._from, made + 1) - 1
         sure = i + 1 == len(self._from) or self._from[i + 1] > made + 3
         return self._flags[i if sure else -1], sure
+
+
+class Edits:
+    """Sees which operators work in place, in a pass that had to compare, and in all later ones: it takes time
+    at each operator. Without the C++ nodes nothing is seen, nor beside a GPU, where Triton's launches would
+    stay in Python."""
+
+    wanted = False
+
+    def __init__(self) -> None:
+        self._watches = False
+        if self.wanted:
+            self.watch()
+
+    def watch(self) -> None:
+        """From the next node on."""
+        Edits.wanted = True
+        if not self._watches and NODES is not None and not torch.cuda.is_available():
+            NODES.watch_edits()
+            self._watches = True
+
+    def close(self) -> None:
+        """At the end of the pass."""
+        if self._watches:
+            NODES.stop_watching()
+            self._watches = False
