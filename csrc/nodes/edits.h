@@ -13,6 +13,7 @@ namespace leannorm {
 
 // What one thread has called while passes were open in it. Operators and nodes go by the number of the next node.
 struct Edits {
+  static constexpr size_t kMost = 1 << 16;
   std::vector<uint64_t> in_place;  // ascending
   uint64_t since = 0;
   int passes = 0;
@@ -23,7 +24,12 @@ struct Edits {
     const uint64_t number = call.seqNr();
     if (!in_place.empty() && in_place.back() == number) in_place.pop_back();  // that call has made no node
     const std::string_view name = call.name();
-    if (!name.empty() && name.back() == '_') in_place.push_back(number);
+    if (name.empty() || name.back() != '_') return;
+    if (in_place.size() == kMost) {  // a pass that was never closed in its thread
+      since = in_place[kMost / 2];
+      in_place.erase(in_place.begin(), in_place.begin() + kMost / 2);
+    }
+    in_place.push_back(number);
   }
 };
 inline thread_local Edits edits;
@@ -50,8 +56,9 @@ inline PyObject* stop_watching(PyObject*, PyObject*) {
 
 enum class InPlace { kNo, kYes, kUnknown };
 inline InPlace worked_in_place(const Node& node) {
-  const bool seen = edits.passes > 0 && node.thread_id() == at::RecordFunction::currentThreadId() && node.sequence_nr() >= edits.since;
-  if (!seen) return InPlace::kUnknown;
+  const bool watched = edits.passes > 0 && at::isRecordFunctionEnabled();
+  const bool own = node.thread_id() == at::RecordFunction::currentThreadId() && node.sequence_nr() >= edits.since;
+  if (!watched || !own) return InPlace::kUnknown;
   return std::binary_search(edits.in_place.begin(), edits.in_place.end(), node.sequence_nr()) ? InPlace::kYes : InPlace::kNo;
 }
 // worked_in_place(node): None where that was not seen.

@@ -245,3 +245,32 @@ def test_an_edit_that_stands_in_for_a_sum_in_place(recompute, part, with_and_wit
         return [p.grad.clone() for p in (*net.parameters(), *after.parameters())]
 
     assert_as_stock(program, recompute=recompute)
+
+
+@NODES_ALONE
+def test_where_operators_are_not_shown_nothing_is_known(monkeypatch):
+    monkeypatch.setattr(Edits, "wanted", True)
+    p = torch.randn(8, requires_grad=True)
+    with lean():
+        torch.ones(1).add_(1)
+        try:
+            torch._C._autograd._enable_record_function(False)
+            told = NODES.worked_in_place((p.sin() + p).grad_fn)
+        finally:
+            torch._C._autograd._enable_record_function(True)
+    assert told is None
+
+
+@NODES_ALONE
+def test_what_is_remembered_of_a_pass_that_never_ends_is_bounded():
+    p = torch.zeros(1, requires_grad=True)
+    NODES.watch_edits()
+    try:
+        first = p.sin().add_(p)
+        assert NODES.worked_in_place(first.grad_fn) is True
+        for _ in range(2**16):
+            last = p.mul(2).add_(p)
+        assert NODES.worked_in_place(first.grad_fn) is None
+        assert NODES.worked_in_place(last.grad_fn) is True
+    finally:
+        NODES.stop_watching()

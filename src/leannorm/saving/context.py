@@ -69,10 +69,11 @@ class lean:  # noqa: N801  (a context manager named as a verb, as torch.no_grad 
     Editing in place a tensor that a node saved raises autograd's error in the backward pass, as without
     `lean`. An edit of a parameter between forward and backward raises, where its old value is needed, also if
     it was made through .data. Edits that autograd does not see (under no_grad, through .data) of a tensor
-    that no node saves, such as between a batch norm and a ReLU, raise in the backward pass where they change
-    what is sampled of a rebuilt tensor, on a CPU; `verify` finds the others. Nothing happens under no_grad,
-    in compiled code, under torch.func transforms, and within saved-tensor hooks that were there first
-    (offloading, checkpointing): those go on as without `lean`. One object may serve several passes.
+    that no node saves, such as between a batch norm and a ReLU or of a residual sum, raise in the backward
+    pass where they change what is sampled of a rebuilt tensor, on a CPU; `verify` finds the others. Nothing
+    happens under no_grad, in compiled code, under torch.func transforms, and within saved-tensor hooks that
+    were there first (offloading, checkpointing): those go on as without `lean`. One object may serve several
+    passes.
 
     Raises: `InputError` for an unknown `recompute`, a `budget` outside (0, 1], a negative `overhead`, a
     `peak` that is neither share nor bytes, two of them, or a `held` that is no hooks; in the backward pass
