@@ -170,6 +170,7 @@ def in_a_store_that_outlives_its_group(rank):
     store = dist.PrefixStore("second", dist.distributed_c10d._get_default_store())
     told = []
     for life in range(2):
+        dist.barrier()  # else one rank may leave while the other still connects
         dist.destroy_process_group()
         prefix = dist.PrefixStore(str(life), store)  # gloo's own keys; doctor's are those below
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=2)
