@@ -34,6 +34,8 @@ def with_other_affine(g, name, text):
     if not found or name not in g.names:
         return text
     t = g.names[name]
+    if t.dim() < 2:  # the name is of what another line has made of it since
+        return text
     size = t.shape[-1 if "layer_norm" in text else 1]
     kinds = "parameter", "frozen", "buffer"
     weight, bias = (g.pick("None", g.leaf((size,), t.dtype, kinds)) for _ in range(2))
