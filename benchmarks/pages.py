@@ -189,13 +189,8 @@ def kernels(folder: str, head: str, *files: str) -> None:
         )
         return f"{ratios} ({floors})" if rows else ""
 
-    table(
-        head,
-        {
-            name: [cell(report, names[name]) for report in reports]
-            for name in sorted(names, key=lambda name: prod(reports[0][key]["ratio"] for key in names[name]))
-        },
-    )
+    worst_first = sorted(names, key=lambda name: prod(reports[0][key]["ratio"] for key in names[name]))
+    table(head, {name: [cell(report, names[name]) for report in reports] for name in worst_first})
 
 
 def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:

@@ -74,7 +74,7 @@ def nothing_compiled_before():
 
 @pytest.fixture(params=["nodes", "python"])
 def with_and_without_nodes(request, monkeypatch):
-    """Nodes tell more where the C++ nodes are built; without them other evidence has to do."""
+    """Are the C++ nodes there? They tell more; without them other evidence has to do."""
     from lean_cases import without_nodes
 
     from leannorm.autograd import nodes
@@ -83,3 +83,4 @@ def with_and_without_nodes(request, monkeypatch):
         without_nodes(monkeypatch)
     elif nodes.NODES is None:
         pytest.skip("the C++ nodes are not built")
+    return request.param == "nodes"

@@ -38,11 +38,11 @@ inline PyObject* watch_edits(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   if (edits.passes++ == 0) {
     edits.in_place.clear(), edits.since = at::sequence_number::peek();
-    const at::RecordFunctionCallback callback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+    at::RecordFunctionCallback callback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
       edits.saw(call);
       return nullptr;
     });
-    edits.handle = at::addThreadLocalCallback(at::RecordFunctionCallback(callback).scopes({at::RecordScope::FUNCTION}));
+    edits.handle = at::addThreadLocalCallback(callback.scopes({at::RecordScope::FUNCTION}));
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS

@@ -80,7 +80,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("blocks", [4, 12])
 @pytest.mark.filterwarnings("ignore:leannorm. budget=")
-def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch, request, with_and_without_nodes):
+def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch, with_and_without_nodes):
     """Without nodes each may be out of place, and is compared; what it was made of is there, not rebuilt."""
     net, x = nn.Sequential(*(InPlace() for _ in range(blocks))), torch.randn(2, 8, 32, 32)
     ran, run = [], steps.run
@@ -94,10 +94,13 @@ def test_sums_in_place_are_compared_at_the_price_of_one(blocks, monkeypatch, req
         forward = list(ran)
         loss.backward()
     rebuilt = sum(record.rebuilt for record in saved.records if record.node == "ReluBackward0")
-    compared = sum(name in ("add", "scale_shift_add_act") for name in forward)
-    told = request.node.callspec.params["with_and_without_nodes"] == "nodes"
+    compared, added = (
+        sum(name in ("add", "scale_shift_add_act") for name in names) for names in (forward, ran)
+    )
     assert rebuilt
-    assert compared == 0 if told else rebuilt <= compared <= blocks
+    assert compared == 0 if with_and_without_nodes else rebuilt <= compared <= blocks
+    assert added <= 2 * blocks
+    assert ran.count("_convolution") <= blocks + 1
     assert forward.count("_convolution") <= 1  # before the first comparison nothing was kept in sight
 
 

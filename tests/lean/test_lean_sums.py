@@ -42,21 +42,19 @@ def rebuilt(model, x, **settings):
     return [r.rebuilt for r in saved.records if r.node == "ReluBackward0" and r.bytes]
 
 
-@pytest.fixture
-def told(request, with_and_without_nodes):
-    """Is it told which sums work in place?"""
-    return request.node.callspec.params["with_and_without_nodes"] == "nodes"
-
-
 @pytest.mark.parametrize("form", LAYOUTS, ids=str)
-def test_conv_rebuilds_each_second_output_where_nothing_must_be_compared(form, told):
+def test_conv_rebuilds_each_second_output_where_nothing_must_be_compared(form, with_and_without_nodes):
     x, second = torch.randn(2, 16, 24, 24).contiguous(memory_format=form), [False, True, False, True]
     assert rebuilt(blocks(in_place=False), x, recompute="conv") == second
-    assert rebuilt(blocks(in_place=True), x, recompute="conv") == (second if told else [False] * 4)
+    assert rebuilt(blocks(in_place=True), x, recompute="conv") == (
+        second if with_and_without_nodes else [False] * 4
+    )
     assert rebuilt(blocks(in_place=False), x) == [False] * 4
 
 
-def test_a_sum_that_must_be_compared_has_twice_the_price(told):
+def test_a_sum_that_must_be_compared_has_twice_the_price(with_and_without_nodes):
+    told = with_and_without_nodes  # which sums work in place
+
     def seconds(in_place, goal):
         with lean(overhead=goal) as saved:
             loss = blocks(in_place)(torch.randn(2, 16, 24, 24)).square().mean()

@@ -256,7 +256,7 @@ class Learned:
             while norm is not None and norm.kind == "copy":
                 norm, copies = norm.inputs[0].step, copies + 1
             if norm is not None and norm.captured is step.captured:
-                added = step.inputs[len(norm.inputs) :]
-                if all(a is b for a, b in zip(norm.inputs, step.inputs, strict=False)):
+                own, added = step.inputs[: len(norm.inputs)], step.inputs[len(norm.inputs) :]
+                if own == norm.inputs:
                     return _OF_NORM, (x, *added), copies
         raise UnlikeError

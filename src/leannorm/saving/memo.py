@@ -95,9 +95,9 @@ def learn(
         or type(tensor) not in (Tensor, torch.nn.Parameter)
     ):
         return
-    if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS or not is_settled(value, found, tensor):
+    if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS:
         return
-    if not _knows_leaves(search, visits):
+    if not (is_settled(value, found, tensor) and _knows_leaves(search, visits)):
         return
     memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:

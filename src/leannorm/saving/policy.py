@@ -22,11 +22,11 @@ class Policy:
     Attention: with `products`, and none that is `costly` without `everything`. Of 197 keys it takes 30 times
     as long as a norm for the same bytes.
     Sums: of inputs that need no norm. Rebuilding a sum of norms' outputs (a residual connection) would run
-    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. With
-    `products` a norm may be added in its own pass, unless that must be compared each time. So
+    those norms again for one tensor; a sum of held tensors, their views or multiples takes one addition. So
     does a smaller tensor that shifts a norm's output; it is rebuilt if no product comes before. Of tensors of
     one size (a residual connection) at most one product in a row: all that follows up to the next sum is
     larger, and would be held in its place; a bias is part of the product that it is added to.
+    Norms added in their own pass: with `products`, unless the sum must be compared each time.
     Concatenations: of parts that have values, or of few parts, which are copied. A dense block concatenates
     ever more parts, of which one is new, and would spend more time on copies than on its norms.
     """
@@ -43,9 +43,12 @@ class Policy:
         """May outputs of this kind of node be rebuilt at all?"""
         return self.products or not (node in PRODUCTS or node in ATTENTIONS)
 
-    def may_add(self, value: Value | None) -> bool:
-        """May a sum with this input be rebuilt? None stands for an input that has no value yet."""
-        return self.everything or (value is not None and needs_no_norm(value))
+    def may_add(self, kind: str, value: Value | None) -> bool:
+        """May a sum with this input, put out by such a node, be rebuilt? None: it has no value yet."""
+        in_own_pass = (
+            self.products and kind == "NativeBatchNormBackward0"
+        )  # if it can be, which its step tells
+        return self.everything or in_own_pass or (value is not None and needs_no_norm(value))
 
     def is_worth(self, size: int, largest: int) -> bool:
         """Is a tensor of `size` elements large enough, compared with the largest one so far?

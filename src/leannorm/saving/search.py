@@ -235,14 +235,12 @@ class Search:
 
     def _may_add(self, node: Node) -> bool:
         """May this sum be rebuilt? Asked first, since the search for steps of its inputs takes time."""
-        costly = [
-            kind_of(producer)
+        return all(
+            producer is None
+            or kind_of(producer) not in _COSTLY_TO_ADD
+            or self.policy.may_add(kind_of(producer), find(producer, number))
             for producer, number in node.next_functions
-            if producer is not None
-            and kind_of(producer) in _COSTLY_TO_ADD
-            and not self.policy.may_add(find(producer, number))
-        ]
-        return not costly or (costly == ["NativeBatchNormBackward0"] and self.policy.products)
+        )
 
     def _value(
         self, reader: Any, producer: Any, number: int, depth: int, missing: list[tuple[Node, int]]

@@ -32,25 +32,30 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
     """act(x * scale + shift), in one pass where the C++ kernel gives torch's bits."""
+    if not _serves(x, scale, act):
+        return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
     return _in_one_pass(x, None, scale, shift, act)
 
 
 def scale_shift_add_act(x: Tensor, added: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
     """act(x * scale + shift + added), as `scale_shift_act`."""
+    form = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+    alike = added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous(memory_format=form)
+    if not (alike and _serves(x, scale, act)):
+        return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
     return _in_one_pass(x, added, scale, shift, act)
 
 
+def _serves(x: Tensor, scale: Tensor, act: str) -> bool:
+    """Does the kernel take this, and give torch's bits?"""
+    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    return matches_torch(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel() > 0
+
+
 def _in_one_pass(x: Tensor, added: Tensor | None, scale: Tensor, shift: Tensor, act: str) -> Tensor:
-    given = [x] if added is None else [x, added]
-    contiguous = all(v.is_contiguous() for v in given)
-    dense = contiguous or all(v.is_contiguous(memory_format=torch.channels_last) for v in given)
-    alike = all(v.dtype == scale.dtype and v.shape == x.shape for v in given)
-    if not (matches_torch(act, scale.dtype) and alike and dense and x.numel()):
-        y = by_scale_and_shift(x, scale, shift)
-        return _ACTIVATIONS[act](y if added is None else y + added)
     zero, one = _zero_and_one(scale, torch.float64)
-    made: Tensor = torch.ops.leannorm.channel_normalize.default(x, zero, one, scale, shift, added, act)
-    return made
+    y: Tensor = torch.ops.leannorm.channel_normalize.default(x, zero, one, scale, shift, added, act)
+    return y
 
 
 @lru_cache
@@ -62,17 +67,17 @@ def matches_torch(act: str, dtype: torch.dtype) -> bool:
         x = torch.linspace(-9, 9, 6144, dtype=dtype).view(1, 3, 32, 64).clone()
         x[0, :, 0, :5] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan")])
         scale, shift = (torch.tensor(v, dtype=dtype) for v in ((1.0, 0.7, 0.5), (0.0, 0.3, -0.0)))
-        zero, one = _zero_and_one(scale, torch.float64)
-        normalized = by_scale_and_shift(x, scale, shift)
-        for added in (None, x.flip(2, 3).contiguous()):
-            ours = torch.ops.leannorm.channel_normalize(x, zero, one, scale, shift, added, act)
-            stock = _ACTIVATIONS[act](normalized if added is None else normalized + added)
-            numbers = ~stock.isnan()  # NaN payloads may differ
-            if not torch.equal(numbers, ~ours.isnan()):
-                return False
-            if not torch.equal(ours[numbers].view(torch.uint8), stock[numbers].view(torch.uint8)):
-                return False
-        return True
+        normalized, added = by_scale_and_shift(x, scale, shift), x.flip(2, 3).contiguous()
+        stock = normalized, normalized + added
+        ours = (_in_one_pass(x, residual, scale, shift, act) for residual in (None, added))
+        return all(_same_bits(a, _ACTIVATIONS[act](b)) for a, b in zip(ours, stock, strict=True))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """But for NaNs, whose payloads may differ."""
+    numbers = ~a.isnan()
+    same_places = torch.equal(numbers, ~b.isnan())
+    return same_places and torch.equal(a[numbers].view(torch.uint8), b[numbers].view(torch.uint8))
 
 
 def _zero_and_one(like: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
