@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -139,6 +140,22 @@ def run_blocks(name: str, report: Report, settings: tuple[str, ...], smoke: bool
                 report.attempt(f"{name}, {setting}", what)
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Kernels that repeat to the bit, where torch and the vendor have them."""
+    before = torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled()
+    torch.backends.cudnn.deterministic = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of those that have none
+            yield
+    finally:
+        torch.backends.cudnn.deterministic = before[0]
+        torch.use_deterministic_algorithms(before[1])
+
+
+@repeatable()
 def check_equal(name: str, model: nn.Module, batch: Batch, report: Report) -> None:
     """`lean()` changes no bit of a gradient that is the same in two stock steps."""
     for plain in ("stock", "convert"):
@@ -196,53 +213,64 @@ def time_setting(
 # ---------------------------------------------------------------- answers
 
 
-def gradients(side: Side, batch: Batch, double: bool = False) -> dict[str, Tensor]:
-    """Gradients and buffers after one step, by name."""
+def gradients(side: Side, batch: Batch, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Gradients and buffers after one step, by name; in one dtype, or under autocast."""
     side.optimizer.zero_grad(set_to_none=True)
-    if double:
-        F.cross_entropy(side.run(batch.images.double()), batch.labels).backward()
+    if dtype is not None:
+        F.cross_entropy(side.run(batch.images.to(dtype)), batch.labels).backward()
     else:
         side.forward(batch).backward()
     found = {k: p.grad.detach().clone() for k, p in side.model.named_parameters() if p.grad is not None}
     return found | {k: b.detach().clone() for k, b in side.model.named_buffers()}
 
 
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32 in float32 products and convolutions."""
+    flags = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [of.allow_tf32 for of in flags]
+    try:
+        for of in flags:
+            of.allow_tf32 = False
+        yield
+    finally:
+        for of, allowed in zip(flags, before, strict=True):
+            of.allow_tf32 = allowed
+
+
+@repeatable()
 def check_gradients(
     name: str, model: nn.Module, batch: Batch, report: Report, settings: tuple[str, ...]
 ) -> None:
-    """Check `convert` within twice stock's error against float64, and `lean` equal bit for bit.
+    """Check `convert` within twice stock's error against float64, in float32, and `lean` equal bit for bit.
 
+    With 16 bits the gradients of a deep network at its start are as far from float64's as they are long.
     Equality is checked only for gradients that are equal in two runs of the same step: some vendor kernels
     add up in a varying order.
     """
 
-    def of(setting: str, double: bool = False) -> dict[str, Tensor]:
-        own = copy.deepcopy(model).double() if double else copy.deepcopy(model)
-        return gradients(Side(setting, own, True), batch, double)
+    def of(setting: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        own = copy.deepcopy(model).to(dtype) if dtype else copy.deepcopy(model)
+        return gradients(Side(setting, own, True), batch, dtype)
 
-    exact = of("stock", double=True)
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
-        errors = {}
-        for plain in ("stock", "convert"):
-            first, second = of(plain), of(plain)
-            errors[plain] = distance(first, exact)
-            repeats = {k for k, v in first.items() if torch.equal(v, second[k])}
-            print(f"  {plain}: {errors[plain]:.2e} from float64's, {len(repeats)} of {len(first)} repeat")
-            for recompute in settings:
-                setting = recompute if plain == "stock" else f"convert + {recompute}"
-                lean_ones = of(setting)
-                differ = sorted(k for k in repeats if not torch.equal(lean_ones[k], first[k]))
-                if differ:
-                    where = f"{name}, lean({recompute!r}) on {plain}"
-                    off = distance({k: lean_ones[k] for k in differ}, {k: first[k].double() for k in differ})
-                    report.wrong(f"{where}: {len(differ)} gradients differ, by {off:.1e}: {differ[:4]}")
-        allowed = 2 * errors["stock"] + torch.finfo(torch.bfloat16).eps / 2
-        if not errors["convert"] <= allowed:
-            report.wrong(f"{name}, convert: gradients {errors['convert']:.3e} off, allowed {allowed:.3e}")
-    finally:
-        torch.backends.cudnn.deterministic = before
+    exact, errors = of("stock", torch.float64), {}
+    for plain in ("stock", "convert"):
+        with full_precision():
+            errors[plain] = distance(of(plain, torch.float32), exact)
+        first, second = of(plain), of(plain)
+        repeats = {k for k, v in first.items() if torch.equal(v, second[k])}
+        print(f"  {plain}: {errors[plain]:.2e} from float64's, {len(repeats)} of {len(first)} repeat")
+        for recompute in settings:
+            setting = recompute if plain == "stock" else f"convert + {recompute}"
+            lean_ones = of(setting)
+            differ = sorted(k for k in repeats if not torch.equal(lean_ones[k], first[k]))
+            if differ:
+                where = f"{name}, lean({recompute!r}) on {plain}"
+                off = distance({k: lean_ones[k] for k in differ}, {k: first[k].double() for k in differ})
+                report.wrong(f"{where}: {len(differ)} gradients differ, by {off:.1e}: {differ[:4]}")
+    allowed = 2 * errors["stock"] + torch.finfo(torch.float32).eps / 2
+    if not errors["convert"] <= allowed:
+        report.wrong(f"{name}, convert: gradients {errors['convert']:.3e} off, allowed {allowed:.3e}")
 
 
 def distance(ours: dict[str, Tensor], exact: dict[str, Tensor]) -> float:

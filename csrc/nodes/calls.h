@@ -19,12 +19,19 @@ namespace leannorm {
 
 using at::Tensor;
 
+// The key of tensors with named dimensions, which torch has had up to 2.12.
+template <class Key> constexpr c10::DispatchKeySet of_named_dims() {
+  if constexpr (requires { Key::Named; }) return c10::DispatchKeySet(Key::Named);
+  else return {};
+}
+
 // Is nothing active in this thread that looks at operators, or stands in for tensors: no transform, tracer, mode?
-// Autocast may be, which does not know our operators, and inference mode.
+// Autocast may be, which does not know our operators, and inference mode, and torch.matmul's, without named dimensions.
 inline bool plain_thread() {
   const auto now = c10::impl::tls_local_dispatch_key_set();
-  const c10::DispatchKeySet no_grad(c10::DispatchKey::ADInplaceOrView), autocast = c10::autocast_dispatch_keyset;
-  const auto left_out = now.excluded_ | autocast, usual = c10::default_excluded_set | autocast;
+  const c10::DispatchKeySet no_grad(c10::DispatchKey::ADInplaceOrView);
+  const auto may_be = c10::autocast_dispatch_keyset | of_named_dims<c10::DispatchKey>();
+  const auto left_out = now.excluded_ | may_be, usual = c10::default_excluded_set | may_be;
   if (now.included_ == c10::default_included_set) return left_out == usual;
   return now.included_ == c10::default_included_set - no_grad && left_out == (usual | c10::autograd_dispatch_keyset);
 }

@@ -45,6 +45,10 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
     LEANNORM_FIELD(NativeLayerNormBackward0, result2);
     LEANNORM_FIELD(NativeGroupNormBackward0, input), LEANNORM_FIELD(NativeGroupNormBackward0, weight);
     LEANNORM_FIELD(NativeGroupNormBackward0, result1), LEANNORM_FIELD(NativeGroupNormBackward0, result2);
+    LEANNORM_FIELD(CudnnBatchNormBackward0, input), LEANNORM_FIELD(CudnnBatchNormBackward0, weight);
+    LEANNORM_FIELD(CudnnBatchNormBackward0, result1), LEANNORM_FIELD(CudnnBatchNormBackward0, result2);
+    LEANNORM_FIELD(FusedRmsNormBackward0, input), LEANNORM_FIELD(FusedRmsNormBackward0, weight);
+    LEANNORM_FIELD(FusedRmsNormBackward0, result1);
     LEANNORM_FIELD(ConvolutionBackward0, input), LEANNORM_FIELD(ConvolutionBackward0, weight);
     LEANNORM_FIELD(MmBackward0, self), LEANNORM_FIELD(MmBackward0, mat2);
     LEANNORM_FIELD(AddmmBackward0, mat1), LEANNORM_FIELD(AddmmBackward0, mat2);
@@ -52,6 +56,12 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
     LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, key);
     LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, value);
     LEANNORM_FIELD(ScaledDotProductFlashAttentionForCpuBackward0, attn_mask);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionBackward0, query), LEANNORM_FIELD(ScaledDotProductFlashAttentionBackward0, key);
+    LEANNORM_FIELD(ScaledDotProductFlashAttentionBackward0, value);
+    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, query);
+    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, key);
+    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, value);
+    LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, attn_bias);
 #undef LEANNORM_FIELD
     return made;
   }();

@@ -36,19 +36,24 @@ struct Source {
   int check, index;
 };
 
+// What a norm captures: nothing, the bias of the call (or none, as the call had none), a copy of what the node has
+// saved in a field, or that itself.
+struct Part {
+  enum How { kAbsent, kOfCall, kAbsentInCall, kCopy, kItself } how;
+  int field;
+};
+
 // A step, with what belongs to one tensor alone left open.
 struct Template {
   int check;
   Ref step, name, shape, dtype;
   std::vector<Source> inputs;
   // captured: none, those of a batch norm (without or with a bias), those of the norm that `inputs` has in place of its
-  // own, behind so many copies, or copies of what the node has saved
-  enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kCopies } captured;
+  // own, behind so many copies, or parts, each of its own
+  enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kParts } captured;
   int copies, products;
-  // of kCopies: which field each is a copy of, -1 for one that is absent, -2 where it is the bias of the call, -3 where
-  // that had none; and the field that has the call, whose eps is the step's last constant
-  std::vector<int> copied;
-  int told_by;
+  std::vector<Part> parts;
+  int told_by;  // of kParts: the field that has the call, whose eps is the step's last constant
   mutable Ref sort;  // of the value that it makes, once that is known
 };
 
@@ -57,6 +62,7 @@ struct Kind {
   uint32_t output, version;
   bool newest;
   at::ScalarType dtype;
+  at::Device device;
   std::vector<int64_t> sizes, strides;
   std::vector<Check> checks;
   std::vector<Template> templates;  // the tensor's own first; empty where it is held
@@ -229,7 +235,7 @@ class Match {
     } else {
       inputs = values_of(how, nullptr);
       if (how.captured == Template::kNothing) captured = borrowed(PyTuple_GET_ITEM(how.step.get(), kCaptured));
-      else captured = how.captured == Template::kCopies ? copies(how) : statistics(how);
+      else captured = how.captured == Template::kParts ? parts(how) : statistics(how);
     }
     auto* const type = reinterpret_cast<PyTypeObject*>(classes().step);
     const Py_ssize_t size = PyTuple_GET_SIZE(how.step.get());
@@ -263,7 +269,8 @@ class Match {
   static bool is_unproved_leaf(PyObject* value) {
     if (get(value, slots.sample).get() != Py_None || number(value, slots.users) == 0) return false;
     const Ref tensor = get(value, slots.tensor);
-    return tensor.get() != Py_None && THPVariable_Unpack(tensor.get()).requires_grad();
+    const Tensor* const leaf = tensor_of(tensor.get());
+    return leaf != nullptr && leaf->is_cpu() && leaf->requires_grad();  // of a device none is sampled
   }
 
   // The tensor of a value that is held, unedited; undefined for none.
@@ -284,19 +291,24 @@ class Match {
     if (PyTuple_GET_ITEM(call.get(), 3) != Py_False) throw Unusual();
     return call;
   }
-  // Copies of a norm's weight and bias.
-  Ref copies(const Template& how) {
+  // A norm's weight and bias, and statistics that it reads again.
+  Ref parts(const Template& how) {
     const Ref call = call_told_by(how, how.told_by);
     PyObject* const constants = PyTuple_GET_ITEM(how.step.get(), kConstants);
     PyObject* const eps = PyTuple_GET_ITEM(constants, PyTuple_GET_SIZE(constants) - 1);
     if (PyObject_RichCompareBool(PyTuple_GET_ITEM(call.get(), 0), eps, Py_EQ) != 1) throw Unusual();
-    Ref made = checked(PyTuple_New(how.copied.size()));
-    for (size_t i = 0; i < how.copied.size(); ++i) {
-      const int field = how.copied[i];
-      Ref copy = borrowed(field < -1 ? PyTuple_GET_ITEM(call.get(), 1) : Py_None);
-      if (field >= 0) copy = copy_of(look(fields_[how.check][field].get()));
-      if ((copy.get() == Py_None) != (field == -1 || field == -3)) throw Unusual();
-      PyTuple_SET_ITEM(made.get(), i, copy.release());
+    Ref made = checked(PyTuple_New(how.parts.size()));
+    for (size_t i = 0; i < how.parts.size(); ++i) {
+      const auto& [from, field] = how.parts[i];
+      const bool of_call = from == Part::kOfCall || from == Part::kAbsentInCall;
+      Ref part = borrowed(of_call ? PyTuple_GET_ITEM(call.get(), 1) : Py_None);
+      if (from == Part::kCopy || from == Part::kItself) {
+        PyObject* const saved = fields_[how.check][field].get();
+        const Tensor t = look(saved);
+        part = from == Part::kCopy ? copy_of(t) : get(saved, slots.tensor);
+      }
+      if ((part.get() == Py_None) != (from == Part::kAbsent || from == Part::kAbsentInCall)) throw Unusual();
+      PyTuple_SET_ITEM(made.get(), i, part.release());
     }
     return made;
   }

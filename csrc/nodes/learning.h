@@ -24,7 +24,8 @@ inline Template template_of(py::handle from) {
   Template made;
   made.check = from["check"].cast<int>(), made.products = from["products"].cast<int>();
   made.copies = from["copies"].cast<int>(), made.told_by = from["told_by"].cast<int>();
-  made.copied = from["copied"].cast<std::vector<int>>();
+  for (const py::handle part : from["parts"])
+    made.parts.push_back({static_cast<Part::How>(part[py::int_(0)].cast<int>()), part[py::int_(1)].cast<int>()});
   made.step = object_of(from["step"]), made.name = object_of(from["name"]);
   made.shape = object_of(from["shape"]), made.dtype = object_of(from["dtype"]);
   made.captured = static_cast<Template::Captured>(from["captured"].cast<int>());
@@ -50,7 +51,7 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OKO", &object, &next, &given)) return nullptr;
   const Tensor t = THPVariable_Unpack(object);
   const py::handle from(given);
-  auto made = std::make_shared<Kind>();
+  auto made = std::make_shared<Kind>(Kind{.device = t.device()});
   Node* const node = t.grad_fn().get();
   made->type = &typeid(*node), made->output = t.output_nr(), made->version = t._version();
   made->newest = node->sequence_nr() + 1 == next, made->dtype = t.scalar_type();
@@ -95,7 +96,7 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->ledger = object_of(from["ledger"]), made->values = object_of(from["values"]);
   made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]);
   made->read = object_of(from["read"]), made->apply = object_of(from["apply"]), made->call = borrowed(Py_None);
-  made->norms = object_of(from["norms"]), made->arguments = object_of(from["arguments"]);
+  made->norms = object_of(from["norms"]), made->row_norms = object_of(from["row_norms"]), made->arguments = object_of(from["arguments"]);
   made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]), made->kept = object_of(from["kept"]);
   made->vain = object_of(from["vain"]), made->planned = object_of(from["planned"]);
   made->copied = object_of(from["copied"]), made->convolutions = object_of(from["convolutions"]), made->linear = object_of(from["linear"]);
@@ -161,15 +162,16 @@ inline PyObject* field_names(PyObject*, PyObject* object) {
 
 // ---------------------------------------------------------------- the module
 
-// set_lean(Value, Step, Packed, unpack, getters of flags, Value(None), COPIED_PART)
+// set_lean(Value, Step, Packed, unpack, getters of flags, Value(None), COPIED_PART, the streams in use, stream_of)
 inline PyObject* set_lean(PyObject*, PyObject* arguments) {
   HANDLE_TH_ERRORS
   Classes& of = classes();
   PyObject *getters, *value;
-  if (!PyArg_ParseTuple(arguments, "OOOOOOO", &of.value, &of.step, &of.packed, &unpacking.by_python, &getters, &value,
-                        &of.copied_part))
+  if (!PyArg_ParseTuple(arguments, "OOOOOOOO!O", &of.value, &of.step, &of.packed, &unpacking.by_python, &getters, &value,
+                        &of.copied_part, &PyDict_Type, &streams.used, &streams.by_python))
     return nullptr;
   for (PyObject* kept : {of.value, of.step, of.packed, of.copied_part, unpacking.by_python, getters}) Py_INCREF(kept);
+  for (PyObject* kept : {streams.used, streams.by_python}) Py_INCREF(kept);
   all_flags().clear();
   for (const py::handle getter : py::reinterpret_borrow<py::tuple>(getters)) all_flags().emplace_back(getter.ptr());
   slots.read_from(of.value, value);

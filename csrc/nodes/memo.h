@@ -14,7 +14,7 @@
 
 namespace leannorm {
 
-inline bool requires_no_more(const Tensor& t) { return t.layout() == at::kStrided && t.is_cpu() && plain(t); }
+inline bool requires_no_more(const Tensor& t) { return t.layout() == at::kStrided && (t.is_cpu() || t.is_cuda()) && plain(t); }
 
 inline Ref finished(State* p, Ref value) {
   set(value.get(), slots.provenance, p->provenance), set(value.get(), slots.order, checked(order_of(p)));
@@ -55,12 +55,14 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
   // a mask, or integers: their values say how they are held; a mask was written (masks.py)
   const bool alone = Py_REFCNT(object) <= p->alone;
   const bool as_it_is = !large || (at::isFloatingType(t.scalar_type()) && (!alone || version == 0));
-  if (!as_it_is || t.scalar_type() == at::kLong) throw Unusual();
+  if (!as_it_is) throw Unusual();
   Ref value = new_value(object, version, Py_None, unnamed);
-  PyObject* const call = call_of(p);
+  const bool integers = t.scalar_type() == at::kLong;  // as the state of random numbers: no call tells of them
+  PyObject* const call = integers ? Py_None : call_of(p);
   set(value.get(), slots.call, call);
   if (large && alone) set(value.get(), slots.name, name_of_caller()), set(value.get(), slots.why, p->kept);
-  if (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True) set(value.get(), slots.sample, sample_of(t));
+  const bool sampled = !integers && (call == Py_None || large || PyTuple_GET_ITEM(call, 2) == Py_True);
+  if (sampled) set(value.get(), slots.sample, sample_of(t));
   value = finished(p, std::move(value));
   if (!is_parameter && !(t.is_view() && is_leaf_or_parameter(t._base()))) in_ledger(p, value.get());
   return value;
@@ -122,6 +124,7 @@ inline bool as_made(State* p, Node* node, uint32_t output, long version, int dep
 }
 
 inline bool laid_out_as(const Kind& kind, const Tensor& t) {
+  if (kind.device != t.device()) return false;
   return kind.dtype == t.scalar_type() && t.sizes() == c10::IntArrayRef(kind.sizes) && t.strides() == c10::IntArrayRef(kind.strides);
 }
 
@@ -162,8 +165,8 @@ inline Ref rebuilt(State* p, const Kind& kind, Match& match, PyObject* object, c
   const Ref step = match.step();
   const Template& how = kind.templates[0];
   Ref value = new_value(Py_None, t._version(), step.get(), of.name.get());
-  static std::unordered_map<int, Tensor> empties;
-  Tensor& empty = empties[static_cast<int>(t.scalar_type())];
+  static auto* const empties = new std::unordered_map<int, Tensor>();  // never destroyed: CUDA is gone before that
+  Tensor& empty = (*empties)[static_cast<int>(t.scalar_type()) * 256 + (t.is_cpu() ? 255 : t.device().index())];
   if (!empty.defined()) empty = at::empty({0}, t.options().requires_grad(false));
   set(value.get(), slots.watch, out_of_circles(checked(THPVariable_Wrap(sharing_version(t, empty)))));
   set(value.get(), slots.sample, sample_of(t));
@@ -201,12 +204,32 @@ inline Vain in_vain(State* p, PyObject* object, const Tensor& t, const NodeClass
   return found;
 }
 
+// Values that wait for this output of the node are tried again.
+inline void retry(State* p, Node* node, uint32_t output) {
+  if (!p->now.waits || PyDict_GetItemWithError(metadata_of(node), names().waiting) == nullptr) return;
+  const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
+  const Ref number = checked(PyLong_FromUnsignedLong(output));
+  PyObject* const given[] = {p->packing.get(), of_python.get(), number.get()};
+  checked(PyObject_VectorcallMethod(names()._retry, given, 3, nullptr));
+}
+
 // What a held tensor gives access to, a view its base and a concatenation its parts, is registered; as _offers.
 inline void offer(State* p, PyObject* value, PyObject* object, const Tensor& t, Node* node, const NodeClass& of) {
   if (!of.joins) {
     const Tensor base(t._base());
     const auto& producer = base.grad_fn();
-    if (!producer || producer.get() == node || registered(producer.get(), base.output_nr()).value) return;
+    if (!producer || producer.get() == node) return;
+    const Registered known = registered(producer.get(), base.output_nr());
+    if (known.value) return;
+    const NodeClass& by = class_of(p, producer.get());
+    if (by.usual && !known.is_packed && base._version() == 0 && requires_no_more(base)) {
+      const Ref whole = held(p, base, by.name.get()), order = checked(order_of(p));
+      set(whole.get(), slots.provenance, p->provenance), set(whole.get(), slots.order, order);
+      set(whole.get(), slots.seen_at, get(value, slots.seen_at)), set(whole.get(), slots.sample, sample_of(base));
+      set(value, slots.whole, whole);
+      record(producer.get(), base.output_nr(), checked(PyWeakref_NewRef(whole.get(), nullptr)));
+      return retry(p, producer.get(), base.output_nr());
+    }
   }
   set_number(p->packing.get(), names().seen, p->seen);
   const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
@@ -308,12 +331,7 @@ inline Ref of_node(State* p, PyObject* object, const Tensor& t, Node* node) {
   if (plan.call) remember(p, value.get(), object, is_held);
   record_packed(node, output, value.get(), sample.get());
   if (is_held && large && !edited && is_sure && (t.is_view() || of.joins)) offer(p, value.get(), object, t, node, of);
-  if (p->now.waits && PyDict_GetItemWithError(metadata_of(node), names().waiting) != nullptr) {
-    const Ref of_python = checked(torch::autograd::functionToPyObject(node->getptr()));
-    const Ref number = checked(PyLong_FromUnsignedLong(output));
-    PyObject* const given[] = {p->packing.get(), of_python.get(), number.get()};
-    checked(PyObject_VectorcallMethod(names()._retry, given, 3, nullptr));
-  }
+  retry(p, node, output);
   if (how != nullptr && !p->now.waits) {
     if (!how->sort) how->sort = checked(PyObject_CallOneArg(p->sorter.get(), value.get()));
     else set(value.get(), slots.sort, how->sort);

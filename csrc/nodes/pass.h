@@ -29,6 +29,7 @@ struct Memo {
 inline uint64_t key_of(const std::type_info* type, uint32_t output, long version, bool newest, const Tensor& t) {
   uint64_t h = reinterpret_cast<uint64_t>(type) + output;
   mix(h, version * 2 + newest), mix(h, static_cast<uint64_t>(t.scalar_type()));
+  mix(h, static_cast<uint64_t>(t.device().type()) * 256 + t.device().index());
   for (const int64_t v : t.sizes()) mix(h, v);
   for (const int64_t v : t.strides()) mix(h, v);
   return h;
@@ -38,13 +39,13 @@ inline uint64_t key_of(const std::type_info* type, uint32_t output, long version
 struct Caller {
   Ref code;
   bool is_copied;  // a norm, of which a rebuild copies the weight
-  enum Tells { kNothing, kNorm, kBiasOfConvolution, kBiasOfLinear, kMore } tells;
+  enum Tells { kNothing, kNorm, kRowNorm, kBiasOfConvolution, kBiasOfLinear, kMore } tells;
 };
 
 // One forward pass.
 struct State {
   std::shared_ptr<Memo> memo;
-  Ref packing, pack, flags, before, provenance, ledger, values, sorter, told_of, read, norms, arguments, apply, call;
+  Ref packing, pack, flags, before, provenance, ledger, values, sorter, told_of, read, norms, row_norms, arguments, apply, call;
   Ref vain, smaller, edited, kept, planned;  // searches in vain (vain.py), and reasons
   Ref copied, convolutions, linear;  // codes: norms, and products whose bias may be frozen
   std::unordered_map<PyObject*, Caller> callers;
@@ -97,7 +98,7 @@ inline const Caller& known(State* p, PyFrameObject* frame) {
     return found == 1;
   };
   const bool more = is_in(p->read) || code.get() == p->apply.get() || may_be_frozen_norm(code.get());
-  made.tells = is_in(p->norms) ? Caller::kNorm : is_in(p->convolutions) ? Caller::kBiasOfConvolution
+  made.tells = is_in(p->norms) ? Caller::kNorm : is_in(p->row_norms) ? Caller::kRowNorm : is_in(p->convolutions) ? Caller::kBiasOfConvolution
                : is_in(p->linear) ? Caller::kBiasOfLinear : more ? Caller::kMore : Caller::kNothing;
   made.is_copied = is_in(p->copied);
   PyObject* const key = code.get();
@@ -122,8 +123,8 @@ inline bool has_no_frozen_bias(PyFrameObject* frame, bool of_linear) {
   return bias.get() == Py_None || (known != nullptr && known->requires_grad());
 }
 
-// What a norm's call tells in `frame`; as _of_norm in calls.py.
-inline Ref norm_call(State* p, PyFrameObject* frame) {
+// What a norm's call tells in `frame`; as _of_norm and _of_row_norm in calls.py.
+inline Ref norm_call(State* p, PyFrameObject* frame, bool of_rows) {
   const Ref given = locals_of(frame);
   static PyObject* const keys[] = {
       PyUnicode_InternFromString("weight"), PyUnicode_InternFromString("bias"), PyUnicode_InternFromString("running_mean"),
@@ -140,7 +141,7 @@ inline Ref norm_call(State* p, PyFrameObject* frame) {
   const Tensor* tensors[4];
   for (size_t i = 0; i < 4; ++i) {
     tensors[i] = tensor_of(of[i]);
-    if (tensors[i] == nullptr && of[i] != Py_None && (i < 2 || of[i] != nullptr)) throw Unusual();
+    if (tensors[i] == nullptr && of[i] != Py_None && (i < (of_rows ? 1 : 2) || of[i] != nullptr)) throw Unusual();
     if (tensors[i] != nullptr && !plain(*tensors[i])) throw Unusual();
   }
   PyObject* const mode = of[4] != nullptr ? of[4] : of[5];
@@ -151,7 +152,7 @@ inline Ref norm_call(State* p, PyFrameObject* frame) {
   const auto share = [](const Tensor* a, const Tensor* b) { return a != nullptr && b != nullptr && a->is_alias_of(*b); };
   bool moves_affine = false;
   for (const Tensor* moved : {tensors[2], tensors[3]}) moves_affine |= trains && (share(moved, weight) || share(moved, bias));
-  Ref copy = bias == nullptr ? borrowed(Py_None) : copy_of(*bias);
+  Ref copy = bias == nullptr || of_rows ? borrowed(Py_None) : copy_of(*bias);  // a row norm's node saves the bias
   auto* const type = reinterpret_cast<PyTypeObject*>(p->arguments.get());
   Ref made = checked(type->tp_alloc(type, 5));
   PyTuple_SET_ITEM(made.get(), 0, borrowed(of[6]).release());
@@ -169,7 +170,8 @@ inline PyObject* call_of(State* p) {
   PyFrameObject* const frame = caller();
   const Caller::Tells tells = known(p, frame).tells;
   const bool of_linear = tells == Caller::kBiasOfLinear, biased = of_linear || tells == Caller::kBiasOfConvolution;
-  if (tells == Caller::kNorm) p->call = norm_call(p, frame);
+  const bool of_rows = tells == Caller::kRowNorm;
+  if (tells == Caller::kNorm || of_rows) p->call = norm_call(p, frame, of_rows);
   else if (tells == Caller::kNothing || (biased && has_no_frozen_bias(frame, of_linear))) {
     p->call = borrowed(Py_None);
   } else {

@@ -36,7 +36,7 @@ inline Layouts& layouts = *new Layouts;  // never destroyed: Python is gone befo
 struct Sorts {
   struct Of {
     Ref layout, name, sort;
-    int flavor;  // has it a layout of its own, is it a parameter, a leaf that is trained?
+    int flavor;  // has it a layout of its own, is it a parameter, a leaf that is trained, of a device with streams?
   };
   std::unordered_map<uint64_t, Of> of;
 };
@@ -54,7 +54,7 @@ struct Now {
 
 // Has a held value nothing beside its tensor that a sort tells of?
 inline bool is_plain_held(PyObject* value) {
-  for (const Slot name : {slots.spec, slots.stream, slots.original})
+  for (const Slot name : {slots.spec, slots.original})
     if (get(value, name).get() != Py_None) return false;
   for (const Slot name : {slots.in_rows, slots.from_narrow})
     if (get(value, name).get() != Py_False) return false;
@@ -67,7 +67,8 @@ inline Ref sort_of_held(const Now& now, PyObject* value) {
   const Tensor* const t = tensor_of(tensor.get());
   if (t == nullptr || t->is_view() || !is_plain_held(value)) return checked(PyObject_CallOneArg(now.sorter, value));
   const bool is_parameter = Py_TYPE(tensor.get()) != reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad();
+  const bool streamed = get(value, slots.stream).get() != Py_None;
+  const int flavor = (layout.get() == Py_None) + 2 * is_parameter + 4 * t->requires_grad() + 8 * streamed;
   uint64_t h = reinterpret_cast<uint64_t>(name.get()) + flavor;
   mix(h, reinterpret_cast<uint64_t>(layout.get()));
   if (layout.get() == Py_None) layout = layouts.of(tensor.get(), *t), mix(h, reinterpret_cast<uint64_t>(layout.get()));

@@ -32,6 +32,7 @@ class Rebuild {
       if (get(of, slots.packed).get() != Py_None || get(of, slots.memory).get() != Py_None) return false;
     }
     if (get(value, slots.packed).get() != Py_None || !is_proved(value)) return false;
+    if (is_streamed_ && !(stream_told_ && on_one_stream())) return false;
     return flags_ == nullptr || are_flags(flags_);
   }
 
@@ -45,16 +46,18 @@ class Rebuild {
     if (left <= 0) set(value, slots._rebuilt, Py_None), set(value, slots._left, get(value, slots.users));
     else set_number(value, slots._left, left);
     if (left > 0 && made.owner != kHeld) {
+      const Tensor& t = THPVariable_Unpack(made.tensor.get());
       set(value, slots._rebuilt, made.tensor), made.owner = kShared;
-      set_number(value, slots._rebuilt_version, THPVariable_Unpack(made.tensor.get())._version());
+      set_number(value, slots._rebuilt_version, t._version()), set(value, slots._rebuilt_on, stream_of(t));
     }
     return made;
   }
 
  private:
-  static bool is_plain_step(PyObject* value) {
-    for (const Slot none : {slots.spec, slots.stream, slots.original, slots.memory})
+  bool is_plain_step(PyObject* value) {
+    for (const Slot none : {slots.spec, slots.original, slots.memory})
       if (get(value, none).get() != Py_None) return false;
+    is_streamed_ = is_streamed_ || get(value, slots.stream).get() != Py_None;
     return get(value, slots.from_narrow).get() == Py_False && !is_kind(value, "held");
   }
   bool is_proved(PyObject* value) {
@@ -64,8 +67,9 @@ class Rebuild {
     if (!is_plain_step(value)) return false;
     if (Ref there = get(value, slots._rebuilt); there.get() != Py_None) {
       const Tensor* const t = tensor_of(there.get());
-      if (t == nullptr || get(value, slots._rebuilt_on).get() != Py_None) return false;
-      if (static_cast<long>(t->_version()) != number(value, slots._rebuilt_version)) return false;
+      if (t == nullptr || static_cast<long>(t->_version()) != number(value, slots._rebuilt_version)) return false;
+      is_streamed_ = is_streamed_ || get(value, slots._rebuilt_on).get() != Py_None;
+      note_stream(*t);
       at_hand_.emplace(value, std::move(there));
       return true;
     }
@@ -77,11 +81,21 @@ class Rebuild {
       if (!is_proved(PyTuple_GET_ITEM(inputs, i))) return false;
     return true;
   }
-  static bool holds(PyObject* value) {
-    if (get(value, slots.spec).get() != Py_None || get(value, slots.stream).get() != Py_None || !is_current(value)) return false;
+  bool holds(PyObject* value) {
+    if (get(value, slots.spec).get() != Py_None || !is_current(value)) return false;
     const Ref held = get(value, slots.tensor), sample = get(value, slots.sample);
     const Tensor* const t = tensor_of(held.get());
-    return t != nullptr && !(sample.get() == Py_None && t->requires_grad()) && matches(sample.get(), *t);
+    if (t == nullptr) return false;
+    is_streamed_ = is_streamed_ || get(value, slots.stream).get() != Py_None;
+    note_stream(*t);
+    if (sample.get() == Py_None && t->requires_grad()) {  // not sampled: of a device, or it may be freed
+      if (t->is_cpu() || !t->has_storage() || (t->numel() != 0 && t->storage().nbytes() == 0)) return false;
+    }
+    return matches(sample.get(), *t);
+  }
+  // Notes the stream on which it would be read now.
+  void note_stream(const Tensor& t) {
+    if (!t.is_cpu()) stream_of(t), is_streamed_ = stream_told_ = true;
   }
 
   Made run(PyObject* value) {
@@ -125,6 +139,7 @@ class Rebuild {
   }
 
   PyObject* flags_ = nullptr;
+  bool is_streamed_ = false, stream_told_ = false;  // is it of a device with streams, and is the one that reads it known?
   std::unordered_set<PyObject*> seen_;
   std::unordered_map<PyObject*, Ref> at_hand_;  // what they are made of was not looked at, and must not be run
 };

@@ -3,6 +3,7 @@
 
 #include "fields.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <structmember.h>
 #include <torch/csrc/autograd/python_anomaly_mode.h>
 
@@ -78,7 +79,7 @@ inline bool is_value(PyObject* object) { return reinterpret_cast<PyObject*>(Py_T
   of(tensor) of(version) of(step) of(name) of(users) of(layout) of(shape) of(dtype) of(seconds) of(frees)        \
   of(place) of(as_made) of(provenance) of(order) of(seen_at) of(copied_to_edit) of(products) of(call)            \
   of(from_narrow) of(why) of(watch) of(spec) of(sample) of(memory) of(seen) of(original) of(sort) of(in_rows)    \
-  of(stream) of(packed) of(_left) of(_rebuilt) of(_rebuilt_version) of(_rebuilt_on)
+  of(stream) of(whole) of(packed) of(_left) of(_rebuilt) of(_rebuilt_version) of(_rebuilt_on)
 struct Slot {
   Py_ssize_t at = 0;
 
@@ -125,7 +126,7 @@ inline long number(PyObject* value, Slot slot) {
 }
 inline void set_number(PyObject* value, Slot slot, long to) { set(value, slot, checked(PyLong_FromLong(to))); }
 
-// A tensor of one of torch's two classes, strided, on the CPU.
+// A tensor of one of torch's two classes.
 inline const Tensor* tensor_of(PyObject* object) {
   return object != nullptr && THPVariable_CheckExact(object) ? &THPVariable_Unpack(object) : nullptr;
 }
@@ -147,7 +148,39 @@ inline bool matches(PyObject* sample, const Tensor& v) {
   return now.size() == size && std::memcmp(PyBytes_AS_STRING(sample), now.data(), size) == 0;
 }
 
+// ---------------------------------------------------------------- streams
+
+// Of a device that runs asynchronously: what device.py has noted, and asks of a stream for the first time; set once.
+struct Streams {
+  PyObject *used = nullptr, *by_python = nullptr;
+};
+inline Streams streams;
+
+// The stream on which this thread queues work for the tensor's device; None for a CPU. As stream_of of device.py.
+inline Ref stream_of(const Tensor& t) {
+  if (t.is_cpu()) return borrowed(Py_None);
+  constexpr size_t kMost = 64;
+  static auto* const known = new std::vector<std::pair<c10::Stream, PyObject*>>();
+  const c10::Stream now = c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
+  for (const auto& [stream, object] : *known)
+    if (stream == now) return borrowed(object);
+  const Ref object = checked(THPVariable_Wrap(t));
+  Ref found = checked(PyObject_CallOneArg(streams.by_python, object.get()));
+  if (known->size() < kMost) known->emplace_back(now, Py_NewRef(found.get()));
+  return found;
+}
+// Has each device one stream on which anything was packed or rebuilt? Then no reader waits for another.
+inline bool on_one_stream() {
+  PyObject *device, *of;
+  for (Py_ssize_t at = 0; PyDict_Next(streams.used, &at, &device, &of);)
+    if (!PySet_Check(of) || PySet_GET_SIZE(of) > 1) return false;
+  return true;
+}
+
 // ---------------------------------------------------------------- values
+
+// The fields of a Step, a tuple.
+enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
 
 // Value(tensor, version, step, name); None for no tensor and no step.
 inline Ref new_value(PyObject* tensor, long version, PyObject* step, PyObject* name) {
@@ -156,6 +189,12 @@ inline Ref new_value(PyObject* tensor, long version, PyObject* step, PyObject* n
   for (const auto& [slot, blank] : slots.blank) slot.of(value.get()) = Py_NewRef(blank);
   set(value.get(), slots.tensor, tensor), set_number(value.get(), slots.version, version);
   set(value.get(), slots.step, step), set(value.get(), slots.name, name);
+  if (const Tensor* const held = tensor_of(tensor)) set(value.get(), slots.stream, stream_of(*held));
+  if (step != Py_None) {
+    PyObject* const captured = PyTuple_GET_ITEM(step, kCaptured);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(captured); ++i)
+      if (const Tensor* const of = tensor_of(PyTuple_GET_ITEM(captured, i))) set(value.get(), slots.stream, stream_of(*of));
+  }
   return out_of_circles(std::move(value));
 }
 
@@ -166,9 +205,6 @@ inline bool is_current(PyObject* value) {
   if (counter.get() == Py_None) return true;
   return THPVariable_Check(counter.get()) && THPVariable_Unpack(counter.get())._version() == number(value, slots.version);
 }
-
-// The fields of a Step, a tuple.
-enum Field { kFunction, kInputs, kCaptured, kConstants, kInPlace, kKind, kThenAct = 8, kFlags, kDepth = 15, kRunsOf };
 
 // Value.used
 inline void use(PyObject* value) {

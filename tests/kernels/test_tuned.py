@@ -121,7 +121,7 @@ def test_the_plan_follows_the_file(file, monkeypatch):
         channel.channel_forward(x, per_channel, per_channel, None, 1e-5, "relu", 0)
         moments, normalize = launched["moments_kernel"], launched["normalize_kernel"]
         found.append((moments["warps"], moments["registers"], moments["STAGES"], normalize["STAGES"]))
-    assert found == [(2, 128, 3, 4), (4, 96, 1, 1)]
+    assert found == [(2, 128, 3, 4), (4, 96, DEFAULT.moments_stages, DEFAULT.mapping_stages)]
     choice, x = Choice(sets_stages=3), x[:2, :, :14, :14].contiguous()
     monkeypatch.setattr(channel, "choice_for", lambda device: choice)
     monkeypatch.setattr(channel_gradients, "launch", channel.launch)

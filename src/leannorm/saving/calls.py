@@ -91,8 +91,9 @@ def _of_convolution(arguments: dict[str, Any]) -> CallArguments | None:
     return _with_frozen_bias(arguments["bias"])
 
 
-def _of_rms_norm(arguments: dict[str, Any]) -> CallArguments:
-    return CallArguments(arguments["eps"], None, _frozen(arguments["weight"]))
+def _of_row_norm(arguments: dict[str, Any]) -> CallArguments:
+    frozen = _frozen(arguments["weight"]) or _frozen(arguments.get("bias"))
+    return CallArguments(arguments["eps"], None, frozen)  # the node saves the bias itself
 
 
 def _of_norm(arguments: dict[str, Any]) -> CallArguments:
@@ -120,14 +121,15 @@ def know_attention() -> None:
         READ.update(dict.fromkeys(_codes(forward), _of_attention))
 
 
-NORMS = _codes(F.batch_norm, F.instance_norm, F.group_norm, F.layer_norm)
-COPIED = NORMS | _codes(F.rms_norm)  # of which a rebuild copies the weight
+NORMS = _codes(F.batch_norm, F.instance_norm, F.group_norm)
+ROW_NORMS = _codes(F.layer_norm, F.rms_norm)
+COPIED = NORMS | ROW_NORMS  # of which a rebuild copies the weight
 LINEAR = _codes(torch.nn.Linear.forward)
 CONVOLUTIONS = _codes(*(getattr(torch.nn, f"Conv{n}d")._conv_forward for n in (1, 2, 3)))
 READ: dict[Any, Callable[[dict[str, Any]], CallArguments | None]] = {
     **dict.fromkeys(LINEAR, _of_linear),
     **dict.fromkeys(CONVOLUTIONS, _of_convolution),
-    **dict.fromkeys(COPIED - NORMS, _of_rms_norm),
+    **dict.fromkeys(ROW_NORMS, _of_row_norm),
     **dict.fromkeys(NORMS, _of_norm),
 }
 

@@ -41,14 +41,21 @@ _OF_FIELDS = {
     *("SiluBackward0", "HardswishBackward0", "HardsigmoidBackward0", "GeluBackward0", "HardtanhBackward0"),
     *("LeakyReluBackward0", "MulBackward0", "ConvolutionBackward0", "MmBackward0", "AddmmBackward0"),
     *("NativeBatchNormBackward0", "NativeLayerNormBackward0", "NativeGroupNormBackward0"),
-    "ScaledDotProductFlashAttentionForCpuBackward0",
+    *("CudnnBatchNormBackward0", "FusedRmsNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"),
+    *("ScaledDotProductFlashAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0"),
 }
-# norms that are run again: what each captures a copy of (None: the call's bias), and which field has the call
-_COPIED: dict[str, tuple[tuple[str | None, ...], str]] = {
+# norms that are run again: what each captures (copies of fields, the call's bias, what a field has itself,
+# or nothing), and which field has the call
+_BIAS, _NOTHING_AT_ALL = "the call's bias", ""
+_PARTS: dict[Any, tuple[tuple[str, ...], str]] = {
     "NativeLayerNormBackward0": (("weight", "bias"), "result2"),
-    "NativeGroupNormBackward0": (("weight", None), "result1"),
+    "NativeGroupNormBackward0": (("weight", _BIAS), "result1"),
+    "FusedRmsNormBackward0": (("weight",), "result1"),
+    "CudnnBatchNormBackward0": (("weight", _BIAS, _NOTHING_AT_ALL, _NOTHING_AT_ALL), "result1"),
+    torch.batch_norm_elemt: (("weight", _BIAS, "result1", "result2"), "result1"),  # of a native node
 }
-_ABSENT, _OF_CALL, _ABSENT_IN_CALL = -1, -2, -3  # in place of a field
+_ITSELF = {"result1", "result2"}
+_ABSENT, _OF_CALL, _ABSENT_IN_CALL, _COPY, _OWN = range(5)  # how a part is found
 _OF_EDGES = {
     *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
     *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
@@ -62,7 +69,7 @@ _LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}
 
 _NONE, _ANY, _LEAF, _VALUE, _MADE = range(5)  # where an edge leads to
 _FROM_FIELD, _FROM_EDGE, _FROM_LEAF, _FROM_MADE = range(4)  # where a step's input is found
-_NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM, _COPIES = range(5)  # what a step captures
+_NOTHING, _BATCH_NORM, _BATCH_NORM_WITH_BIAS, _OF_NORM, _OF_PARTS = range(5)  # what a step captures
 
 
 class UnlikeError(Exception):
@@ -195,10 +202,11 @@ class Learned:
         place = self._made[check] = len(self._templates)
         self._templates.append(None)
         captured, inputs, copies = _NOTHING, step.inputs, 0
-        copied, told_by = list[int](), 0
-        if kind in _COPIED:
-            captured = _COPIES
-            copied, told_by = self._copied(step, self._visits[check].node)
+        parts, told_by = list[tuple[int, int]](), 0
+        made_of = _PARTS.get(kind) or _PARTS.get(step.function)
+        if made_of is not None:
+            captured = _OF_PARTS
+            parts, told_by = self._parts(step, self._visits[check].node, *made_of)
         elif step.captured:
             captured, inputs, copies = self._captured(step, self._visits[check])
         if any(value.name == COPIED_PART for value in inputs):
@@ -213,29 +221,35 @@ class Learned:
             "inputs": [self._source(value) for value in inputs],
             "captured": captured,
             "copies": copies,
-            "copied": copied,
+            "parts": parts,
             "told_by": told_by,
         }
 
     @staticmethod
-    def _copied(step: Step, node: Any) -> tuple[list[int], int]:
-        """Which field each captured tensor is a copy of, and which one has the call that told eps."""
-        names, told_by = _COPIED[kind_of(node)]
+    def _parts(
+        step: Step, node: Any, names: tuple[str, ...], told_by: str
+    ) -> tuple[list[tuple[int, int]], int]:
+        """How each captured tensor is found, and which field has the call that told eps."""
         teller, fields = saved(node, told_by), list(NODES.fields(node))
         call = None if teller is None else teller.call
         if not isinstance(call, CallArguments) or call.moves_affine or call.eps != step.constants[-1]:
             raise UnlikeError
         if len(names) != len(step.captured):
             raise UnlikeError
-        copied = list[int]()
+        parts = list[tuple[int, int]]()
         for name, captured in zip(names, step.captured, strict=True):
-            if name is None and captured is not call.bias:
+            value = saved(node, name) if name in fields else None
+            itself = name in _ITSELF and value is not None and captured is value.tensor
+            unlike = captured is not (call.bias if name == _BIAS else None)
+            if (unlike and name not in fields) or (name in _ITSELF and not itself):
                 raise UnlikeError
-            if name is None:
-                copied.append(_ABSENT_IN_CALL if captured is None else _OF_CALL)
+            if captured is None:
+                parts.append((_ABSENT_IN_CALL if name == _BIAS else _ABSENT, 0))
+            elif name == _BIAS:
+                parts.append((_OF_CALL, 0))
             else:
-                copied.append(_ABSENT if captured is None else fields.index(name))
-        return copied, fields.index(told_by)
+                parts.append((_OWN if itself else _COPY, fields.index(name)))
+        return parts, fields.index(told_by)
 
     def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
         """How what the step captures is made: by a batch norm, or it is that of a norm before."""

@@ -162,6 +162,7 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "told_of": partial(told_of, policy),
         "read": calls.READ,
         "norms": calls.NORMS,
+        "row_norms": calls.ROW_NORMS,
         "copied": calls.COPIED,
         "convolutions": calls.CONVOLUTIONS,
         "linear": calls.LINEAR,

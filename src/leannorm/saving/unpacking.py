@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from leannorm.autograd.nodes import NODES
+from leannorm.saving import device
 from leannorm.saving.flags import GETTERS, current
 from leannorm.saving.graph import Packed
 from leannorm.saving.rows import unbuilt
@@ -41,5 +42,7 @@ def _unpack(value: Value | Kept) -> Tensor:
 
 unpack: Callable[[Value | Kept], Tensor] = _unpack
 if NODES is not None:  # asks Python for what is unusual
-    NODES.set_lean(Value, Step, Packed, _unpack, GETTERS, Value(None), COPIED_PART)
+    NODES.set_lean(
+        Value, Step, Packed, _unpack, GETTERS, Value(None), COPIED_PART, device._used, device.stream_of
+    )
     unpack = NODES.unpack

@@ -96,9 +96,10 @@ def forward(kept: int, inner: int, itemsize: int, pressed: bool, lines: bool = F
     `pressed`: registers hold more than x, a residual or wide parameters. Otherwise two of the largest
     programs can share a multiprocessor, and a limit of registers makes them. `lines`: of the parameters.
     """
-    narrow = itemsize == 8 or inner > 1 or lines or _scattered(kept, inner, itemsize)
-    a_warp = 512 if narrow else 1024
     block = power_of_two(kept)
+    of_lines = lines and (itemsize > 2 or block > 4096)  # measured on an H100, as all numbers for 16 bits
+    narrow = itemsize == 8 or inner > 1 or of_lines or _scattered(kept, inner, itemsize)
+    a_warp = 512 if narrow else 1024
     if inner == 1:
         rows, most = max(a_warp // block, 1), {2: 32, 4: 16, 8: 16}[itemsize] * a_warp
     else:
@@ -125,7 +126,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
     if inner == 1:
         if block <= a_tile:
             programs = _CROWDED.get((itemsize, block), 4)
-            found = Backward(Tile(a_tile // block, block, 4), programs, fold=block * itemsize >= 2048)
+            warps = 8 if (itemsize, block) == (2, 128) else 4
+            found = Backward(Tile(a_tile // block, block, warps), programs, fold=block * itemsize >= 2048)
         elif block == 2 * a_tile:
             found = Backward(Tile(1, block, 8), 2, fold=True)
         elif itemsize < 8 and block == 4 * a_tile:
@@ -134,8 +136,9 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
             found = Backward(Tile(1, block // 2, 8), 1, fold=True, halves=True)
         else:
             return None
-        if itemsize == 2 and block <= 2 * a_tile:
-            found = found._replace(stages=3)
+        deeper = found._replace(stages=3)
+        if itemsize == 2 and deeper.shared(itemsize, tensors) <= shared:
+            found = deeper
         if itemsize == 4 and block == 2 * a_tile:
             found = found._replace(stages=3, programs=1)
     else:
@@ -185,12 +188,14 @@ def gated_backward(kept: int, itemsize: int) -> Backward:
     a_warp = _gated_by_warp(kept, itemsize)
     block = power_of_two(kept)
     warps = max(block // a_warp, 4)
+    if itemsize == 2 and (block, a_warp) == (8192, 512):
+        warps = 8  # a thread holds 32 values: still half the time of three launches
     if warps > 8:
         return Backward(Tile(1, _LONG // (8 if itemsize == 8 else 4), 4, whole=False), 1, fold=False)
     programs = 8 // warps  # with what the activation and its slope need, a thread takes some 250 registers
     limit = min(_REGISTERS // (32 * warps * programs), 255)
-    tile = Tile(warps * a_warp // block, block, warps, registers=limit)
-    return Backward(tile, programs, fold=False, stages=2 if warps * a_warp * itemsize <= 8192 else 1)
+    tile = Tile(max(warps * a_warp // block, 1), block, warps, registers=limit)
+    return Backward(tile, programs, fold=False, stages=3 if itemsize == 2 else 2)
 
 
 def _gated_by_warp(kept: int, itemsize: int) -> int:

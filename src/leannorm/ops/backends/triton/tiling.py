@@ -16,6 +16,7 @@ _LOAD = 16  # bytes that a thread reads at once
 _PLANES = 4  # (sample, channel) planes that a thread holds values of
 _SET_WARPS = 8  # of programs that read a whole set, which are few
 _FEW_TILES = 8  # tiles that one program reads twice in less time than two more launches take
+_FEW_NARROW = 2  # where it reads less than half of each cache line (channels_last, small groups)
 _CACHE = 24 << 20  # bytes of the L2 cache for values that are read a second time
 _MERGED = 1024  # partial results that a program of the merging kernels holds at a time
 # limits of registers for a thread, so that so many programs are resident; without one the compiler chooses
@@ -41,7 +42,7 @@ class Choice(NamedTuple):
     mapping: int = 16
     moments_stages: int = 1
     sums_stages: int = 1
-    mapping_stages: int = 1
+    mapping_stages: int = 3
     sets_stages: int = 1
 
     def registers(self, programs: int) -> int:
@@ -176,6 +177,8 @@ def one_launch(geometry: Geometry, tiling: Tiling, itemsize: int, processors: in
         programs = geometry.segments * geometry.groups
     else:
         programs = geometry.segments * tiling.blocks(geometry)
+    if geometry.grouped and geometry.columns and geometry.channels // geometry.groups * itemsize < _LINE // 2:
+        return tiles <= _FEW_NARROW
     at_a_time = min(programs, 4 * processors) * tiles * tiling.block_channels * tiling.block_elements
     return tiles <= _FEW_TILES or (programs >= processors and at_a_time * itemsize <= _CACHE)
 
