@@ -137,7 +137,8 @@ def backward(kept: int, inner: int, itemsize: int, tensors: int, shared: int) ->
         else:
             return None
         deeper = found._replace(stages=3)
-        if itemsize == 2 and deeper.shared(itemsize, tensors) <= shared:
+        fits = deeper.shared(itemsize, tensors) <= shared and not (found.halves and tensors > 2)
+        if itemsize == 2 and fits:
             found = deeper
         if itemsize == 4 and block == 2 * a_tile:
             found = found._replace(stages=3, programs=1)
