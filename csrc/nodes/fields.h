@@ -74,6 +74,34 @@ inline const Fields& fields_of(const Node* node) {
   return found == field_table().end() ? none : found->second;
 }
 
+// Is it of an autograd function in Python? By name: torch does not export the type.
+inline bool is_python(const Node* node) {
+  static const std::type_info* known = nullptr;
+  const std::type_info& type = typeid(*node);
+  if (known == nullptr && std::strcmp(type.name(), "N5torch8autograd6PyNodeE") == 0) known = &type;
+  return known == &type;
+}
+// Its object; null for any other node.
+inline Ref python_function(const Node* node) {
+  if (!is_python(node)) return Ref();
+  Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
+  return object && THPFunction_Check(object.get()) ? std::move(object) : Ref();
+}
+// What classes of nodes are told apart by: a number that stays, while the class is there.
+inline const void* class_id(const Node* node) {
+  const Ref function = python_function(node);
+  return function ? static_cast<const void*>(Py_TYPE(function.get())) : &typeid(*node);
+}
+// The tensor that the node has saved in this place; null where it has not, or not yet.
+inline const SavedVariable* field_of_node(const Node* node, size_t at) {
+  const Fields& fields = fields_of(node);
+  if (at < fields.of.size()) return fields.of[at](node);
+  const Ref function = python_function(node);
+  if (!function) return nullptr;
+  const auto& saved = reinterpret_cast<THPFunction*>(function.get())->saved_variables;
+  return at < saved.size() ? &saved[at] : nullptr;
+}
+
 // What a hook has packed the tensor as, a new reference; null where no hook has.
 inline Ref packed_by_hook(const SavedVariable* saved) {
   if (!saved->has_hooks()) return Ref();
@@ -106,6 +134,7 @@ inline std::string all_told(const Node* node, PyObject* names) {
   } else if (const auto* const norm = as<torch::autograd::generated::NativeBatchNormBackward0>(node);
              norm != nullptr && PyTuple_GET_SIZE(names) == 2) {  // read in Python, it would keep an object of Python's
     told.raw(norm->eps), told.raw(norm->training);
+  } else if (is_python(node)) {  // what its function has put there is compared itself
   } else if (PyTuple_GET_SIZE(names) != 0) {
     const Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
     told.put_constants(object.get(), names);

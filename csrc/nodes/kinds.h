@@ -10,7 +10,7 @@
 
 namespace leannorm {
 
-constexpr int kMostChecks = 8, kMostFields = 5, kMostEdges = 6;
+constexpr int kMostChecks = 8, kMostFields = 9, kMostEdges = 6;
 
 // Where the value behind an edge is: none, not asked for, a leaf, registered at its node (`at`: its sort), or made by a
 // step of its own (`at`: the check of its node).
@@ -21,11 +21,11 @@ struct Edge {
 
 // One node that the search looked at.
 struct Check {
-  const std::type_info* type;
+  const void* type;
   uint32_t output;
   bool newest;  // was it still saving, when the search ran?
   std::string told;
-  Ref constants;  // their names
+  Ref constants;  // their names; of a function in Python, all that it has put there
   std::vector<Edge> edges;
   std::vector<int64_t> fields;  // the sort of each, or -1 for what is no value
 };
@@ -37,10 +37,10 @@ struct Source {
 };
 
 // What a norm captures: nothing, the bias of the call (or none, as the call had none), a copy of what the node has
-// saved in a field, or that itself.
+// saved in a field, that itself, or a copy of the leaf behind an edge.
 struct Part {
-  enum How { kAbsent, kOfCall, kAbsentInCall, kCopy, kItself } how;
-  int field;
+  enum How { kAbsent, kOfCall, kAbsentInCall, kCopy, kItself, kCopyOfLeaf } how;
+  int at;
 };
 
 // A step, with what belongs to one tensor alone left open.
@@ -53,12 +53,12 @@ struct Template {
   enum Captured { kNothing, kBatchNorm, kBatchNormWithBias, kOfNorm, kParts } captured;
   int copies, products;
   std::vector<Part> parts;
-  int told_by;  // of kParts: the field that has the call, whose eps is the step's last constant
+  int told_by;  // of kParts: the field that has the call, whose eps is the step's last constant; -1: none is asked
   mutable Ref sort;  // of the value that it makes, once that is known
 };
 
 struct Kind {
-  const std::type_info* type;
+  const void* type;
   uint32_t output, version;
   bool newest;
   at::ScalarType dtype;
@@ -85,6 +85,15 @@ inline bool proves(const Now& now, PyObject* leaf) {
   if (before == nullptr || v == nullptr) return false;
   return PyLong_AsLong(PyTuple_GET_ITEM(before, 1)) == static_cast<long>(v->_version()) &&
          matches(PyTuple_GET_ITEM(before, 2), *v);
+}
+
+// Has a function in Python the same attributes as before?
+inline bool has_put(PyObject* function, PyObject* before) {
+  static PyObject* const name = PyUnicode_InternFromString("__dict__");
+  const Ref now = get(function, name);
+  const int same = PyObject_RichCompareBool(now.get(), before, Py_EQ);
+  if (same < 0) throw Unusual();
+  return same == 1;
 }
 
 // The nodes and values of one save, in the places that a kind names.
@@ -117,21 +126,23 @@ class Match {
   bool holds(size_t i) {
     const Check& check = kind_.checks[i];
     Node* const node = nodes_[i];
-    if (typeid(*node) != *check.type || !now_.made(*node)) return false;
+    if (class_id(node) != check.type || !now_.made(*node)) return false;
     if ((node->sequence_nr() + 1 == now_.next) != check.newest) return false;
     const auto& edges = node->next_edges();
     if (edges.size() != check.edges.size()) return false;
-    const Fields& fields = fields_of(node);
     for (size_t k = 0; k < check.fields.size(); ++k) {
-      Ref value = packed_by_hook(fields.of[k](node));
+      const SavedVariable* const saved = field_of_node(node, k);
+      if (saved == nullptr) return false;
+      Ref value = packed_by_hook(saved);
       const bool there = value && is_value(value.get());
       if (there && (get(value.get(), slots.memory).get() != Py_None || !is_current(value.get()))) return false;
-      if (!there && !is_absent(fields.of[k](node))) return false;  // saved as it is, or by others' hooks
+      if (!there && !is_absent(saved)) return false;  // saved as it is, or by others' hooks
       if ((there ? sort_of(now_, value.get()) : -1) != check.fields[k]) return false;
       if (there) fields_[i][k] = std::move(value);
     }
     for (size_t k = 0; k < edges.size(); ++k)
       if (!holds(check.edges[k], edges[k].function.get(), edges[k].input_nr, i, k)) return false;
+    if (const Ref function = python_function(node); function && !has_put(function.get(), check.constants.get())) return false;
     return all_told(node, check.constants.get()) == check.told;
   }
   bool holds(const Edge& edge, Node* producer, uint32_t output, size_t i, size_t k) {
@@ -293,19 +304,23 @@ class Match {
   }
   // A norm's weight and bias, and statistics that it reads again.
   Ref parts(const Template& how) {
-    const Ref call = call_told_by(how, how.told_by);
+    const Ref call = how.told_by < 0 ? borrowed(Py_None) : call_told_by(how, how.told_by);
     PyObject* const constants = PyTuple_GET_ITEM(how.step.get(), kConstants);
     PyObject* const eps = PyTuple_GET_ITEM(constants, PyTuple_GET_SIZE(constants) - 1);
-    if (PyObject_RichCompareBool(PyTuple_GET_ITEM(call.get(), 0), eps, Py_EQ) != 1) throw Unusual();
+    if (how.told_by >= 0 && PyObject_RichCompareBool(PyTuple_GET_ITEM(call.get(), 0), eps, Py_EQ) != 1) throw Unusual();
     Ref made = checked(PyTuple_New(how.parts.size()));
     for (size_t i = 0; i < how.parts.size(); ++i) {
-      const auto& [from, field] = how.parts[i];
+      const auto& [from, at] = how.parts[i];
       const bool of_call = from == Part::kOfCall || from == Part::kAbsentInCall;
       Ref part = borrowed(of_call ? PyTuple_GET_ITEM(call.get(), 1) : Py_None);
       if (from == Part::kCopy || from == Part::kItself) {
-        PyObject* const saved = fields_[how.check][field].get();
+        PyObject* const saved = fields_[how.check][at].get();
         const Tensor t = look(saved);
         part = from == Part::kCopy ? copy_of(t) : get(saved, slots.tensor);
+      } else if (from == Part::kCopyOfLeaf) {
+        const Tensor* const leaf = tensor_of(edges_[how.check][at].get());
+        if (leaf == nullptr) throw Unusual();
+        part = copy_of(*leaf);
       }
       if ((part.get() == Py_None) != (from == Part::kAbsent || from == Part::kAbsentInCall)) throw Unusual();
       PyTuple_SET_ITEM(made.get(), i, part.release());

@@ -11,7 +11,7 @@ inline Ref object_of(py::handle from) { return borrowed(from.ptr()); }
 
 inline Check check_of(py::handle from, Node* node) {
   Check made;
-  made.type = &typeid(*node);
+  made.type = class_id(node);
   made.output = from["output"].cast<uint32_t>(), made.newest = from["newest"].cast<bool>();
   made.constants = object_of(from["constants"]);
   made.told = all_told(node, made.constants.get());
@@ -53,7 +53,7 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   const py::handle from(given);
   auto made = std::make_shared<Kind>(Kind{.device = t.device()});
   Node* const node = t.grad_fn().get();
-  made->type = &typeid(*node), made->output = t.output_nr(), made->version = t._version();
+  made->type = class_id(node), made->output = t.output_nr(), made->version = t._version();
   made->newest = node->sequence_nr() + 1 == next, made->dtype = t.scalar_type();
   made->sizes = t.sizes().vec(), made->strides = t.strides().vec();
   made->flags = object_of(from["flags"]), made->why = object_of(from["why"]);

@@ -69,19 +69,21 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
 }
 
 inline const NodeClass& class_of(State* p, const Node* node) {
-  auto [at, is_new] = p->memo->classes.try_emplace(typeid(*node));
+  const void* const id = class_id(node);
+  auto [at, is_new] = p->memo->classes.try_emplace(id);
   if (!is_new) return at->second;
   try {
     const Ref object = checked(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
     const Ref told = checked(PyObject_CallOneArg(p->told_of.get(), object.get()));
     const auto is = [&](int i) { return PyTuple_GET_ITEM(told.get(), i) == Py_True; };
-    NodeClass& made = p->memo->classes[typeid(*node)];
+    NodeClass& made = p->memo->classes[id];
+    made.type = borrowed(reinterpret_cast<PyObject*>(Py_TYPE(object.get())));
     made.name = borrowed(PyTuple_GET_ITEM(told.get(), 0)), made.why = borrowed(PyTuple_GET_ITEM(told.get(), 1));
     made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5);
     made.widens = is(6), made.joins = is(7), made.may_edit = is(8);
     return made;
   } catch (...) {
-    p->memo->classes.erase(typeid(*node));
+    p->memo->classes.erase(id);
     throw;
   }
 }
@@ -274,11 +276,12 @@ inline void remember(State* p, PyObject* value, PyObject* object, bool is_held) 
 inline std::shared_ptr<const Kind> kind_of(State* p, const Tensor& t, Node* node, std::optional<Match>& match) {
   const uint32_t output = t.output_nr(), version = t._version();
   const bool newest = node->sequence_nr() + 1 == p->now.next;
-  const auto found = p->memo->kinds.find(key_of(&typeid(*node), output, version, newest, t));
+  const void* const type = class_id(node);
+  const auto found = p->memo->kinds.find(key_of(type, output, version, newest, t));
   if (found == p->memo->kinds.end()) return nullptr;
   const auto kinds = found->second;  // kept: Python may learn more meanwhile
   for (const auto& kind : *kinds) {
-    if (kind->type != &typeid(*node) || kind->output != output || kind->version != version) continue;
+    if (kind->type != type || kind->output != output || kind->version != version) continue;
     if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
     match.emplace(p->now, *kind, node);
     if (match->holds()) return kind;

@@ -12,6 +12,7 @@ namespace leannorm {
 // A class of nodes, as a policy sees it (`NodeClass` of memo.py).
 struct NodeClass {
   Ref name, why;  // why its outputs are held
+  Ref type;  // of a function in Python: its number is another class's only once this is gone
   bool usual = false, searched = false, alias = false, clone = false, widens = false, joins = false, may_edit = false;
 };
 
@@ -19,14 +20,14 @@ struct NodeClass {
 struct Memo {
   using Kinds = std::vector<std::shared_ptr<const Kind>>;
   std::unordered_map<uint64_t, std::shared_ptr<const Kinds>> kinds;
-  std::unordered_map<std::type_index, NodeClass> classes;
+  std::unordered_map<const void*, NodeClass> classes;
   Sorts sorts;
   size_t size = 0;
 
   void clear() { kinds.clear(), sorts.of.clear(), size = 0; }
 };
 
-inline uint64_t key_of(const std::type_info* type, uint32_t output, long version, bool newest, const Tensor& t) {
+inline uint64_t key_of(const void* type, uint32_t output, long version, bool newest, const Tensor& t) {
   uint64_t h = reinterpret_cast<uint64_t>(type) + output;
   mix(h, version * 2 + newest), mix(h, static_cast<uint64_t>(t.scalar_type()));
   mix(h, static_cast<uint64_t>(t.device().type()) * 256 + t.device().index());

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import leannorm.functional as LF
+
 
 class Program:
     """Convolutions `m`, an input that is new in every pass, and `f(m, x, other)`, computed of them."""
@@ -246,7 +248,62 @@ def view_of_an_edited_leaf(m, x, other):
     return torch.mm(torch.mm(x.view(-1, 8), view), r).square().sum()
 
 
+def _normed(m, x, other, own, trained=True, **changed):
+    """leannorm's function of channels or rows, with another argument where `other`."""
+    weight, bias = m.square[0], m.square[1]
+    weight, bias = (nn.Parameter(t.detach().clone(), requires_grad=trained) for t in (weight, bias))
+    y = own(m[0](x), weight=weight, bias=bias, **(changed if other else {}))
+    return m[1](y).square().sum() + m[2](F.silu(y)).square().sum()
+
+
+def own_activation(m, x, other):
+    def own(x, act="relu", **given):
+        return LF.batch_norm_act(x, None, None, training=True, act=act, **given)
+
+    return _normed(m, x, other, own, act="silu")
+
+
+def own_groups(m, x, other):
+    return _normed(
+        m, x, other, lambda x, num_groups=2, **given: LF.group_norm(x, num_groups, **given), num_groups=4
+    )
+
+
+def own_eps(m, x, other):
+    def own(x, eps=1e-5, weight=None, bias=None):
+        return LF.layer_norm(x, (6,), weight[:6], bias[:6], eps)
+
+    return _normed(m, x, other, own, eps=0.5)
+
+
+def own_bias(m, x, other):
+    """It is saved by no node, and is a leaf behind an edge, of a node, frozen, or none."""
+    leaf = nn.Parameter(torch.ones(8))
+    bias = (leaf * 3.0) if other else leaf
+    y = LF.batch_norm(m[0](x), None, None, nn.Parameter(torch.ones(8)), bias, training=True)
+    z = LF.batch_norm(m[3](x), None, None, None, None if other else leaf, training=True)
+    return m[1](y).square().sum() + m[2](F.silu(z)).square().sum()
+
+
+def own_bias_is_edited(m, x, other):
+    bias = nn.Parameter(torch.ones(8))
+    y = LF.batch_norm(m[0](x), None, None, nn.Parameter(torch.ones(8)), bias, training=True)
+    with torch.no_grad():
+        bias.fill_(7.0 if other else 1.0)
+    return m[1](y).square().sum()
+
+
+def own_residual(m, x, other):
+    a, r = m[0](x), m[3](x)
+    weight = nn.Parameter(torch.ones(8))
+    y = LF.batch_norm_act(
+        a, None, None, weight, weight, training=True, act="relu", residual=r if other else None
+    )
+    return m[1](y).square().sum()
+
+
 GUARDED = [
+    *(own_activation, own_groups, own_eps, own_bias, own_bias_is_edited, own_residual),
     view_of_an_edited_leaf,
     *(kept_cast, cast_before_edit, scaled_before_edit, copied_to_edit),
     *(with_itself, two_apart, sum_with_itself, two_of_one_node, two_nodes, edited_before_its_reader),

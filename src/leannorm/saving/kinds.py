@@ -24,6 +24,7 @@ from leannorm.saving.graph import (
     is_lost,
     kind_of,
     saved,
+    saved_by_function,
 )
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act, scale_shift_add_act
 from leannorm.saving.recipes.views import ALIASES, VIEWS
@@ -53,9 +54,14 @@ _PARTS: dict[Any, tuple[tuple[str, ...], str]] = {
     "FusedRmsNormBackward0": (("weight",), "result1"),
     "CudnnBatchNormBackward0": (("weight", _BIAS, _NOTHING_AT_ALL, _NOTHING_AT_ALL), "result1"),
     torch.batch_norm_elemt: (("weight", _BIAS, "result1", "result2"), "result1"),  # of a native node
+    # leannorm's own tell their call themselves; a bias that they did not save is a leaf behind an edge
+    "leannorm.ChannelNorm": (("mask", "mean", "rstd", "weight", _BIAS), ""),
+    "leannorm.ChannelAffine": (("mask", "mean", "rstd", "weight", _BIAS), ""),
+    "leannorm.RowNorm": (("weight", _BIAS, "valid"), ""),
 }
-_ITSELF = {"result1", "result2"}
-_ABSENT, _OF_CALL, _ABSENT_IN_CALL, _COPY, _OWN = range(5)  # how a part is found
+OURS = {"leannorm.ChannelNorm", "leannorm.ChannelAffine", "leannorm.RowNorm"}
+_ITSELF = {"result1", "result2", "mean", "rstd"}
+_ABSENT, _OF_CALL, _ABSENT_IN_CALL, _COPY, _OWN, _COPY_OF_LEAF = range(6)  # how a part is found
 _OF_EDGES = {
     *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
     *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
@@ -82,6 +88,31 @@ def is_settled(value: Value, found: Step | Missing, tensor: Tensor) -> bool:
         return True
     usual = value.step is found and found.proved and not value.from_narrow and not value.in_rows
     return usual and trial.is_settled(value.step, tensor, value.layout)
+
+
+def _names(node: Any) -> list[str]:
+    """Of the saved tensors that kinds can ask for."""
+    if kind_of(node) not in OURS:
+        return list(NODES.fields(node))
+    return [name for name in type(node)._forward_cls.Kept._fields if name != "act"]
+
+
+def _fields(node: Any) -> list[Value | None]:
+    names = _names(node)
+    if kind_of(node) not in OURS:
+        return [saved(node, name) for name in names]
+    packed = saved_by_function(node, len(names))
+    if packed is None:
+        raise UnlikeError  # it is saving, or others' hooks have them
+    return packed
+
+
+def _leaf_edge(visit: Visit, step: Step) -> int:
+    """Of what the recipe asked for and no input is: its bias, where that is a leaf."""
+    found = [i for i, value in visit.given.items() if value is not None and value not in step.inputs]
+    if len(found) != 1 or kind_of(visit.node.next_functions[found[0]][0]) != ACCUMULATES:
+        raise UnlikeError
+    return found[0]
 
 
 class Learned:
@@ -127,16 +158,16 @@ class Learned:
     def _check(self, visit: Visit) -> dict[str, Any]:
         node = visit.node
         kind = kind_of(node)
-        if kind not in _OF_FIELDS and kind not in _OF_EDGES:
+        if kind not in _OF_FIELDS and kind not in _OF_EDGES and kind not in OURS:
             raise UnlikeError
-        fields = [saved(node, name) for name in NODES.fields(node)]
-        if is_lost(node, *NODES.fields(node)):
+        fields = _fields(node)
+        if kind not in OURS and is_lost(node, *NODES.fields(node)):
             raise UnlikeError  # saved as it is, or by others' hooks
         edges = [self._edge(visit, i, *edge) for i, edge in enumerate(node.next_functions)]
         return {
             "node": node,
             "output": visit.output,
-            "constants": constants_of(node),
+            "constants": dict(node.__dict__) if kind in OURS else constants_of(node),
             "newest": node._sequence_nr() + 1 == self._number,
             "fields": [-1 if field is None else sorts.sort_of(field) for field in fields],
             "edges": edges,
@@ -146,7 +177,7 @@ class Learned:
         """Of each field and edge, the first that has the same value."""
         seen = list[Any]()
         for visit, check in zip(self._visits, checks, strict=True):
-            seen += [saved(visit.node, name) for name in NODES.fields(visit.node)]
+            seen += _fields(visit.node)
             for i, (how, _) in enumerate(check["edges"]):
                 leaf = visit.node.next_functions[i][0].variable if how == _LEAF else None
                 seen.append(visit.given[i] if how == _VALUE else leaf)
@@ -179,8 +210,8 @@ class Learned:
     def _source(self, value: Value) -> tuple[int, int, int]:
         """Where the value is found."""
         for c, visit in enumerate(self._visits):
-            for i, name in enumerate(NODES.fields(visit.node)):
-                if saved(visit.node, name) is value:
+            for i, field in enumerate(_fields(visit.node)):
+                if field is value:
                     return _FROM_FIELD, c, i
             for i, given in visit.given.items():
                 if given is value:
@@ -206,7 +237,7 @@ class Learned:
         made_of = _PARTS.get(kind) or _PARTS.get(step.function)
         if made_of is not None:
             captured = _OF_PARTS
-            parts, told_by = self._parts(step, self._visits[check].node, *made_of)
+            parts, told_by = self._parts(step, self._visits[check], *made_of)
         elif step.captured:
             captured, inputs, copies = self._captured(step, self._visits[check])
         if any(value.name == COPIED_PART for value in inputs):
@@ -227,29 +258,36 @@ class Learned:
 
     @staticmethod
     def _parts(
-        step: Step, node: Any, names: tuple[str, ...], told_by: str
+        step: Step, visit: Visit, names: tuple[str, ...], told_by: str
     ) -> tuple[list[tuple[int, int]], int]:
-        """How each captured tensor is found, and which field has the call that told eps."""
-        teller, fields = saved(node, told_by), list(NODES.fields(node))
-        call = None if teller is None else teller.call
-        if not isinstance(call, CallArguments) or call.moves_affine or call.eps != step.constants[-1]:
+        """How each captured tensor is found, and which field has the call that told eps; -1 for none."""
+        fields = dict(zip(_names(visit.node), _fields(visit.node), strict=True))
+        teller = fields[told_by] if told_by else None
+        call = teller.call if teller is not None and isinstance(teller.call, CallArguments) else None
+        if told_by and (call is None or call.moves_affine or call.eps != step.constants[-1]):
             raise UnlikeError
         if len(names) != len(step.captured):
             raise UnlikeError
-        parts = list[tuple[int, int]]()
+        parts, at = list[tuple[int, int]](), list(fields)
         for name, captured in zip(names, step.captured, strict=True):
-            value = saved(node, name) if name in fields else None
-            itself = name in _ITSELF and value is not None and captured is value.tensor
-            unlike = captured is not (call.bias if name == _BIAS else None)
-            if (unlike and name not in fields) or (name in _ITSELF and not itself):
-                raise UnlikeError
-            if captured is None:
-                parts.append((_ABSENT_IN_CALL if name == _BIAS else _ABSENT, 0))
+            value = fields.get("bias" if name == _BIAS and call is None else name)
+            if name == _BIAS and call is not None:
+                if captured is not call.bias:
+                    raise UnlikeError
+                parts.append((_ABSENT_IN_CALL if captured is None else _OF_CALL, 0))
+            elif captured is None:
+                parts.append((_ABSENT, 0))
+            elif name in _ITSELF:
+                if value is None or captured is not value.tensor:
+                    raise UnlikeError
+                parts.append((_OWN, at.index(name)))
+            elif value is not None:
+                parts.append((_COPY, at.index("bias" if name == _BIAS else name)))
             elif name == _BIAS:
-                parts.append((_OF_CALL, 0))
+                parts.append((_COPY_OF_LEAF, _leaf_edge(visit, step)))
             else:
-                parts.append((_OWN if itself else _COPY, fields.index(name)))
-        return parts, fields.index(told_by)
+                raise UnlikeError
+        return parts, at.index(told_by) if told_by else -1
 
     def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
         """How what the step captures is made: by a batch norm, or it is that of a norm before."""

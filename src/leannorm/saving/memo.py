@@ -23,7 +23,7 @@ from leannorm.saving.graph import (
     kind_of,
     saved_names,
 )
-from leannorm.saving.kinds import Learned, UnlikeError, is_settled
+from leannorm.saving.kinds import OURS, Learned, UnlikeError, is_settled
 from leannorm.saving.narrowed import WIDENS, references_when_alone
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
@@ -134,7 +134,7 @@ def told_of(policy: Policy, node: Any) -> NodeClass:
     return NodeClass(
         name=kind or node.name(),
         why=reasons.NOT_REPEATED if kind in RECIPES else reasons.NO_RECIPE,
-        usual=not isinstance(node, BackwardCFunction) and kind not in _UNUSUAL,
+        usual=kind in OURS or not (isinstance(node, BackwardCFunction) or kind in _UNUSUAL),
         searched=(kind in RECIPES and policy.considers(kind)) or kind in WIDENS,
         alias=kind in ALIASES,
         clone=kind == "CloneBackward0",
