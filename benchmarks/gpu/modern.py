@@ -18,7 +18,7 @@ from leannorm import functional
 EPS = 1e-5
 GROUPS = 32
 # sizes of the input that forward and backward must move, where they are not those of the tensors of a Set
-MOVED = {"ada of a token": (4, 7), "add ada": (4, 6)}
+MOVED = {"ada of a token": (4, 5), "add ada": (4, 6), "gated": (3, 5)}
 KINDS = ("ada", "ada of a token", "add ada", "gated", "offset", "heads", "group")
 
 

@@ -138,7 +138,8 @@ struct Told {
     else all = false;
   }
   void put(const torch::autograd::InputMetadata& v) {
-    if (v.was_default_constructed() || v.is_cpp_nested_tensor()) return void(all = false);
+    if (v.was_default_constructed()) return raw(~size_t{0});  // an output without a gradient
+    if (v.is_cpp_nested_tensor()) return void(all = false);
     const auto shape = v.shape_as_dim_vector();
     raw(shape.size());
     for (const c10::SymInt& size : shape) put(size);

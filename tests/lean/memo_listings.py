@@ -15,6 +15,7 @@ class Program:
         make = [nn.Conv2d(8, 8, kernel, padding=kernel // 2, bias=False) for _ in range(4)]
         self.f, self.m, self.after = f, nn.ModuleList(make), after
         self.m.scale, self.m.square = nn.Parameter(torch.randn(8, 6, 6)), nn.Parameter(torch.randn(8, 8))
+        self.m.gain, self.m.shift = (nn.Parameter(torch.randn(8)) for _ in range(2))
         self.at_first = [p.detach().clone() for p in self.m.parameters()]
 
     def gradients(self, context, other, seed):
@@ -248,62 +249,53 @@ def view_of_an_edited_leaf(m, x, other):
     return torch.mm(torch.mm(x.view(-1, 8), view), r).square().sum()
 
 
-def _normed(m, x, other, own, trained=True, **changed):
-    """leannorm's function of channels or rows, with another argument where `other`."""
-    weight, bias = m.square[0], m.square[1]
-    weight, bias = (nn.Parameter(t.detach().clone(), requires_grad=trained) for t in (weight, bias))
-    y = own(m[0](x), weight=weight, bias=bias, **(changed if other else {}))
+def _normed(m, y):
     return m[1](y).square().sum() + m[2](F.silu(y)).square().sum()
 
 
 def own_activation(m, x, other):
-    def own(x, act="relu", **given):
-        return LF.batch_norm_act(x, None, None, training=True, act=act, **given)
-
-    return _normed(m, x, other, own, act="silu")
+    act = "silu" if other else "hardswish"
+    return _normed(m, LF.batch_norm_act(m[0](x), None, None, m.gain, m.shift, training=True, act=act))
 
 
 def own_groups(m, x, other):
-    return _normed(
-        m, x, other, lambda x, num_groups=2, **given: LF.group_norm(x, num_groups, **given), num_groups=4
-    )
+    return _normed(m, LF.group_norm(m[0](x), 4 if other else 2, m.gain, m.shift))
 
 
 def own_eps(m, x, other):
-    def own(x, eps=1e-5, weight=None, bias=None):
-        return LF.layer_norm(x, (6,), weight[:6], bias[:6], eps)
-
-    return _normed(m, x, other, own, eps=0.5)
+    return _normed(m, LF.layer_norm(m[0](x), (6,), m.gain[:6], None, 0.5 if other else 1e-5))
 
 
 def own_bias(m, x, other):
-    """It is saved by no node, and is a leaf behind an edge, of a node, frozen, or none."""
-    leaf = nn.Parameter(torch.ones(8))
-    bias = (leaf * 3.0) if other else leaf
-    y = LF.batch_norm(m[0](x), None, None, nn.Parameter(torch.ones(8)), bias, training=True)
-    z = LF.batch_norm(m[3](x), None, None, None, None if other else leaf, training=True)
-    return m[1](y).square().sum() + m[2](F.silu(z)).square().sum()
+    """No node saves it: it is a leaf behind an edge, or what a node has made, or there is none."""
+    bias = m.shift * 3.0 if other else m.shift
+    y = LF.batch_norm(m[0](x), None, None, m.gain, bias, training=True)
+    z = LF.batch_norm(m[3](x), None, None, None, None if other else m.shift, training=True)
+    return _normed(m, y) + m[2](F.silu(z)).square().sum()
+
+
+def own_other_bias(m, x, other):
+    y = LF.batch_norm(m[0](x), None, None, m.gain, m.gain if other else m.shift, training=True)
+    return _normed(m, y)
 
 
 def own_bias_is_edited(m, x, other):
-    bias = nn.Parameter(torch.ones(8))
-    y = LF.batch_norm(m[0](x), None, None, nn.Parameter(torch.ones(8)), bias, training=True)
-    with torch.no_grad():
-        bias.fill_(7.0 if other else 1.0)
-    return m[1](y).square().sum()
+    y = LF.batch_norm(m[0](x), None, None, m.gain, m.shift, training=True)
+    loss = _normed(m, y)
+    if other:
+        with torch.no_grad():
+            m.shift.mul_(7.0)
+    return loss
 
 
 def own_residual(m, x, other):
-    a, r = m[0](x), m[3](x)
-    weight = nn.Parameter(torch.ones(8))
-    y = LF.batch_norm_act(
-        a, None, None, weight, weight, training=True, act="relu", residual=r if other else None
-    )
-    return m[1](y).square().sum()
+    residual = m[3](x) if other else None
+    y = LF.batch_norm_act(m[0](x), None, None, m.gain, m.shift, training=True, act="relu", residual=residual)
+    return _normed(m, y)
 
 
 GUARDED = [
-    *(own_activation, own_groups, own_eps, own_bias, own_bias_is_edited, own_residual),
+    *(own_activation, own_groups, own_eps, own_bias, own_other_bias, own_bias_is_edited, own_residual),
     view_of_an_edited_leaf,
     *(kept_cast, cast_before_edit, scaled_before_edit, copied_to_edit),
     *(with_itself, two_apart, sum_with_itself, two_of_one_node, two_nodes, edited_before_its_reader),
