@@ -28,6 +28,9 @@ CALLS = {
 }
 
 
+GPU = "gpu-nvidia-h100-80gb-hbm3"  # the file of the GPU that the pages speak of
+
+
 class Measured(NamedTuple):
     """One setting of one model, and the run that it is of."""
 
@@ -191,6 +194,42 @@ def kernels(folder: str, head: str, *files: str) -> None:
 
     worst_first = sorted(names, key=lambda name: prod(reports[0][key]["ratio"] for key in names[name]))
     table(head, {name: [cell(report, names[name]) for report in reports] for name in worst_first})
+
+
+def of_gpu() -> dict[str, Any]:
+    """The results of `python -m benchmarks.gpu`."""
+    found: dict[str, Any] = json.loads((record.FOLDER / f"{GPU}.json").read_text())
+    return found
+
+
+def gpu(network: str, setting: str) -> Measured:
+    """A training step on the GPU, of stock's."""
+    (row,) = (r for r in of_gpu()["steps"] if (r["network"], r["setting"]) == (network, setting))
+    names = ("held_bytes", "max_memory_allocated", "milliseconds")
+    return Measured(*(row[f"{name}_of_stock"] for name in names), run=())
+
+
+def on_gpu() -> str:
+    """The GPU, the day and what it ran."""
+    about = of_gpu()
+    run = f"{about['device']}, torch {about['torch']}, Triton {about['triton']}, {about['date'][:10]}"
+    return f"{run}; a copy moves {about['copy_tb_s']:.2f} TB/s: `python -m benchmarks.gpu`"
+
+
+def gpu_kernels() -> None:
+    """µs of each direction, times torch's speed, and the share of the floor."""
+    rows = {(r["case"], tuple(r["shape"]), r["direction"], r["side"]): r for r in of_gpu()["rows"]}
+
+    def cell(*key: Any) -> str:
+        ours, theirs = rows[(*key, "ours")], rows[(*key, "torch")]
+        faster = theirs["microseconds"] / ours["microseconds"]
+        return f"{ours['microseconds']:.0f} | {faster:.2f} | {ours['share']:.2f}"
+
+    cases = dict.fromkeys(key[:2] for key in rows)
+    each = "µs | times torch's speed | share"
+    head = f"norm, bfloat16 | forward, {each} | backward, {each}"
+    names = {case: f"{case[0]} {'×'.join(map(str, case[1]))}" for case in cases}
+    table(head, {names[case]: f"{cell(*case, 'forward')} | {cell(*case, 'backward')}" for case in cases})
 
 
 def table(head: str, rows: Mapping[str, Measured | str | Iterable[Measured]]) -> None:

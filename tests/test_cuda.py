@@ -20,7 +20,7 @@ from leannorm.distributed.collective import add_up
 from leannorm.distributed.group import statistics_group
 from leannorm.distributed.headers import Arriving
 from leannorm.report.bench import CASES, bench
-from leannorm.saving import device, lean, packing, values
+from leannorm.saving import lean
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
@@ -147,47 +147,6 @@ def test_two_streams_read_what_one_rebuilds():
     stock = run(Stock())
     for _ in range(20):
         assert_same(run(lean("conv")), stock)
-
-
-BLOCKS = {
-    "batch norm": (lambda: lean_cases.around(nn.ReLU(), nn.SiLU()), lean_cases.IMAGE),
-    "layer norm": (lambda: lean_cases.on_tokens(nn.LayerNorm(32), nn.GELU()), lean_cases.TOKENS),
-    "RMS norm": (lambda: lean_cases.on_tokens(nn.RMSNorm(32), nn.GELU()), lean_cases.TOKENS),
-    "attention": (lambda: lean_cases.on_tokens(lean_cases.Attention(False)), lean_cases.TOKENS),
-    "group norm": (
-        lambda: nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.SiLU(), nn.Conv2d(16, 8, 3)),
-        lean_cases.IMAGE,
-    ),
-}
-
-
-@pytest.mark.skipif(NODES is None, reason="the hooks in C++ are not built")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("setting", ["norm", "conv"])
-@pytest.mark.parametrize("name", BLOCKS)
-def test_later_passes_are_packed_and_rebuilt_in_cpp(name, setting, dtype, monkeypatch):
-    make, shape = BLOCKS[name]
-    device._used.clear()  # another test may have used a second stream, for which the hooks are in Python
-    model = make().cuda().to(dtype)
-    for _ in range(6):
-        x = torch.randn(shape, device="cuda", dtype=dtype)
-        step(model, x, lean(setting), False)
-    stock = same_twice(copy.deepcopy(model), x, False)
-    asked, pack, unpack = [], packing.Packing._pack, values.Value.read
-
-    def packed(self, tensor, *given):
-        asked.append((str(tensor.grad_fn), tensor.dtype, tensor.shape))
-        return pack(self, tensor, *given)
-
-    def rebuilt(value, *given):
-        asked.append((value.name,))
-        return unpack(value, *given)
-
-    monkeypatch.setattr(packing.Packing, "_pack", packed)
-    monkeypatch.setattr(values.Value, "read", rebuilt)
-    ours = step(model, x, lean(setting), False)
-    assert_same({key: ours[key] for key in stock}, stock)
-    assert not [one for one in asked if "ToCopy" not in one[0]]  # the loss's own cast is held in fewer bytes
 
 
 def test_convolutions_are_held_where_threads_time_their_algorithms():

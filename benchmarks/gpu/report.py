@@ -82,7 +82,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.gpu", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.gpu", *_without_folder(sys.argv[1:])]),
     }
     for package in ("triton", "torchvision", "timm", "liger_kernel", "quack"):
         try:
@@ -95,6 +95,12 @@ def environment(device: torch.device) -> dict[str, Any]:
         found |= {"multiprocessors": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size}
         found |= {"memory_bytes": properties.total_memory}
     return found
+
+
+def _without_folder(arguments: list[str]) -> list[str]:
+    """Where the results go says nothing of them."""
+    at = arguments.index("--out") if "--out" in arguments else len(arguments)
+    return arguments[:at] + arguments[at + 2 :]
 
 
 def _driver() -> str | None:

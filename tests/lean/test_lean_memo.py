@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from memo_listings import GUARDED, Program, flags_within, scaled_before_edit
 from torch import nn
 
-from leannorm import convert
 from leannorm.autograd.nodes import NODES
 from leannorm.saving import lean, memo, packing, small
 
@@ -125,34 +124,6 @@ def test_ledgers_and_gradients_are_those_of_the_search(monkeypatch, setting):
         for a, b in zip(searched, _passes(_net(), setting, 6), strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
             assert a[1:] == b[1:]
-
-
-OURS = {
-    "batch": lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(True), nn.Conv2d(8, 8, 1)),
-    "batch, no affine": lambda: nn.Sequential(
-        nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8, affine=False), nn.SiLU(), nn.Conv2d(8, 8, 1)
-    ),
-    "evaluation": lambda: nn.Sequential(
-        nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8).eval(), nn.SiLU(), nn.Conv2d(8, 8, 1)
-    ),
-    "group": lambda: nn.Sequential(nn.Conv2d(8, 8, 1), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 8, 1)),
-    "layer": lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 6)),
-    "rms": lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6), nn.GELU(), nn.Linear(6, 6)),
-}
-
-
-@pytest.mark.parametrize("setting", ["norm", "conv"])
-@pytest.mark.parametrize("name", OURS)
-def test_a_converted_network_is_packed_without_python(name, setting, monkeypatch):
-    net = convert(OURS[name]())
-    stock = _passes(net, None, 8)
-    found = _passes(net, setting, 7)
-    asked = []
-    _asked_python(monkeypatch, asked)
-    found += _passes(net, setting, 8)[7:]
-    assert not asked
-    for a, b in zip(stock, found, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
 
 
 def test_a_sum_goes_by_what_is_added(monkeypatch):

@@ -1,7 +1,7 @@
 """What a search finds for one tensor becomes a kind of save, which the C++ hook (csrc/nodes/memo.h) looks up.
 
 A pass that asks for something else (other hooks, `verify`, sharded weights) is Python's, as is every tensor
-that is none of torch's two classes, is not on the CPU, or is saved under a mode or in another thread.
+that is none of torch's two classes, is neither on the CPU nor on CUDA, or is saved under a mode or in another thread.
 """
 
 from __future__ import annotations
