@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <memory>
 
 namespace leannorm {
@@ -36,7 +37,7 @@ struct Source {
   int check, index;
 };
 
-// What a norm captures: nothing, the bias of the call (or none, as the call had none), a copy of what the node has
+// What a norm captures: nothing, the bias of the call, of `at` values (or none, as the call had none), a copy of what the node has
 // saved in a field, that itself, or a copy of the leaf behind an edge.
 struct Part {
   enum How { kAbsent, kOfCall, kAbsentInCall, kCopy, kItself, kCopyOfLeaf } how;
@@ -87,13 +88,34 @@ inline bool proves(const Now& now, PyObject* leaf) {
          matches(PyTuple_GET_ITEM(before, 2), *v);
 }
 
+// Equal, as `exact` of graph.py: 0.0 is not -0.0, and neither 1 nor True is 1.0.
+inline bool is_exactly(PyObject* a, PyObject* b) {
+  if (Py_TYPE(a) != Py_TYPE(b)) return false;
+  if (PyFloat_CheckExact(a)) return std::signbit(PyFloat_AS_DOUBLE(a)) == std::signbit(PyFloat_AS_DOUBLE(b)) && PyFloat_AS_DOUBLE(a) == PyFloat_AS_DOUBLE(b);
+  if (PyTuple_Check(a)) {
+    if (PyTuple_GET_SIZE(a) != PyTuple_GET_SIZE(b)) return false;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(a); ++i)
+      if (!is_exactly(PyTuple_GET_ITEM(a, i), PyTuple_GET_ITEM(b, i))) return false;
+    return true;
+  }
+  if (PyDict_CheckExact(a)) {
+    if (PyDict_GET_SIZE(a) != PyDict_GET_SIZE(b)) return false;
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(a, &at, &key, &value);) {
+      PyObject* const other = PyDict_GetItemWithError(b, key);
+      if (other == nullptr || !is_exactly(value, other)) return false;
+    }
+    return true;
+  }
+  const int same = a == b ? 1 : PyObject_RichCompareBool(a, b, Py_EQ);
+  if (same < 0) throw Unusual();
+  return same == 1;
+}
+
 // Has a function in Python the same attributes as before?
 inline bool has_put(PyObject* function, PyObject* before) {
   static PyObject* const name = PyUnicode_InternFromString("__dict__");
-  const Ref now = get(function, name);
-  const int same = PyObject_RichCompareBool(now.get(), before, Py_EQ);
-  if (same < 0) throw Unusual();
-  return same == 1;
+  return is_exactly(get(function, name).get(), before);
 }
 
 // The nodes and values of one save, in the places that a kind names.
@@ -313,7 +335,10 @@ class Match {
       const auto& [from, at] = how.parts[i];
       const bool of_call = from == Part::kOfCall || from == Part::kAbsentInCall;
       Ref part = borrowed(of_call ? PyTuple_GET_ITEM(call.get(), 1) : Py_None);
-      if (from == Part::kCopy || from == Part::kItself) {
+      if (from == Part::kOfCall) {  // instance norm folds the batch into channels, and repeats its bias
+        const Tensor* const bias = tensor_of(part.get());
+        if (bias == nullptr || bias->numel() != at) throw Unusual();
+      } else if (from == Part::kCopy || from == Part::kItself) {
         PyObject* const saved = fields_[how.check][at].get();
         const Tensor t = look(saved);
         part = from == Part::kCopy ? copy_of(t) : get(saved, slots.tensor);

@@ -94,7 +94,7 @@ inline PyObject* begin(PyObject*, PyObject* arguments) {
   made->flags = object_of(from["flags"]);
   made->before = object_of(from["before"]), made->provenance = object_of(from["provenance"]);
   made->ledger = object_of(from["ledger"]), made->values = object_of(from["values"]);
-  made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]);
+  made->sorter = object_of(from["sorter"]), made->told_of = object_of(from["told_of"]), made->ours = object_of(from["ours"]);
   made->read = object_of(from["read"]), made->apply = object_of(from["apply"]), made->call = borrowed(Py_None);
   made->norms = object_of(from["norms"]), made->row_norms = object_of(from["row_norms"]), made->arguments = object_of(from["arguments"]);
   made->smaller = object_of(from["smaller"]), made->edited = object_of(from["edited"]), made->kept = object_of(from["kept"]);

@@ -69,6 +69,10 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
 }
 
 inline const NodeClass& class_of(State* p, const Node* node) {
+  if (const Ref function = python_function(node); function) {
+    const int ours = PyDict_Contains(p->ours.get(), reinterpret_cast<PyObject*>(Py_TYPE(function.get())));
+    if (ours != 1) throw Unusual();  // a user's, whose class may be gone tomorrow
+  }
   const void* const id = class_id(node);
   auto [at, is_new] = p->memo->classes.try_emplace(id);
   if (!is_new) return at->second;
@@ -77,7 +81,6 @@ inline const NodeClass& class_of(State* p, const Node* node) {
     const Ref told = checked(PyObject_CallOneArg(p->told_of.get(), object.get()));
     const auto is = [&](int i) { return PyTuple_GET_ITEM(told.get(), i) == Py_True; };
     NodeClass& made = p->memo->classes[id];
-    made.type = borrowed(reinterpret_cast<PyObject*>(Py_TYPE(object.get())));
     made.name = borrowed(PyTuple_GET_ITEM(told.get(), 0)), made.why = borrowed(PyTuple_GET_ITEM(told.get(), 1));
     made.usual = is(2), made.searched = is(3), made.alias = is(4), made.clone = is(5);
     made.widens = is(6), made.joins = is(7), made.may_edit = is(8);

@@ -12,7 +12,6 @@ namespace leannorm {
 // A class of nodes, as a policy sees it (`NodeClass` of memo.py).
 struct NodeClass {
   Ref name, why;  // why its outputs are held
-  Ref type;  // of a function in Python: its number is another class's only once this is gone
   bool usual = false, searched = false, alias = false, clone = false, widens = false, joins = false, may_edit = false;
 };
 
@@ -46,7 +45,7 @@ struct Caller {
 // One forward pass.
 struct State {
   std::shared_ptr<Memo> memo;
-  Ref packing, pack, flags, before, provenance, ledger, values, sorter, told_of, read, norms, row_norms, arguments, apply, call;
+  Ref packing, pack, flags, before, provenance, ledger, values, sorter, told_of, ours, read, norms, row_norms, arguments, apply, call;
   Ref vain, smaller, edited, kept, planned;  // searches in vain (vain.py), and reasons
   Ref copied, convolutions, linear;  // codes: norms, and products whose bias may be frozen
   std::unordered_map<PyObject*, Caller> callers;

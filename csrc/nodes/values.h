@@ -161,6 +161,10 @@ inline Ref stream_of(const Tensor& t) {
   if (t.is_cpu()) return borrowed(Py_None);
   constexpr size_t kMost = 64;
   static auto* const known = new std::vector<std::pair<c10::Stream, PyObject*>>();
+  if (PyDict_GET_SIZE(streams.used) == 0) {  // what Python has forgotten, it notes again
+    for (const auto& [stream, object] : *known) Py_DECREF(object);
+    known->clear();
+  }
   const c10::Stream now = c10::impl::VirtualGuardImpl(t.device().type()).getStream(t.device());
   for (const auto& [stream, object] : *known)
     if (stream == now) return borrowed(object);

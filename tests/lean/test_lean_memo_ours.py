@@ -1,12 +1,17 @@
 """Saves of converted networks, whose norms are leannorm's own nodes, go without Python as torch's do."""
 
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.nn.functional as F
 from test_lean_memo import _asked_python, _passes, searched  # noqa: F401
 from torch import nn
 
 from leannorm import convert
 from leannorm.autograd.nodes import NODES
+from leannorm.saving import lean
 
 pytestmark = pytest.mark.skipif(NODES is None, reason="the memo is a part of the C++ nodes")
 
@@ -37,3 +42,32 @@ def test_a_converted_network_is_packed_without_python(name, setting, monkeypatch
     assert not asked
     for a, b in zip(stock, found, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+
+
+def test_a_class_of_a_user_is_not_kept():
+    """A function that is defined within each forward pass goes with it, and with what it has closed over."""
+    alive = []
+
+    def step():
+        big = torch.ones(100)
+
+        class Twice(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, dy):
+                return dy * 2 + 0 * big.sum()
+
+        alive.append(weakref.ref(Twice))
+        with lean():
+            y = Twice.apply(torch.randn(8, 8, requires_grad=True).sin())
+            loss = F.silu(y).square().sum()
+        loss.backward()
+
+    for _ in range(4):
+        step()
+    gc.collect()
+    assert not any(reference() for reference in alive)

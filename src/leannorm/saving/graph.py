@@ -18,14 +18,14 @@ from leannorm.saving.values import Value
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
 _WAITING, _IN_VIEW = "leannorm waiting", "leannorm in view"
 _KEYS = tuple([f"leannorm {output}" for output in range(8)])  # in a node's metadata, of its outputs
-_OURS: dict[type, str] = {}
+FUNCTIONS: dict[type, str] = {}
 ACCUMULATES = "AccumulateGrad"
 PASSES_ON = "leannorm.RegisterPostBackwardFunction"  # of FSDP2: its outputs are its inputs
 
 
 def kind_of_function(function: type) -> str:
     """Register an autograd function of leannorm or torch; returns the kind that `kind_of` gives its nodes."""
-    return _OURS.setdefault(function._backward_cls, f"leannorm.{function.__name__}")  # type: ignore[attr-defined]
+    return FUNCTIONS.setdefault(function._backward_cls, f"leannorm.{function.__name__}")  # type: ignore[attr-defined]
 
 
 def kind_of(node: Any) -> str:
@@ -34,7 +34,7 @@ def kind_of(node: Any) -> str:
     Functions are told apart by class, since a user's function may have any name.
     """
     if isinstance(node, BackwardCFunction):
-        return _OURS.get(type(node), "")
+        return FUNCTIONS.get(type(node), "")
     return type(node).__name__
 
 

@@ -235,7 +235,7 @@ class Learned:
         captured, inputs, copies = _NOTHING, step.inputs, 0
         parts, told_by = list[tuple[int, int]](), 0
         made_of = _PARTS.get(kind) or _PARTS.get(step.function)
-        if made_of is not None:
+        if made_of is not None and step.captured:
             captured = _OF_PARTS
             parts, told_by = self._parts(step, self._visits[check], *made_of)
         elif step.captured:
@@ -274,7 +274,7 @@ class Learned:
             if name == _BIAS and call is not None:
                 if captured is not call.bias:
                     raise UnlikeError
-                parts.append((_ABSENT_IN_CALL if captured is None else _OF_CALL, 0))
+                parts.append((_ABSENT_IN_CALL, 0) if captured is None else (_OF_CALL, len(captured)))
             elif captured is None:
                 parts.append((_ABSENT, 0))
             elif name in _ITSELF:

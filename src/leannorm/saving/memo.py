@@ -1,7 +1,8 @@
 """What a search finds for one tensor becomes a kind of save, which the C++ hook (csrc/nodes/memo.h) looks up.
 
 A pass that asks for something else (other hooks, `verify`, sharded weights) is Python's, as is every tensor
-that is none of torch's two classes, is neither on the CPU nor on CUDA, or is saved under a mode or in another thread.
+that is none of torch's two classes, on a device that is neither a CPU nor CUDA, or saved under a mode or in
+another thread.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from leannorm.saving import calls, reasons, sorts
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import (
     ACCUMULATES,
+    FUNCTIONS,
     PASSES_ON,
     kind_of,
     saved_names,
@@ -160,6 +162,7 @@ def hook_of(packing: Any, smallest: int, from_here: bool) -> Any:
         "values": packing.ledger.references,
         "sorter": sorts.sort_of,
         "told_of": partial(told_of, policy),
+        "ours": FUNCTIONS,
         "read": calls.READ,
         "norms": calls.NORMS,
         "row_norms": calls.ROW_NORMS,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import reasons
+from leannorm.saving import reasons, trial
 from leannorm.saving.calls import know_attention
 from leannorm.saving.device import asynchronous
 from leannorm.saving.graph import (
@@ -193,6 +193,9 @@ class Search:
             if value.sample is None and value.users and _is_leaf_on_cpu(value.tensor):
                 assert value.tensor is not None  # not sampled when the node saved it
                 proved = proved and self.leaves.proves(node, value.tensor)
+        for copied in visit.given.values():
+            if copied is not None and copied.step is not None and copied not in step.inputs:
+                proved = proved and trial.proved(copied.step)
         told = identity(node)
         proved = proved and step.proved and told is not None
         told = (told, step.identity) if step.identity else told  # a norm and its activation
