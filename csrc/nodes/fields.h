@@ -70,8 +70,13 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
 
 inline const Fields& fields_of(const Node* node) {
   static const Fields none;
-  const auto found = field_table().find(typeid(*node));
-  return found == field_table().end() ? none : found->second;
+  static auto* const known = new std::unordered_map<const std::type_info*, const Fields*>();  // a name is slow to hash
+  const Fields*& fields = (*known)[&typeid(*node)];
+  if (fields == nullptr) {
+    const auto found = field_table().find(typeid(*node));
+    fields = found == field_table().end() ? &none : &found->second;
+  }
+  return *fields;
 }
 
 // Is it of an autograd function in Python? By name: torch does not export the type.
@@ -89,18 +94,26 @@ inline Ref python_function(const Node* node) {
 }
 // What classes of nodes are told apart by: a number that stays, while the class is there.
 inline const void* class_id(const Node* node) {
+  if (!is_python(node)) return &typeid(*node);
   const Ref function = python_function(node);
   return function ? static_cast<const void*>(Py_TYPE(function.get())) : &typeid(*node);
 }
-// The tensor that the node has saved in this place; null where it has not, or not yet.
-inline const SavedVariable* field_of_node(const Node* node, size_t at) {
-  const Fields& fields = fields_of(node);
-  if (at < fields.of.size()) return fields.of[at](node);
-  const Ref function = python_function(node);
-  if (!function) return nullptr;
-  const auto& saved = reinterpret_cast<THPFunction*>(function.get())->saved_variables;
-  return at < saved.size() ? &saved[at] : nullptr;
-}
+// The tensors that a node, of a function in Python if there is one, has saved in their places; null where it has not yet.
+class SavedOf {
+ public:
+  SavedOf(const Node* node, PyObject* function) : node_(node), fields_(fields_of(node)) {
+    if (function != nullptr) own_ = &reinterpret_cast<THPFunction*>(function)->saved_variables;
+  }
+  const SavedVariable* operator[](size_t at) const {
+    if (own_ != nullptr) return at < own_->size() ? &(*own_)[at] : nullptr;
+    return at < fields_.of.size() ? fields_.of[at](node_) : nullptr;
+  }
+
+ private:
+  const Node* node_;
+  const Fields& fields_;
+  const std::vector<SavedVariable>* own_ = nullptr;
+};
 
 // What a hook has packed the tensor as, a new reference; null where no hook has.
 inline Ref packed_by_hook(const SavedVariable* saved) {

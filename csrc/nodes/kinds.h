@@ -4,6 +4,8 @@
 
 #include "sorts.h"
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -68,6 +70,7 @@ struct Kind {
   std::vector<Check> checks;
   std::vector<Template> templates;  // the tensor's own first; empty where it is held
   std::vector<int> same;  // of each field and edge, the first that had the same value
+  std::vector<size_t> first;  // of each check, its first place there
   Ref flags, why, seconds;
   bool is_view;
 };
@@ -121,7 +124,7 @@ inline bool has_put(PyObject* function, PyObject* before) {
 // The nodes and values of one save, in the places that a kind names.
 class Match {
  public:
-  Match(const Now& now, const Kind& kind, Node* node) : now_(now), kind_(kind) { nodes_[0] = node; }
+  Match(const Now& now, const Kind& kind, Node* node) : now_(now), kind_(kind) { nodes_[0] = node, found_.resize(kind.same.size()); }
 
   // Is all true that the search had found?
   bool holds() {
@@ -152,19 +155,21 @@ class Match {
     if ((node->sequence_nr() + 1 == now_.next) != check.newest) return false;
     const auto& edges = node->next_edges();
     if (edges.size() != check.edges.size()) return false;
+    const Ref function = python_function(node);
+    const SavedOf all_saved(node, function.get());
     for (size_t k = 0; k < check.fields.size(); ++k) {
-      const SavedVariable* const saved = field_of_node(node, k);
+      const SavedVariable* const saved = all_saved[k];
       if (saved == nullptr) return false;
       Ref value = packed_by_hook(saved);
       const bool there = value && is_value(value.get());
       if (there && (get(value.get(), slots.memory).get() != Py_None || !is_current(value.get()))) return false;
       if (!there && !is_absent(saved)) return false;  // saved as it is, or by others' hooks
       if ((there ? sort_of(now_, value.get()) : -1) != check.fields[k]) return false;
-      if (there) fields_[i][k] = std::move(value);
+      if (there) field(i, k) = std::move(value);
     }
     for (size_t k = 0; k < edges.size(); ++k)
       if (!holds(check.edges[k], edges[k].function.get(), edges[k].input_nr, i, k)) return false;
-    if (const Ref function = python_function(node); function && !has_put(function.get(), check.constants.get())) return false;
+    if (function && !has_put(function.get(), check.constants.get())) return false;
     return all_told(node, check.constants.get()) == check.told;
   }
   bool holds(const Edge& edge, Node* producer, uint32_t output, size_t i, size_t k) {
@@ -174,8 +179,8 @@ class Match {
     if (edge.how == Edge::kLeaf) {
       const auto* const leaf = as<torch::autograd::AccumulateGrad>(producer);
       if (leaf == nullptr) return false;
-      edges_[i][k] = checked(THPVariable_Wrap(leaf->variable));
-      return proves(now_, edges_[i][k].get());
+      edge_value(i, k) = checked(THPVariable_Wrap(leaf->variable));
+      return proves(now_, edge_value(i, k).get());
     }
     if (now_.from_here && !now_.made(*producer)) return false;
     Registered found = registered(producer, output);
@@ -191,29 +196,26 @@ class Match {
     PyObject* const value = found.value.get();
     if (get(value, slots.memory).get() != Py_None || get(value, slots.as_made).get() != Py_True) return false;
     if (sort_of(now_, value) != edge.at || !is_current(value)) return false;
-    edges_[i][k] = std::move(found.value);
+    edge_value(i, k) = std::move(found.value);
     return true;
   }
 
   // Were the same of these values one and the same? A product of a tensor with itself is no product of two.
   bool same_as_before() const {
-    std::array<PyObject*, kMostChecks*(kMostFields + kMostEdges)> seen;
-    size_t count = 0;
-    for (size_t i = 0; i < kind_.checks.size(); ++i) {
-      for (size_t k = 0; k < kind_.checks[i].fields.size(); ++k) seen[count++] = fields_[i][k].get();
-      for (size_t k = 0; k < kind_.checks[i].edges.size(); ++k) seen[count++] = edges_[i][k].get();
-    }
-    for (size_t at = 0; at < count; ++at) {
+    for (size_t at = 0; at < found_.size(); ++at) {
       size_t first = at;
-      if (seen[at] != nullptr) first = std::find(seen.begin(), seen.begin() + at, seen[at]) - seen.begin();
+      for (size_t before = 0; before < at && first == at && found_[at]; ++before)
+        if (found_[before].get() == found_[at].get()) first = before;
       if (static_cast<int>(first) != kind_.same[at]) return false;
     }
     return true;
   }
+  Ref& field(size_t check, size_t at) { return found_[kind_.first[check] + at]; }
+  Ref& edge_value(size_t check, size_t at) { return found_[kind_.first[check] + kind_.checks[check].fields.size() + at]; }
 
   Ref value_of(const Source& source) {
-    if (source.how == Source::kField) return borrowed(fields_[source.check][source.index].get());
-    PyObject* const at = edges_[source.check][source.index].get();
+    if (source.how == Source::kField) return borrowed(field(source.check, source.index).get());
+    PyObject* const at = edge_value(source.check, source.index).get();
     if (source.how == Source::kEdge) return borrowed(at);
     if (source.how == Source::kLeaf) {
       static PyObject* const unnamed = PyUnicode_InternFromString("");
@@ -316,8 +318,8 @@ class Match {
     return *v;
   }
   // What the call told that saved this field: eps, bias, reads_buffers, moves_affine, causal (calls.py).
-  Ref call_told_by(const Template& how, int field) const {
-    PyObject* const value = fields_[how.check][field].get();
+  Ref call_told_by(const Template& how, int at) {
+    PyObject* const value = field(how.check, at).get();
     if (value == nullptr) throw Unusual();
     Ref call = get(value, slots.call);
     if (!PyTuple_Check(call.get()) || PyTuple_GET_SIZE(call.get()) != 5) throw Unusual();
@@ -339,11 +341,11 @@ class Match {
         const Tensor* const bias = tensor_of(part.get());
         if (bias == nullptr || bias->numel() != at) throw Unusual();
       } else if (from == Part::kCopy || from == Part::kItself) {
-        PyObject* const saved = fields_[how.check][at].get();
+        PyObject* const saved = field(how.check, at).get();
         const Tensor t = look(saved);
         part = from == Part::kCopy ? copy_of(t) : get(saved, slots.tensor);
       } else if (from == Part::kCopyOfLeaf) {
-        const Tensor* const leaf = tensor_of(edges_[how.check][at].get());
+        const Tensor* const leaf = tensor_of(edge_value(how.check, at).get());
         if (leaf == nullptr) throw Unusual();
         part = copy_of(*leaf);
       }
@@ -354,7 +356,7 @@ class Match {
   }
   // scale and shift of a batch norm, whose call its statistics tell
   Ref statistics(const Template& how) {
-    const auto& fields = fields_[how.check];  // input, weight, result1, result2
+    const Ref* const fields = &field(how.check, 0);  // input, weight, result1, result2
     const Tensor weight = look(fields[1].get()), mean = look(fields[2].get()), rstd = look(fields[3].get());
     const Ref call = call_told_by(how, 2);
     PyObject* const given = PyTuple_GET_ITEM(call.get(), 1);
@@ -371,8 +373,7 @@ class Match {
   const Now& now_;
   const Kind& kind_;
   std::array<Node*, kMostChecks> nodes_{};
-  std::array<std::array<Ref, kMostFields>, kMostChecks> fields_;
-  std::array<std::array<Ref, kMostEdges>, kMostChecks> edges_;
+  c10::SmallVector<Ref, 24> found_;  // of each check, in the order of `same`: its fields, then its edges
   std::vector<std::pair<int, Ref>> made_;
 };
 

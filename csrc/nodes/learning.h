@@ -61,7 +61,9 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   for (const py::handle check : from["checks"]) made->checks.push_back(check_of(check, node_of(py::object(check["node"]).ptr())));
   for (const py::handle how : from["templates"]) made->templates.push_back(template_of(how));
   made->same = from["same"].cast<std::vector<int>>();
-  if (made->checks.size() > kMostChecks) Py_RETURN_FALSE;
+  size_t places = 0;
+  for (const Check& check : made->checks) made->first.push_back(places), places += check.fields.size() + check.edges.size();
+  if (made->checks.size() > kMostChecks || places != made->same.size()) Py_RETURN_FALSE;
   for (const Check& check : made->checks)
     if (check.told.empty() || check.edges.size() > kMostEdges || check.fields.size() > kMostFields) Py_RETURN_FALSE;
   Memo& memo = *reinterpret_cast<MemoObject*>(self)->memo;
