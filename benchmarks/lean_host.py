@@ -1,6 +1,6 @@
 """What the saved-tensor hooks of `lean()` cost the host: µs a saved tensor over hooks that do nothing.
 
-    python -m benchmarks.lean_host [chain mobilenetv3 efficientnet_b0 llama] [--turns 12] [--json FILE]
+    python -m benchmarks.lean_host [chain mobilenetv3 efficientnet_b0 llama] [--converted] [--json FILE]
 
 Process time of one thread; the settings take turns, the least of the turns counts. Forward: pack. Backward:
 unpack with the kernels of the rebuilds. Run it alone: what others do on the machine is in it.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import record
+from leannorm import convert
 from leannorm.saving import lean, small
 
 SETTINGS: dict[str, Callable[[], Any]] = {
@@ -103,6 +104,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.lean_host", description=__doc__)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument(
+        "--converted", action="store_true", help="with leannorm's norms, whose nodes are its own"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -110,8 +114,9 @@ def main() -> None:
     rows = []
     for name in options.models or MODELS:
         torch.manual_seed(0)
-        for row in measure(*MODELS[name](), options.turns):
-            rows.append({"model": name, **row})
+        model, x = MODELS[name]()
+        for row in measure(convert(model) if options.converted else model, x, options.turns):
+            rows.append({"model": f"{name}, converted" if options.converted else name, **row})
             print(rows[-1], flush=True)
     if options.json:
         record.write(options.json, rows, "model", "setting")
