@@ -1,6 +1,7 @@
 """What the saved-tensor hooks of `lean()` cost the host: µs a saved tensor over hooks that do nothing.
 
-    python -m benchmarks.lean_host [chain mobilenetv3 efficientnet_b0 llama] [--converted] [--json FILE]
+    python -m benchmarks.lean_host [chain mobilenetv3 efficientnet_b0 llama] [--converted]
+        [--turns 12] [--json FILE]
 
 Process time of one thread; the settings take turns, the least of the turns counts. Forward: pack. Backward:
 unpack with the kernels of the rebuilds. Run it alone: what others do on the machine is in it.

@@ -26,7 +26,8 @@ template <class Key> constexpr c10::DispatchKeySet of_named_dims() {
 }
 
 // Is nothing active in this thread that looks at operators, or stands in for tensors: no transform, tracer, mode?
-// Autocast may be, which does not know our operators, and inference mode, and torch.matmul's, without named dimensions.
+// Three modes may be: autocast, which does not know our operators, inference mode, and that of torch.matmul, which leaves
+// named dimensions out.
 inline bool plain_thread() {
   const auto now = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet no_grad(c10::DispatchKey::ADInplaceOrView);

@@ -92,12 +92,11 @@ inline Ref python_function(const Node* node) {
   Ref object(torch::autograd::functionToPyObject(const_cast<Node*>(node)->getptr()));
   return object && THPFunction_Check(object.get()) ? std::move(object) : Ref();
 }
-// What classes of nodes are told apart by: a number that stays, while the class is there.
-inline const void* class_id(const Node* node) {
-  if (!is_python(node)) return &typeid(*node);
-  const Ref function = python_function(node);
-  return function ? static_cast<const void*>(Py_TYPE(function.get())) : &typeid(*node);
+// What classes of nodes, of a function in Python if there is one, are told apart by: it stays while the class is there.
+inline const void* class_id(const Node* node, PyObject* function) {
+  return function != nullptr ? static_cast<const void*>(Py_TYPE(function)) : &typeid(*node);
 }
+inline const void* class_id(const Node* node) { return class_id(node, python_function(node).get()); }
 // The tensors that a node, of a function in Python if there is one, has saved in their places; null where it has not yet.
 class SavedOf {
  public:

@@ -151,11 +151,11 @@ class Match {
   bool holds(size_t i) {
     const Check& check = kind_.checks[i];
     Node* const node = nodes_[i];
-    if (class_id(node) != check.type || !now_.made(*node)) return false;
+    const Ref function = python_function(node);
+    if (class_id(node, function.get()) != check.type || !now_.made(*node)) return false;
     if ((node->sequence_nr() + 1 == now_.next) != check.newest) return false;
     const auto& edges = node->next_edges();
     if (edges.size() != check.edges.size()) return false;
-    const Ref function = python_function(node);
     const SavedOf all_saved(node, function.get());
     for (size_t k = 0; k < check.fields.size(); ++k) {
       const SavedVariable* const saved = all_saved[k];

@@ -69,11 +69,12 @@ inline Ref without_node(State* p, PyObject* object, const Tensor& t) {
 }
 
 inline const NodeClass& class_of(State* p, const Node* node) {
-  if (const Ref function = python_function(node); function) {
+  const Ref function = python_function(node);
+  if (function) {
     const int ours = PyDict_Contains(p->ours.get(), reinterpret_cast<PyObject*>(Py_TYPE(function.get())));
     if (ours != 1) throw Unusual();  // a user's, whose class may be gone tomorrow
   }
-  const void* const id = class_id(node);
+  const void* const id = class_id(node, function.get());
   auto [at, is_new] = p->memo->classes.try_emplace(id);
   if (!is_new) return at->second;
   try {

@@ -18,7 +18,7 @@ from leannorm.saving.values import Value
 _OF_NUMBERS = {torch.float64: "d", torch.int64: "q", torch.bool: "?"}
 _WAITING, _IN_VIEW = "leannorm waiting", "leannorm in view"
 _KEYS = tuple([f"leannorm {output}" for output in range(8)])  # in a node's metadata, of its outputs
-FUNCTIONS: dict[type, str] = {}
+FUNCTIONS: dict[type, str] = {}  # the kinds of autograd functions, by the class of their nodes
 ACCUMULATES = "AccumulateGrad"
 PASSES_ON = "leannorm.RegisterPostBackwardFunction"  # of FSDP2: its outputs are its inputs
 

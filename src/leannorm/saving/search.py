@@ -193,7 +193,7 @@ class Search:
             if value.sample is None and value.users and _is_leaf_on_cpu(value.tensor):
                 assert value.tensor is not None  # not sampled when the node saved it
                 proved = proved and self.leaves.proves(node, value.tensor)
-        for copied in visit.given.values():
+        for copied in visit.given.values():  # a made bias, say: the step has a copy of it, and no input
             if copied is not None and copied.step is not None and copied not in step.inputs:
                 proved = proved and trial.proved(copied.step)
         told = identity(node)
