@@ -190,7 +190,7 @@ def test_products_whose_leaves_are_known_later_use_up_no_attempts(monkeypatch, i
 
 
 class _Blocks(nn.Module):
-    """Norms that are run again, sums that are searched in vain, and statistics of many rows."""
+    """Norms that are run again, sums that are searched in vain, statistics of many rows, and an alias."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class _Blocks(nn.Module):
     def forward(self, x):
         for norm, linear in ((self.rows, self.first), (self.channels, self.second)):
             x = (x + F.gelu(linear(norm(x)))).sin()
-        return x
+        return self.second(F.gelu(x)[:, :])
 
 
 @pytest.mark.parametrize("setting", ["norm", "conv"])
@@ -228,6 +228,7 @@ def test_norms_that_are_run_again_and_searches_in_vain_ask_python_for_nothing(mo
     assert ledgers[-1] == ledgers[1]
     assert any(r.rebuilt and "LayerNorm" in r.node for r in saved.records)
     assert any(r.rebuilt and "GroupNorm" in r.node for r in saved.records)
+    assert any(r.rebuilt and "Alias" in r.node for r in saved.records)
     assert any("does not repeat" in r.why for r in saved.records)
 
 

@@ -158,3 +158,46 @@ def test_what_pooling_holds_is_narrowed_in_each_pass():
         loss.backward()
         kept.append(saved.kept_bytes)
     assert len(set(kept)) == 1
+
+
+class Widened(nn.Module):
+    """A residual sum that the setting does not repeat, read through a widening cast; perhaps edited unseen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.edited = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16), False
+
+    def forward(self, x):
+        x = x.bfloat16()
+        wide = (x + self.linear(x)).float()
+        if self.edited:
+            wide.data.add_(1e-3)  # no bfloat16 has these bits
+        return wide.pow(2)
+
+
+def test_what_is_held_in_fewer_bytes_is_searched_once(searched):
+    net = Widened()
+    found, saved = zip(*passes(4, searched, net), strict=True)
+    assert [kinds.count("ToCopyBackward0") for kinds in found] == [1, 1, 0, 0]
+    narrow = [next(r.bytes for r in one.records if r.node == "ToCopyBackward0" and r.bytes) for one in saved]
+    assert narrow == [2 * 64 * WIDTH] * 4
+
+
+def test_what_fits_into_fewer_bytes_no_more_is_held_whole():
+    net, held = Widened(), []
+
+    def gradient(context):
+        torch.manual_seed(0)
+        net.zero_grad()
+        with context as saved:
+            loss = net(torch.randn(64, WIDTH)).sum()
+        loss.backward()
+        return net.linear.weight.grad.clone(), saved
+
+    for i in range(5):
+        net.edited = i == 4
+        stock, _ = gradient(nullcontext())
+        found, saved = gradient(lean())
+        held.append(saved.kept_bytes)
+        assert torch.equal(stock, found)
+    assert held[4] - held[3] == 2 * 64 * WIDTH

@@ -80,13 +80,12 @@ class Packing(CountingHook):
         place: Hashable = None,
     ) -> None:
         self.policy, self.ledger, self.following = policy, ledger, following
-        self.layers, self.hooks = layers, hooks
+        self.layers, self.hooks, self.units, self._freed = layers, hooks, Units(), ""
         self.calls, self.reads = list[tuple[Any, ...]](), Reads(opened_by, SMALLEST)
         self.recent = deque[Tensor](maxlen=0)  # has room once a step of this pass must be compared
         self.device, self.reasons, self.vain = torch.device("cpu"), Counter[str](), Vain(place, policy)
         self.search = Search(policy, self._narrow_positions, self.reasons, from_here)
         self.edits, self._anything_waits, self._largest, self.seen = Edits(), False, 0, 0
-        self.units, self._freed = Units(), ""
         self._sharded = self.units.exist
         self._call: tuple[int, CallArguments | None] = -1, None
         self.memo = None if layers or hooks or self._sharded else memo.memo_of(policy)
@@ -185,6 +184,7 @@ class Packing(CountingHook):
             else:
                 value.from_narrow = True
                 self._narrow(value, from_narrow, tensor)
+                self.vain.note(self.seen, (kind, seen_as), value, told, found, visits)
         else:
             value = self._hold(tensor, kind or node.name())
             value.sample = sample_of(local)  # it may be edited through .data before a step reads it

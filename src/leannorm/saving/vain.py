@@ -1,4 +1,5 @@
-"""Searches that found nothing: at the same place of the next passes, the same tensor is held without one.
+"""Searches that found nothing: at the same place of the next passes, the same tensor is held without one, in
+fewer bytes where it was.
 
 A pass is like the one before if a line of the program opened both; a tensor, if as many were saved before it
 and kind of node and layout are the same. Two passes in a row must have searched the same in vain. To hold a
@@ -49,7 +50,7 @@ class Vain:
         found: Step | Missing,
         visits: Sequence[Visit] | None,
     ) -> None:
-        """This tensor is held: it was `told`, or what its search `found` is nothing, or ruled out.
+        """This tensor is held, perhaps in fewer bytes: it was `told`, or what its search `found` is nothing, or ruled out.
 
         Not after a search that narrows what pooling holds on its way.
         """
@@ -69,5 +70,9 @@ class Vain:
         if len(_BEFORE) >= _MAX_PLACES:
             _BEFORE.clear()
         alive = [(order, seen_as, reference()) for order, seen_as, reference in self._found]
-        held = {order: (seen_as, v.why) for order, seen_as, v in alive if v is not None and v.step is None}
+        held = {
+            order: (seen_as, v.why)
+            for order, seen_as, v in alive
+            if v is not None and (v.step is None or v.from_narrow)
+        }
         _BEFORE[self._place] = self._like + 1 if held == self._last else 0, held
