@@ -10,7 +10,7 @@ from torch import nn
 
 from leannorm import lean
 from leannorm.report.memory import measure_step
-from leannorm.saving import masks
+from leannorm.saving import masks, narrowed
 from leannorm.saving.trial import same_bits
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -259,3 +259,39 @@ def test_bits_are_packed_alike_on_every_device(count, monkeypatch):
     monkeypatch.setattr(masks, "_on_host", lambda tensor: False)
     assert torch.equal(masks.pack_bits(flags), packed)
     assert torch.equal(masks.unpack_bits(packed, count), flags)
+
+
+def _special(dtype):
+    """Numbers of every kind, in memory that a cast keeps the order of, with what a cast would change."""
+    torch.manual_seed(0)
+    bits = {torch.bfloat16: [-1, 0x7F81, -127, 1, -32767, 0x7F80], torch.float16: [0x7C01, -1, 1, 0x7C00]}
+    x = torch.randn(6, 8, 8, 8).to(dtype)
+    x.view(-1)[: len(bits[dtype])] = torch.tensor(bits[dtype], dtype=torch.int16).view(dtype)
+    return x
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 2),
+    "part": lambda x: x[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_source_of_a_cast_is_found_to_the_bit(dtype, wide, layout):
+    source = LAYOUTS[layout](_special(dtype))
+    cast = source.to(wide)
+    narrow = narrowed._in_source(cast, dtype)
+    if narrow is not None:  # a cast back may have lost what a NaN says: then nothing is found
+        assert narrow.stride() == cast.stride() and narrow.is_contiguous() == cast.is_contiguous()
+        assert same_bits(narrow.to(wide), cast)
+    assert narrow is not None or (wide, dtype) != (torch.float32, torch.bfloat16)
+    plain = narrowed._in_source(LAYOUTS[layout](torch.randn(6, 8, 8, 8).to(dtype)).to(wide), dtype)
+    assert plain is not None
+    for at in (0, -1):  # the last bit of one number
+        edited = cast.clone()
+        edited.as_strided((edited.numel(),), (1,)).view(torch.uint8)[:: wide.itemsize][at] ^= 1
+        assert narrowed._in_source(edited, dtype) is None

@@ -11,6 +11,7 @@ from threading import Thread
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -127,10 +128,11 @@ def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | No
     if found is None or not torch.ops.aten.is_non_overlapping_and_dense(found[0]):
         return None
     cast, dtype = found
-    narrow = cast.detach().to(dtype)
-    if not (asynchronous(tensor) or isinstance(tensor, FakeTensor) or _widens_to(narrow, cast)):
+    narrow = _in_source(cast.detach(), dtype)
+    if narrow is None:
         return None
-    step = Step(cast_to, (Value(narrow, 0, name="source of a cast"),), (), (cast.dtype,), flags=current())
+    value = Value(narrow, narrow._version, name="source of a cast")
+    step = Step(cast_to, (value,), (), (cast.dtype,), flags=current())
     if cast is tensor:
         return step
     value = Value(None, 0, step, name=kind_of(cast.grad_fn))
@@ -195,6 +197,16 @@ def _source_dtype(tensor: Tensor, node: Any) -> torch.dtype | None:
     return source if widened else None
 
 
+def _in_source(wide: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A copy of a cast in the dtype before it; None if the bits, cast back, would be others."""
+    if asynchronous(wide) or isinstance(wide, FakeTensor):
+        return wide.to(dtype)
+    if (wide.dtype, dtype) == (torch.float32, torch.bfloat16) and wide.is_cpu:
+        return _upper_halves(wide)
+    narrow = wide.to(dtype)
+    return narrow if _widens_to(narrow, wide) else None
+
+
 CHUNK = 1 << 18  # elements that are compared at once, so that no second tensor of this size is made
 
 
@@ -204,3 +216,15 @@ def _widens_to(narrow: Tensor, tensor: Tensor) -> bool:
     narrow, wide = (t.detach().as_strided(size, (1,)) for t in (narrow, tensor))
     parts = zip(narrow.split(CHUNK), wide.split(CHUNK), strict=True)
     return all(torch.equal(bits(a.to(tensor.dtype)), bits(b)) for a, b in parts)
+
+
+def _upper_halves(wide: Tensor) -> Tensor | None:
+    """The same for bfloat16, which is the upper half of a float32's bits, without a cast: NaN and the
+    smallest numbers keep theirs."""
+    memory = wide.as_strided((wide.numel(),), (1,))
+    if np.bitwise_or.reduce(memory.view(torch.int32).numpy()) & 0xFFFF:
+        return None
+    upper = memory.view(torch.int16).view(-1, 2)[:, int(sys.byteorder == "little")]
+    narrow = torch.empty_like(wide, dtype=torch.bfloat16)  # which lies in memory like it
+    narrow.as_strided(upper.shape, (1,)).view(torch.int16).copy_(upper)
+    return narrow
