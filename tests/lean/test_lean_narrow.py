@@ -286,7 +286,7 @@ def test_the_source_of_a_cast_is_found_to_the_bit(dtype, wide, layout):
     cast = source.to(wide)
     narrow = narrowed._in_source(cast, dtype)
     if narrow is not None:  # a cast back may have lost what a NaN says: then nothing is found
-        assert narrow.stride() == cast.stride() and narrow.is_contiguous() == cast.is_contiguous()
+        assert narrow.stride() == cast.stride()
         assert same_bits(narrow.to(wide), cast)
     assert narrow is not None or (wide, dtype) != (torch.float32, torch.bfloat16)
     plain = narrowed._in_source(LAYOUTS[layout](torch.randn(6, 8, 8, 8).to(dtype)).to(wide), dtype)

@@ -152,3 +152,40 @@ def test_a_named_file_is_used(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert rates.path() == tmp_path / "leannorm" / "rates.json"
     assert os.environ.get("LEANNORM_RATES") is None
+
+
+class Widening(nn.Module):
+    """Residual blocks of bfloat16, each behind an RMS norm in float32, and a loss of float32 logits."""
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(width, width) for _ in range(6)).bfloat16()
+
+    def forward(self, x):
+        for linear in self.linears:
+            wide = x.float()
+            x = x + linear((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype))
+        return nn.functional.cross_entropy(x.float(), torch.arange(len(x)) % x.shape[1])
+
+
+def test_what_is_held_in_fewer_bytes_is_paid_for_or_left_out(file):
+    torch.manual_seed(0)
+    model, x = Widening(), torch.randn(256, 128, dtype=torch.bfloat16)
+    model(x).backward()
+    stock = [p.grad.clone() for p in model.parameters()]
+    kept, narrow = [], []
+    for share in (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 3.0):
+        for _ in range(3):
+            with lean(overhead=share) as saved:
+                loss = model(x)
+            model.zero_grad()
+            loss.backward()
+            assert all(torch.equal(p.grad, s) for p, s in zip(model.parameters(), stock, strict=True))
+        assert saved.kept_bytes == saved.plan.kept_bytes
+        assert saved.plan.overhead <= share + 1e-9
+        kept.append(saved.kept_bytes)
+        narrow.append(any(record.node == "source of a cast" for record in saved.records))
+        assert narrow[-1] == (saved.plan.made_for.narrowing > 0)
+    assert kept == sorted(kept, reverse=True)
+    assert narrow == sorted(narrow)
+    assert [narrow[0], narrow[-1]] == [False, True]

@@ -161,7 +161,7 @@ def test_what_pooling_holds_is_narrowed_in_each_pass():
 
 
 class Widened(nn.Module):
-    """A residual sum that the setting does not repeat, read through a widening cast; perhaps edited unseen."""
+    """A residual sum that the setting does not repeat, read through a widening cast, perhaps edited."""
 
     def __init__(self):
         super().__init__()

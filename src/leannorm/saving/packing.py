@@ -43,7 +43,7 @@ from leannorm.saving.narrowed import (
     narrowed_positions,
     references_when_alone,
 )
-from leannorm.saving.plan import Pass
+from leannorm.saving.plan import Pass, pass_of
 from leannorm.saving.plans import Following
 from leannorm.saving.policy import Policy
 from leannorm.saving.provenance import Edits, sequence_number
@@ -54,7 +54,7 @@ from leannorm.saving.rows import SOFTMAX, in_rows
 from leannorm.saving.search import Missing, Search, Visit, as_made, is_copied_to_edit, is_view_of_held
 from leannorm.saving.shards import local_of, spec_of
 from leannorm.saving.steps import Step
-from leannorm.saving.timeline import Reads, lines_of
+from leannorm.saving.timeline import Reads
 from leannorm.saving.trial import layout, seconds
 from leannorm.saving.units import Units, wrap_of
 from leannorm.saving.vain import Vain
@@ -169,7 +169,8 @@ class Packing(CountingHook):
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        if spent is None and worth and kind in WIDENS and spec is None:
+        narrows = self.following is None or self.following.may_narrow
+        if spent is None and worth and narrows and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found
@@ -283,13 +284,10 @@ class Packing(CountingHook):
     def passed(self) -> Pass:
         """What this pass saved, from which plans are made."""
         assert self.following is not None
-        rates, why = rates_for(self.following.goal, self.device)
+        rates, why = rates_for(goal := self.following.goal, self.device)
         if why is not None:
             self.reasons[why] = 1
-        lines, places = lines_of(self.reads.made, self.ledger.alive(), rates)
-        narrow = frozenset(value.place for value in self.ledger.values() if value.from_narrow)
-        whys = {value.place: value.why for value in self.ledger.values() if value.step is None and value.why}
-        return Pass(tuple(self.calls), lines, places, narrow, rates.hold * len(self.reads.made), whys)
+        return pass_of(self.calls, self.reads.made, self.ledger, rates, goal.overhead is not None)
 
     def _without_node(self, tensor: Tensor, references: int, frame: FrameType, number: int) -> Value:
         """Parameters, inputs, statistics, pooling indices: held, since no node made them."""

@@ -13,6 +13,10 @@ from leannorm.planning.goal import Goal
 from leannorm.planning.lines import Lines
 from leannorm.planning.plan import Plan
 from leannorm.planning.plan import plan as point_for
+from leannorm.saving.ledger import Ledger
+from leannorm.saving.price import Prices
+from leannorm.saving.rates import Rates
+from leannorm.saving.timeline import Read, lines_of
 
 Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor that was saved
 
@@ -22,6 +26,7 @@ class Pass(NamedTuple):
 
     `places`: for each value of the step, the tensors that share its memory, by index. `narrow`: the tensors,
     by index, that are rebuilt from copies in a narrower dtype. `whys`: why others could not be rebuilt.
+    `whole`: the same pass where nothing is held in a narrower dtype, if that is a choice.
     """
 
     calls: tuple[Call, ...]
@@ -30,18 +35,44 @@ class Pass(NamedTuple):
     narrow: frozenset[int] = frozenset()
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
     whys: Mapping[int, str] = {}
+    narrowing: float = (
+        0.0  # seconds of the copies in a narrower dtype; the lines take off what is rebuilt instead
+    )
+    whole: Pass | None = None
 
     @property
     def share_of_hooks(self) -> float:
-        """The price of the hooks themselves over that of stock's step."""
-        return self.hooks / max(self.lines.step.seconds, 1e-12)
+        """The price of the hooks themselves, with what they narrow, over that of stock's step."""
+        return (self.hooks + self.narrowing) / max(self.lines.step.seconds, 1e-12)
 
     def resized(self, calls: Sequence[Call]) -> Pass:
         """The same pass at other sizes, such as another sequence length; bytes and prices in proportion."""
         ratios = [size(new) / max(size(old), 1) for new, old in zip(calls, self.calls, strict=True)]
         whole = sum(map(size, calls)) / max(sum(map(size, self.calls)), 1)
         of_values = [ratios[places[0]] if places else whole for places in self.places]
-        return self._replace(calls=tuple(calls), lines=self.lines.resized(of_values, whole))
+        return self._replace(
+            calls=tuple(calls),
+            lines=self.lines.resized(of_values, whole),
+            narrowing=self.narrowing * whole,
+            whole=None if self.whole is None else self.whole.resized(calls),
+        )
+
+
+def pass_of(
+    calls: Sequence[Call], reads: Sequence[Read], ledger: Ledger, rates: Rates, may_be_whole: bool
+) -> Pass:
+    """The pass that ends now. `may_be_whole`: it is a choice to hold nothing in a narrower dtype."""
+    values, alive = dict.fromkeys(ledger.values()), ledger.alive()
+    lines, places = lines_of(reads, alive, rates)
+    narrow = frozenset(value.place for value in values if value.from_narrow)
+    whys = {value.place: value.why for value in values if value.step is None and value.why}
+    made = Pass(tuple(calls), lines, places, narrow, rates.hold * len(reads), whys)
+    narrowing = sum(map(Prices(rates).of_narrowing, values))
+    if not (narrowing and may_be_whole):
+        return made
+    lines, places = lines_of(reads, alive, rates, narrowing=False)
+    whole = made._replace(lines=lines, places=places, narrow=frozenset())
+    return made._replace(narrowing=narrowing, whole=whole)
 
 
 def size(call: Call) -> int:
@@ -108,6 +139,9 @@ def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
     Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
     """
     asked = goal.overhead
+    if asked is not None and made_for.whole is not None:
+        both = plan(goal, made_for._replace(whole=None)), plan(goal, made_for.whole)
+        return min(both, key=lambda made: (made.is_dear, made.kept_bytes))
     if asked is not None:
         goal = goal._replace(overhead=max(asked - made_for.share_of_hooks, 0.0))
     chosen = point_for(made_for.lines, goal)

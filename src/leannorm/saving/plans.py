@@ -45,6 +45,11 @@ class Following:
         """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""
         return self.plan is not None and place in self.plan.made_for.narrow
 
+    @property
+    def may_narrow(self) -> bool:
+        """May tensors be held in a narrower dtype? Where time was asked for, that is a part of the plan."""
+        return self.plan is None or self.plan.asked is None or self.plan.made_for.narrowing > 0
+
     def why(self, place: int) -> str:
         """Why a tensor is held that the plan does not rebuild."""
         return reasons.PLANNED if self.plan is None else self.plan.made_for.whys.get(place, reasons.PLANNED)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from leannorm.saving.graph import kind_of
+from leannorm.saving.narrowed import copy_that
 from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS, PRODUCTS, groups_of
 from leannorm.saving.recipes.views import ALIASES
@@ -38,6 +39,14 @@ class Prices:
             moved = prod(shape) * dtype.itemsize + sum(map(_nbytes, step.inputs))
             total += rate.call + moved / rate.memory
         return total if step.proved else 2 * total
+
+    def of_narrowing(self, value: Value) -> float:
+        """The price of a copy of this value in a narrower dtype, where one is held, or would be: the value is
+        read twice, and the copy is written."""
+        if value.step is None or not (value.from_narrow or value.if_held):
+            return 0.0
+        narrow = value.if_held or _nbytes(copy_that(value.step))
+        return self.rates.call + (2 * prod(value.shape) * value.dtype.itemsize + narrow) / self.rates.memory
 
     def of_step(self, nodes: Iterable[Any]) -> float:
         """The price of stock autograd's step: all nodes that these depend on, forward and backward."""

@@ -94,15 +94,16 @@ def _named(frame: FrameType | None, opened_by: int) -> Iterator[_Output]:
 
 
 def lines_of(
-    reads: Sequence[Read], storages: dict[int, int], rates: Rates
+    reads: Sequence[Read], storages: dict[int, int], rates: Rates, narrowing: bool = True
 ) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
     """The lines of a forward pass that ends now, and the tensors behind each of its values.
 
-    `storages`: the bytes of what is held, parameters aside.
+    `storages`: the bytes of what is held, parameters aside. Without `narrowing`, what the pass holds in a
+    narrower dtype is held whole.
     """
     timeline = Timeline([(r, value) for r in reads if (value := r.value()) is not None], sequence_number())
     prices = Prices(rates)
-    return Groups(timeline, storages, prices).lines(prices.of_step(timeline.nodes))
+    return Groups(timeline, storages, prices, narrowing).lines(prices.of_step(timeline.nodes))
 
 
 def _nbytes(output: _Output) -> int:
@@ -283,9 +284,9 @@ class _Group:
 class Groups:
     """The values of a pass, as they are held or rebuilt where everything is rebuilt that can be."""
 
-    def __init__(self, timeline: Timeline, storages: dict[int, int], prices: Prices) -> None:
-        """`storages`: the bytes of what is held, parameters aside."""
-        self.timeline, self.storages, self.prices = timeline, storages, prices
+    def __init__(self, timeline: Timeline, storages: dict[int, int], prices: Prices, narrowing: bool) -> None:
+        """As `lines_of`."""
+        self.timeline, self.storages, self.prices, self.narrowing = timeline, storages, prices, narrowing
         self.index: dict[Hashable, int] = {}
         self.made: list[_Group] = []
         self.given = {value for read, value in timeline.reads if read.given}
@@ -350,6 +351,8 @@ class Groups:
     def _rebuilt(self, root: Value) -> _Group:
         step = root.step
         assert step is not None
+        if root.from_narrow and not self.narrowing:
+            return _Group(Planned(_size(root), None), _size(root))
         made_of = tuple(dict.fromkeys(self._of(value) for value in step.inputs))
         nbytes, first = _size(root), step.inputs[0] if step.inputs else root
         if (step.in_place or root.in_rows) and first.layout is None and first.step and first.users <= 1:
@@ -362,8 +365,9 @@ class Groups:
         if in_bytes and step.inputs:  # whatever is planned
             narrow = copy_that(step).tensor
             return _Group(value, root.frees + (0 if narrow is None else narrow.nbytes))
-        if root.if_held:
-            copy = _Group(value._replace(nbytes=root.if_held, again=0, spares=0), 0)
+        if root.if_held and self.narrowing:
+            seconds = max(seconds - self.prices.of_narrowing(root), 0.0)  # then no copy is made
+            copy = _Group(value._replace(nbytes=root.if_held, seconds=seconds, again=0, spares=0), 0)
             self.made.append(copy)
             value = value._replace(seconds=0.0, made_of=(len(self.made) - 1,))
             return _Group(value, root.frees or nbytes, copy)

@@ -50,7 +50,8 @@ class Vain:
         found: Step | Missing,
         visits: Sequence[Visit] | None,
     ) -> None:
-        """This tensor is held, perhaps in fewer bytes: it was `told`, or what its search `found` is nothing, or ruled out.
+        """This tensor is held, perhaps in fewer bytes: it was `told`, or what its search `found` is nothing,
+        or ruled out.
 
         Not after a search that narrows what pooling holds on its way.
         """
