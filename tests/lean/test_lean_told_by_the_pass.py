@@ -174,6 +174,7 @@ TELL = {
     "false": (torch.zeros(4096, dtype=torch.bool), False),
     "integers": (torch.arange(4096), True),
     "strided": (torch.randn(64, 64).t(), True),
+    "column of zeros": (torch.randn(512, 32).index_fill(1, torch.tensor([0]), 0.0), True),
     "two values": (torch.cat([torch.zeros(2048), torch.ones(2048)]), True),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import gcd
 from time import perf_counter
 from typing import NamedTuple
 
@@ -95,8 +96,11 @@ _SOME = 256
 
 def _tells_of_others(tensor: Tensor) -> bool:
     """Has the tensor several values, of which some are normal numbers?"""
-    flat = tensor.detach().reshape(-1)
-    some = flat[:: max(len(flat) // _SOME, 1)].cpu()
+    flat, width = tensor.detach().reshape(-1), tensor.shape[-1] if tensor.dim() else 1
+    step = max(len(flat) // _SOME, 1)
+    while gcd(step, width) > 1:  # not one column: that of a padding token is zero in each row
+        step += 1
+    some = flat[::step].cpu()
     if not len(some) or bool((bits(some) == bits(some[:1])).all()):
         return False
     normal = torch.finfo(some.dtype).tiny if some.is_floating_point() or some.is_complex() else 1
