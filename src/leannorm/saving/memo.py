@@ -74,7 +74,7 @@ def memo_of(policy: Policy) -> _Memo | None:
     return _MEMOS[policy]
 
 
-_MOST_ATTEMPTS = 12  # for one class and layout: what is not found again is not worth more
+_MOST_ATTEMPTS = 12  # for one chain of nodes and layout: what is not found again is not worth more
 
 
 def learn(
@@ -90,7 +90,8 @@ def learn(
     if sorts.are_too_many():
         forget()
     node: Any = tensor.grad_fn
-    place = type(node), tensor.output_nr, value.layout, value.version
+    chain = tuple(type(visit.node) for visit in visits)
+    place = chain, tensor.output_nr, value.layout, value.version
     if (
         search.flags.only is None
         or visits[0].node is not node
