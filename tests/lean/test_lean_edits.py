@@ -11,7 +11,7 @@ from lean_cases import assert_as_stock
 from torch import nn
 
 from leannorm.autograd.nodes import NODES
-from leannorm.saving import lean
+from leannorm.saving import evidence, lean
 from leannorm.saving.evidence import RebuildError, near, sample_of
 from leannorm.saving.provenance import Edits
 
@@ -78,6 +78,22 @@ def test_rounding_is_no_edit(dtype):
     assert not near(sample, torch.zeros_like(x))
     assert not near(sample, x[:32])
     assert near(None, x)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_sample_looks_beside_a_value_that_repeats(monkeypatch, dtype, value):
+    """After a division by zero all channels but one may be NaN, which twice NaN is too."""
+    for turn in range(2):
+        x = torch.full((4, 8, 12, 36), value, dtype=dtype)
+        x[:, 1] = torch.randn(4, 12, 36)
+        sample = sample_of(x)
+        assert sample == x.numel().to_bytes(8, sys.byteorder) + evidence._content(x)
+        assert sample == sample_of(x)
+        x[:, 1] *= 2
+        assert sample != sample_of(x)
+        if not turn:
+            monkeypatch.setattr(evidence, "NODES", None)
 
 
 def test_other_integers_are_another_tensor():

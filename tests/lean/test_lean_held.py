@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import lean_cases
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leannorm import lean, make_lean
 from leannorm._errors import InputError
+from leannorm.saving.evidence import RebuildError
 from leannorm.saving.narrowed import references_when_alone
 
 
@@ -110,6 +112,38 @@ def test_an_edit_in_place_raises_as_in_stock():
     y.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         z.sum().backward()
+
+
+BY = {
+    "alias": (lambda tensor: tensor.detach(), lambda tensor: tensor),
+    "to the host, where it is": save_on_cpu(),
+    "copy": (lambda tensor: tensor.clone(), lambda tensor: tensor),
+    "in fewer bytes": (lambda tensor: tensor.bfloat16(), lambda tensor: tensor.float()),
+}
+
+
+@pytest.mark.parametrize("hooks", BY)
+def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
+    """What they bring back from elsewhere is theirs, edited or in fewer bytes: as by torch's own hooks."""
+
+    def gradient(context):
+        torch.manual_seed(0)
+        weight, bias = torch.rand(8, requires_grad=True), torch.rand(8, requires_grad=True)
+        x = torch.randn(4, 8, 16, 16)
+        x.add_(x)  # of a tensor that was not written yet hooks get nothing
+        with context:
+            y = F.silu(F.batch_norm(x, None, None, weight, bias, True))
+            x.data.mul_(1.5)
+            loss = y.square().sum()
+        loss.backward()
+        return bias.grad
+
+    if hooks in ("copy", "in fewer bytes"):
+        found = gradient(lean(held=BY[hooks]))
+        torch.testing.assert_close(found, gradient(nullcontext()), rtol=0.02, atol=0)
+    else:
+        with pytest.raises(RebuildError, match="edited where autograd does not see it"):
+            gradient(lean(held=BY[hooks]))
 
 
 def test_a_lean_model_takes_hooks_too():

@@ -138,6 +138,7 @@ def copied(tensor):
 NAMESPACE = {
     "small_passes": small_passes,
     "COPIES": (copied, copied),
+    "ALIASES": (torch.Tensor.detach, torch.Tensor.detach),
     **{name: v for name, v in vars(functions).items() if not name.startswith("_")},
     "torch": torch,
     "nn": nn,

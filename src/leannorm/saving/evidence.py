@@ -20,8 +20,8 @@ from leannorm.saving.shards import counter_of, local_of
 RUNS, RUN = 4, 256
 """A sample is RUNS runs of RUN bytes: 256 elements in float32. Read by address, it takes a microsecond."""
 PLACES, PLACE = 256, 8
-"""Zeros, such as a ReLU's, stay zeros where a tensor is scaled. So where all of these bytes are 0, a sample
-also has PLACES runs of PLACE bytes."""
+"""Zeros, such as a ReLU's, and NaN stay what they are where a tensor is scaled. So where each of these runs
+repeats one value, a sample also has PLACES runs of PLACE bytes."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -98,7 +98,7 @@ def near(sample: bytes | None, tensor: Tensor) -> bool:
     if sample[:8] != other[:8] or not real.is_floating_point:
         return sample == other
     a, b = (_decoded(content[8:], tensor.nbytes, real) for content in (sample, other))
-    if len(a) != len(b):  # one is all zeros in the first runs, and has more of them
+    if len(a) != len(b):  # one repeats a value in the first runs, and has more of them
         a, b = (values[: min(len(a), len(b))] for values in (a, b))
     largest = torch.maximum(a.abs(), b.abs()).nan_to_num(0, 0).max() if len(a) else 0.0
     return torch.allclose(a, b, 0, _ROUNDING * float(largest), equal_nan=True)
@@ -132,15 +132,16 @@ def _content(tensor: Tensor) -> bytes | None:
     start, nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
     if nbytes <= RUNS * RUN:
         return string_at(start, nbytes) if start or not nbytes else None
-    content = _runs(start, nbytes, RUNS, RUN) if start else None
-    if content is None or any(content):
-        return content
-    return content + _runs(start, nbytes, PLACES, PLACE)
+    if not start:
+        return None
+    runs = _runs(start, nbytes, RUNS, RUN)
+    more = all(run[PLACE:] == run[:-PLACE] for run in runs)  # each repeats one value, such as zero or NaN
+    return b"".join([*runs, *(_runs(start, nbytes, PLACES, PLACE) if more else ())])
 
 
-def _runs(start: int, nbytes: int, count: int, length: int) -> bytes:
+def _runs(start: int, nbytes: int, count: int, length: int) -> list[bytes]:
     step = (nbytes - length) // (count - 1)
-    return b"".join([string_at(start + i * step, length) for i in range(count)])
+    return [string_at(start + i * step, length) for i in range(count)]
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:
