@@ -65,15 +65,9 @@ _ABSENT, _OF_CALL, _ABSENT_IN_CALL, _COPY, _OWN, _COPY_OF_LEAF = range(6)  # how
 _OF_EDGES = {
     *("ReluBackward0", "SigmoidBackward0", "TanhBackward0", "AddBackward0", "SubBackward0", "NegBackward0"),
     *("MulBackward1", "PowBackward0", "RsqrtBackward0", "MeanBackward1", "SumBackward1", "RepeatBackward0"),
-    *(
-        "ViewBackward0",
-        "UnsafeViewBackward0",
-        "ReshapeAliasBackward0",
-        "UnsqueezeBackward0",
-        "AliasBackward0",
-    ),
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "CloneBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "ExpandBackward0", "TBackward0", "TransposeBackward0"),
-    *("PermuteBackward0", "SelectBackward0", "SliceBackward0", "CloneBackward0", "ToCopyBackward0"),
+    *("PermuteBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ToCopyBackward0"),
     *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
 }
 _MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide

@@ -35,9 +35,7 @@ class Pass(NamedTuple):
     narrow: frozenset[int] = frozenset()
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
     whys: Mapping[int, str] = {}
-    narrowing: float = (
-        0.0  # seconds of the copies in a narrower dtype; the lines take off what is rebuilt instead
-    )
+    narrowing: float = 0.0  # seconds of the copies in a narrower dtype, where all of them are made
     whole: Pass | None = None
 
     @property
