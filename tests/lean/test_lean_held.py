@@ -146,6 +146,18 @@ def test_an_unseen_edit_of_what_hooks_leave_where_it_is_raises(hooks):
             gradient(lean(held=BY[hooks]))
 
 
+@pytest.mark.filterwarnings("ignore:leannorm. .* is held, since")
+def test_a_sparse_tensor_stays_where_it_is():
+    def gradient(context):
+        x = torch.eye(64).to_sparse().requires_grad_()
+        with context:
+            loss = (x * 2.0 * x).coalesce().values().square().sum()
+        return torch.autograd.grad(loss, x)[0].to_dense()
+
+    hooks = Counting()
+    assert torch.equal(gradient(lean(held=(hooks.pack, hooks.unpack))), gradient(nullcontext()))
+
+
 def test_a_lean_model_takes_hooks_too():
     hooks = Counting()
     model = make_lean(nn.Sequential(nn.Linear(64, 64), nn.Tanh()), held=(hooks.pack, hooks.unpack))

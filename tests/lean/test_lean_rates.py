@@ -174,7 +174,7 @@ def test_what_is_held_in_fewer_bytes_is_paid_for_or_left_out(file):
     model(x).backward()
     stock = [p.grad.clone() for p in model.parameters()]
     kept, narrow = [], []
-    for share in (0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 3.0):
+    for share in (0.01, *(i / 50 for i in range(1, 20)), 0.8, 3.0):
         for _ in range(3):
             with lean(overhead=share) as saved:
                 loss = model(x)
@@ -189,3 +189,27 @@ def test_what_is_held_in_fewer_bytes_is_paid_for_or_left_out(file):
     assert kept == sorted(kept, reverse=True)
     assert narrow == sorted(narrow)
     assert [narrow[0], narrow[-1]] == [False, True]
+
+
+def test_a_pass_of_another_size_chooses_anew(file, monkeypatch):
+    """For a small step the hooks may leave no time for copies in a narrower dtype."""
+    monkeypatch.setattr(rates, "measure", lambda device: FOUND._replace(hold=3e-5, rebuild=3e-5))
+    model = Widening()
+    for rows, narrows in ((8192, True), (1024, False), (8192, True)):
+        for _ in range(2):
+            with lean(overhead=0.18) as saved:
+                loss = model(torch.randn(rows, 128, dtype=torch.bfloat16))
+            loss.backward()
+        assert (saved.plan.made_for.narrowing > 0) == narrows
+        assert not saved.plan.is_dear
+
+
+def test_where_all_is_too_dear_the_hooks_alone_are_named(file):
+    model = Widening()
+    for _ in range(2):
+        with lean(overhead=1e-6, verify=True) as saved:
+            loss = model(torch.randn(256, 128, dtype=torch.bfloat16))
+        loss.backward()
+    assert saved.plan.is_dear
+    assert saved.plan.made_for.narrowing == 0
+    assert saved.kept_bytes == saved.plan.kept_bytes

@@ -219,8 +219,8 @@ def _widens_to(narrow: Tensor, tensor: Tensor) -> bool:
 
 
 def _upper_halves(wide: Tensor) -> Tensor | None:
-    """The same for bfloat16, which is the upper half of a float32's bits, without a cast: NaN and the
-    smallest numbers keep theirs."""
+    """The same for bfloat16, which is the upper half of a float32's bits. They are copied, since a cast may
+    change those of a NaN, or flush a denormal."""
     memory = wide.as_strided((wide.numel(),), (1,))
     if np.bitwise_or.reduce(memory.view(torch.int32).numpy()) & 0xFFFF:
         return None

@@ -169,7 +169,7 @@ class Packing(CountingHook):
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        narrows = self.following is None or self.following.may_narrow
+        narrows = self.following is None or self.following.may_narrow(place)
         if spent is None and worth and narrows and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
@@ -178,7 +178,7 @@ class Packing(CountingHook):
             value = Value(None, version, step, name=kind)
             value.watch, value.sample, value.spec = version_of(tensor), sample_of(local), spec
             value.shape, value.dtype, value.seconds = local.shape, tensor.dtype, spent
-            if self._makes_a_plan:
+            if self._makes_a_plan and spec is None:
                 value.if_held = narrow_bytes(node, tensor, logits_of(frame))
             if from_narrow is None:
                 self.ledger.rebuilds(value, local)
@@ -325,6 +325,7 @@ class Packing(CountingHook):
         value = held(tensor, kind)
         large = (type(tensor) in _PLAIN or value.spec is not None) and size_of(value) >= SMALLEST
         # the caller holds parameters and their views anyway, and may edit them
+        movable = movable and tensor.layout == torch.strided  # a sparse one, say, stays
         if self.hooks is not None and movable and large and not is_parameter(tensor):
             move(value, tensor, self.hooks)
         self.ledger.holds(value, tensor)

@@ -35,7 +35,7 @@ class Pass(NamedTuple):
     narrow: frozenset[int] = frozenset()
     hooks: float = 0.0  # seconds of the hooks themselves, where everything is held
     whys: Mapping[int, str] = {}
-    narrowing: float = 0.0  # seconds of the copies in a narrower dtype, where all of them are made
+    narrowing: float = 0.0  # seconds that it takes to make all copies in a narrower dtype
     whole: Pass | None = None
 
     @property
@@ -87,12 +87,14 @@ def structure(call: Call) -> Hashable:
 class RebuildPlan(NamedTuple):
     """For every tensor that a forward pass saved, in order, whether it is rebuilt; and what was `chosen`.
 
-    `asked`: the overhead that was allowed, if one was.
+    `made_for`: the pass `passed`, or its other choice, `passed.whole`. `asked`: the overhead that was
+    allowed, if one was.
     """
 
     made_for: Pass
     rebuild: tuple[bool, ...]
     chosen: Plan
+    passed: Pass
     asked: float | None = None
 
     @property
@@ -131,17 +133,24 @@ class RebuildPlan(NamedTuple):
         return self.made_for.share_of_hooks
 
 
-def plan(goal: Goal, made_for: Pass) -> RebuildPlan:
+def plan(goal: Goal, passed: Pass) -> RebuildPlan:
     """The tensors to rebuild, by the point of the pass's lines that the goal asks for.
 
     Holding a tensor never makes another one harder to rebuild, so every choice can be followed.
     """
     asked = goal.overhead
-    if asked is not None and made_for.whole is not None:
-        both = plan(goal, made_for._replace(whole=None)), plan(goal, made_for.whole)
-        return min(both, key=lambda made: (made.is_dear, made.kept_bytes))
+    if asked is None or passed.whole is None:
+        return _plan(goal, passed, passed)
+    both = _plan(goal, passed, passed), _plan(goal, passed.whole, passed)
+    dear = all(one.is_dear for one in both)
+    return min(both, key=lambda one: (one.is_dear, one.hooks if dear else one.kept_bytes, one.overhead))
+
+
+def _plan(goal: Goal, made_for: Pass, passed: Pass) -> RebuildPlan:
+    asked = goal.overhead
     if asked is not None:
         goal = goal._replace(overhead=max(asked - made_for.share_of_hooks, 0.0))
     chosen = point_for(made_for.lines, goal)
     rebuilt = {place for i in chosen.point.again for place in made_for.places[i]}
-    return RebuildPlan(made_for, tuple(i in rebuilt for i in range(len(made_for.calls))), chosen, asked)
+    rebuild = tuple(i in rebuilt for i in range(len(made_for.calls)))
+    return RebuildPlan(made_for, rebuild, chosen, passed, asked)

@@ -45,10 +45,12 @@ class Following:
         """Was this tensor, in the plan's pass, rebuilt from a copy of its own in a narrower dtype?"""
         return self.plan is not None and place in self.plan.made_for.narrow
 
-    @property
-    def may_narrow(self) -> bool:
-        """May tensors be held in a narrower dtype? Where time was asked for, that is a part of the plan."""
-        return self.plan is None or self.plan.asked is None or self.plan.made_for.narrowing > 0
+    def may_narrow(self, place: int) -> bool:
+        """May this tensor be held in a narrower dtype? Where time was asked for, the plan must have paid."""
+        plan = self.plan
+        if plan is None or plan.asked is None:
+            return True
+        return plan.made_for.narrowing > 0 and (not self.narrows(place) or plan.rebuild[place])
 
     def why(self, place: int) -> str:
         """Why a tensor is held that the plan does not rebuild."""
@@ -68,7 +70,7 @@ class Following:
             if len(followed.made_for.calls) != len(calls):
                 _STRAYED.add(key)
                 return
-            passed = followed.made_for.resized(calls)
+            passed = followed.passed.resized(calls)
         elif not self.whole:
             return
         else:
