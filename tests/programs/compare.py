@@ -53,9 +53,9 @@ def _edits_of_copies(program, warm):
     rows = str(program).splitlines()
     without = [row[: len(row) - len(row.lstrip())] + "pass" if ".data." in row else row for row in rows]
     verdict = judge(parse("\n".join(without)), warm)
-    return (
-        verdict if verdict.failed else judge(parse(str(program).replace("held=COPIES", "held=ALIASES")), warm)
-    )
+    if verdict.failed:
+        return verdict
+    return judge(parse(str(program).replace("held=COPIES", "held=ALIASES")), warm)
 
 
 def _lenient(program, ours, verdict):

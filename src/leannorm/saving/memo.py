@@ -90,14 +90,14 @@ def learn(
     if sorts.are_too_many():
         forget()
     node: Any = tensor.grad_fn
-    chain = tuple(type(visit.node) for visit in visits)
-    place = chain, tensor.output_nr, value.layout, value.version
     if (
         search.flags.only is None
         or visits[0].node is not node
         or type(tensor) not in (Tensor, torch.nn.Parameter)
     ):
         return
+    chain = tuple(type(visit.node) for visit in visits)
+    place = chain, tensor.output_nr, value.layout, value.version
     if memo.attempts.get(place, 0) >= _MOST_ATTEMPTS:
         return
     if not (is_settled(value, found, tensor) and _knows_leaves(search, visits)):

@@ -116,8 +116,8 @@ _MOVE_ONLY = {*ALIASES, "CloneBackward0", "UnsafeViewBackward0", "ReshapeAliasBa
 def narrow_source(node: Any, tensor: Tensor, logits: Tensor | None) -> Step | None:
     """A step for a widening cast, or for a softmax of one, from a copy of the cast in its source's dtype.
 
-    `logits` is the input of the softmax call that is running, if one is. On a CPU the copy is compared every
-    time, since the cast may have been edited.
+    `logits` is the input of the softmax call that is running, if one is. On a CPU the cast's bits are
+    looked at every time, since it may have been edited.
     """
     narrow_input = _input_widened_by(node, tensor, logits)
     if narrow_input is not None:

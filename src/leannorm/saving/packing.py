@@ -169,8 +169,8 @@ class Packing(CountingHook):
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        narrows = self.following is None or self.following.may_narrow(place)
-        if spent is None and worth and narrows and kind in WIDENS and spec is None:
+        narrows = spent is None and worth and kind in WIDENS and spec is None
+        if narrows and (self.following is None or self.following.may_narrow(place)):
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found

@@ -16,7 +16,7 @@ from leannorm.planning.plan import plan as point_for
 from leannorm.saving.ledger import Ledger
 from leannorm.saving.price import Prices
 from leannorm.saving.rates import Rates
-from leannorm.saving.timeline import Read, lines_of
+from leannorm.saving.timeline import Groups, Read, timeline_of
 
 Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor that was saved
 
@@ -61,14 +61,16 @@ def pass_of(
 ) -> Pass:
     """The pass that ends now. `may_be_whole`: it is a choice to hold nothing in a narrower dtype."""
     values, alive = dict.fromkeys(ledger.values()), ledger.alive()
-    lines, places = lines_of(reads, alive, rates)
+    timeline, prices = timeline_of(reads), Prices(rates)
+    seconds = prices.of_step(timeline.nodes)
+    lines, places = Groups(timeline, alive, prices).lines(seconds)
     narrow = frozenset(value.place for value in values if value.from_narrow)
     whys = {value.place: value.why for value in values if value.step is None and value.why}
     made = Pass(tuple(calls), lines, places, narrow, rates.hold * len(reads), whys)
-    narrowing = sum(map(Prices(rates).of_narrowing, values))
+    narrowing = sum(map(prices.of_narrowing, values))
     if not (narrowing and may_be_whole):
         return made
-    lines, places = lines_of(reads, alive, rates, narrowing=False)
+    lines, places = Groups(timeline, alive, prices, narrowing=False).lines(seconds)
     whole = made._replace(lines=lines, places=places, narrow=frozenset())
     return made._replace(narrowing=narrowing, whole=whole)
 

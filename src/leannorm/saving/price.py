@@ -45,10 +45,9 @@ class Prices:
         read twice, and the copy is written."""
         if value.step is None or not (value.from_narrow or value.if_held):
             return 0.0
-        moved = 2 * prod(value.shape) * value.dtype.itemsize + (
-            value.if_held or _nbytes(copy_that(value.step))
-        )
-        return self.rates.call + moved / self.rates.memory
+        wide = prod(value.shape) * value.dtype.itemsize
+        narrow = value.if_held or _nbytes(copy_that(value.step))
+        return self.rates.call + (2 * wide + narrow) / self.rates.memory
 
     def of_step(self, nodes: Iterable[Any]) -> float:
         """The price of stock autograd's step: all nodes that these depend on, forward and backward."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import prod
 from types import FrameType
@@ -26,7 +27,6 @@ from leannorm.saving.graph import ACCUMULATES, kind_of, made_by
 from leannorm.saving.narrowed import CHUNK, copy_that, references_when_alone
 from leannorm.saving.price import Prices
 from leannorm.saving.provenance import sequence_number
-from leannorm.saving.rates import Rates
 from leannorm.saving.recipes.products import CONVOLUTIONS
 from leannorm.saving.recipes.views import ALIASES
 from leannorm.saving.values import Value
@@ -93,17 +93,9 @@ def _named(frame: FrameType | None, opened_by: int) -> Iterator[_Output]:
         frame = frame.f_back
 
 
-def lines_of(
-    reads: Sequence[Read], storages: dict[int, int], rates: Rates, narrowing: bool = True
-) -> tuple[Lines, tuple[tuple[int, ...], ...]]:
-    """The lines of a forward pass that ends now, and the tensors behind each of its values.
-
-    `storages`: the bytes of what is held, parameters aside. Without `narrowing`, what the pass holds in a
-    narrower dtype is held whole.
-    """
-    timeline = Timeline([(r, value) for r in reads if (value := r.value()) is not None], sequence_number())
-    prices = Prices(rates)
-    return Groups(timeline, storages, prices, narrowing).lines(prices.of_step(timeline.nodes))
+def timeline_of(reads: Sequence[Read]) -> Timeline:
+    """The timeline of a forward pass that ends now."""
+    return Timeline([(r, value) for r in reads if (value := r.value()) is not None], sequence_number())
 
 
 def _nbytes(output: _Output) -> int:
@@ -147,6 +139,7 @@ class Timeline:
                 left += [producer for producer, _ in node.next_functions if producer is not None]
         return found
 
+    @cached_property
     def memory(self) -> list[int]:
         """Bytes alive at each moment: outputs while the forward pass reads them, and gradients."""
         change = [0] * (self.whole + 1)
@@ -284,8 +277,11 @@ class _Group:
 class Groups:
     """The values of a pass, as they are held or rebuilt where everything is rebuilt that can be."""
 
-    def __init__(self, timeline: Timeline, storages: dict[int, int], prices: Prices, narrowing: bool) -> None:
-        """As `lines_of`."""
+    def __init__(
+        self, timeline: Timeline, storages: dict[int, int], prices: Prices, narrowing: bool = True
+    ) -> None:
+        """`storages`: the bytes of what is held, parameters aside. Without `narrowing`, what the pass holds
+        in a narrower dtype is held whole."""
         self.timeline, self.storages, self.prices, self.narrowing = timeline, storages, prices, narrowing
         self.index: dict[Hashable, int] = {}
         self.made: list[_Group] = []
@@ -316,7 +312,7 @@ class Groups:
         values = [group.planned(self.prices.rates.rebuild) for group in self.made]
         backward = [Moment(tuple(reads.get(number, ()))) for number in sorted(timeline.at, reverse=True)]
         stock = frozenset(range(len(values)))
-        beside = timeline.memory()
+        beside = timeline.memory
         step = Step(values, timeline.forward, backward, beside, stock, seconds, self.beside)
         wide = [v._replace(nbytes=g.in_stock) for v, g in zip(values, self.made, strict=True)]
         places = tuple(tuple(sorted(group.places)) for group in self.made)
