@@ -54,6 +54,13 @@ inline PyObject* stop_watching(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// Does anyone else listen to operators in this thread, such as a profiler?
+inline bool others_listen() {
+  if (!at::hasCallbacks()) return false;
+  const auto called = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  return called.has_value() && called->callbacks_.size() > (edits.passes > 0 ? 1U : 0U);
+}
+
 enum class InPlace { kNo, kYes, kUnknown };
 inline InPlace worked_in_place(const Node& node) {
   const bool watched = edits.passes > 0 && at::isRecordFunctionEnabled();

@@ -62,6 +62,8 @@ inline const std::unordered_map<std::type_index, Fields>& field_table() {
     LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, key);
     LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, value);
     LEANNORM_FIELD(ScaledDotProductEfficientAttentionBackward0, attn_bias);
+    LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, query), LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, key);
+    LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, value), LEANNORM_FIELD(ScaledDotProductCudnnAttentionBackward0, attn_bias);
 #undef LEANNORM_FIELD
     return made;
   }();

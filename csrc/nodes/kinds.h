@@ -73,6 +73,10 @@ struct Kind {
   std::vector<size_t> first;  // of each check, its first place there
   Ref flags, why, seconds;
   bool is_view;
+  // A copy within a view's step is laid out as the view's base: which check made that (-1: none did) and its layout.
+  static constexpr int kNotAsked = -2;
+  int base;
+  std::vector<int64_t> base_sizes, base_strides;
 };
 
 // A copy of a small tensor, so that an optimizer step before the backward pass does not change it.
@@ -124,15 +128,16 @@ inline bool has_put(PyObject* function, PyObject* before) {
 // The nodes and values of one save, in the places that a kind names.
 class Match {
  public:
-  Match(const Now& now, const Kind& kind, Node* node) : now_(now), kind_(kind) { nodes_[0] = node, found_.resize(kind.same.size()); }
+  Match(const Now& now, const Kind& kind, const Tensor& t) : now_(now), kind_(kind), tensor_(t) {
+    nodes_[0] = t.grad_fn().get(), found_.resize(kind.same.size());
+  }
 
   // Is all true that the search had found?
   bool holds() {
     if (kind_.flags.get() != now_.flags) return false;
     for (size_t i = 0; i < kind_.checks.size(); ++i)
       if (nodes_[i] == nullptr || !holds(i)) return false;
-    if (!same_as_before()) return false;
-    return true;
+    return same_as_before() && has_base();
   }
 
   // The tensor's own step.
@@ -209,6 +214,15 @@ class Match {
       if (static_cast<int>(first) != kind_.same[at]) return false;
     }
     return true;
+  }
+  bool has_base() const {
+    if (kind_.base == Kind::kNotAsked) return true;
+    const Tensor base = tensor_.is_view() ? Tensor(tensor_._base()) : Tensor();
+    Node* const by = base.defined() ? base.grad_fn().get() : nullptr;
+    const auto end = nodes_.begin() + kind_.checks.size(), at = by == nullptr ? end : std::find(nodes_.begin(), end, by);
+    if (at == end) return kind_.base == -1;
+    return at - nodes_.begin() == kind_.base && base.sizes() == c10::IntArrayRef(kind_.base_sizes) &&
+           base.strides() == c10::IntArrayRef(kind_.base_strides);
   }
   Ref& field(size_t check, size_t at) { return found_[kind_.first[check] + at]; }
   Ref& edge_value(size_t check, size_t at) { return found_[kind_.first[check] + kind_.checks[check].fields.size() + at]; }
@@ -372,6 +386,7 @@ class Match {
 
   const Now& now_;
   const Kind& kind_;
+  const Tensor& tensor_;
   std::array<Node*, kMostChecks> nodes_{};
   c10::SmallVector<Ref, 24> found_;  // of each check, in the order of `same`: its fields, then its edges
   std::vector<std::pair<int, Ref>> made_;

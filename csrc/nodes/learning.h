@@ -60,7 +60,11 @@ inline PyObject* learn(PyObject* self, PyObject* arguments) {
   made->seconds = object_of(from["seconds"]), made->is_view = from["is_view"].cast<bool>();
   for (const py::handle check : from["checks"]) made->checks.push_back(check_of(check, node_of(py::object(check["node"]).ptr())));
   for (const py::handle how : from["templates"]) made->templates.push_back(template_of(how));
-  made->same = from["same"].cast<std::vector<int>>();
+  made->same = from["same"].cast<std::vector<int>>(), made->base = from["base"].cast<int>();
+  if (made->base >= 0) {
+    const Tensor base(t._base());
+    made->base_sizes = base.sizes().vec(), made->base_strides = base.strides().vec();
+  }
   size_t places = 0;
   for (const Check& check : made->checks) made->first.push_back(places), places += check.fields.size() + check.edges.size();
   if (made->checks.size() > kMostChecks || places != made->same.size()) Py_RETURN_FALSE;

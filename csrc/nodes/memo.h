@@ -287,7 +287,7 @@ inline std::shared_ptr<const Kind> kind_of(State* p, const Tensor& t, Node* node
   for (const auto& kind : *kinds) {
     if (kind->type != type || kind->output != output || kind->version != version) continue;
     if (kind->newest != newest || !laid_out_as(*kind, t)) continue;
-    match.emplace(p->now, *kind, node);
+    match.emplace(p->now, *kind, t);
     if (match->holds()) return kind;
   }
   return nullptr;

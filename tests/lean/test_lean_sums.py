@@ -97,11 +97,11 @@ def test_in_one_pass_the_bits_are_those_of_three(act, of_added, form, dtype):
         torch.randn(2, 5, 9, 7, dtype=dtype).contiguous(memory_format=one) for one in (form, of_added)
     )
     scale, shift = torch.randn(5, dtype=dtype), torch.randn(5, dtype=dtype)
-    stock = fused_norm_act._ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
+    stock = fused_norm_act.ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
     assert torch.equal(scale_shift_add_act(x, added, scale, shift, act), stock)
     assert torch.equal(  # what broadcasts is no case of the kernel
         scale_shift_add_act(x, added[:, :, :1, :1], scale, shift, act),
-        fused_norm_act._ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added[:, :, :1, :1]),
+        fused_norm_act.ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added[:, :, :1, :1]),
     )
 
 

@@ -26,8 +26,8 @@ from leannorm.saving.graph import (
     saved,
     saved_by_function,
 )
+from leannorm.saving.recipes import norms_on_gpu
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act, scale_shift_add_act
-from leannorm.saving.recipes.views import ALIASES, VIEWS
 from leannorm.saving.search import (
     Missing,
     Search,
@@ -44,6 +44,7 @@ _OF_FIELDS = {
     *("NativeBatchNormBackward0", "NativeLayerNormBackward0", "NativeGroupNormBackward0"),
     *("CudnnBatchNormBackward0", "FusedRmsNormBackward0", "ScaledDotProductFlashAttentionForCpuBackward0"),
     *("ScaledDotProductFlashAttentionBackward0", "ScaledDotProductEfficientAttentionBackward0"),
+    "ScaledDotProductCudnnAttentionBackward0",
 }
 # norms that are run again: what each captures (copies of fields, the call's bias, what a field has itself,
 # or nothing), and which field has the call
@@ -53,7 +54,8 @@ _PARTS: dict[Any, tuple[tuple[str, ...], str]] = {
     "NativeGroupNormBackward0": (("weight", _BIAS), "result1"),
     "FusedRmsNormBackward0": (("weight",), "result1"),
     "CudnnBatchNormBackward0": (("weight", _BIAS, _NOTHING_AT_ALL, _NOTHING_AT_ALL), "result1"),
-    torch.batch_norm_elemt: (("weight", _BIAS, "result1", "result2"), "result1"),  # of a native node
+    norms_on_gpu.batch_norm: (("weight", _BIAS, "result1", "result2"), "result1"),  # of native nodes
+    norms_on_gpu.layer_norm: (("weight", "bias", "result1", "result2"), "result2"),
     # leannorm's own tell their call themselves; a bias that they did not save is a leaf behind an edge
     "leannorm.ChannelNorm": (("mask", "mean", "rstd", "weight", _BIAS), ""),
     "leannorm.ChannelAffine": (("mask", "mean", "rstd", "weight", _BIAS), ""),
@@ -71,7 +73,12 @@ _OF_EDGES = {
     *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
 }
 _MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
+_JOINED = {
+    *(scale_shift_act, scale_shift_add_act),
+    *(norms_on_gpu.norm_act, norms_on_gpu.norm_add_act, norms_on_gpu.layer_norm_cast),
+}
 _LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}
+_NOT_ASKED = -2
 
 _NONE, _ANY, _LEAF, _VALUE, _MADE = range(5)  # where an edge leads to
 _FROM_FIELD, _FROM_EDGE, _FROM_LEAF, _FROM_MADE = range(4)  # where a step's input is found
@@ -119,7 +126,13 @@ class Learned:
     """Where everything is that one save depends on."""
 
     def __init__(
-        self, search: Search, visits: list[Visit], number: int, value: Value, found: Step | Missing
+        self,
+        search: Search,
+        visits: list[Visit],
+        tensor: Tensor,
+        number: int,
+        value: Value,
+        found: Step | Missing,
     ) -> None:
         self._visits, self._number, self._policy, self._flags = (
             visits,
@@ -130,8 +143,6 @@ class Learned:
         self._templates: list[dict[str, Any] | None] = []
         self._made: dict[int, int] = {}  # templates, by the check of the node that made the value
         kinds = [kind_of(visit.node) for visit in self._visits]
-        if kinds[0] in ALIASES | VIEWS and _LAID_OUT.intersection(kinds):
-            raise UnlikeError  # a copy that is laid out as the base of a view is
         if value.step is not None:
             self._template(value, 0)
         elif not self._is_held_for_good(value, found):
@@ -141,6 +152,7 @@ class Learned:
             "flags": self._flags,
             "checks": checks,
             "same": self._same(checks),
+            "base": self._base(tensor) if _LAID_OUT.intersection(kinds[1:]) else _NOT_ASKED,
             "templates": self._templates,
             "why": value.why,
             "seconds": value.seconds,
@@ -183,6 +195,11 @@ class Learned:
                 seen.append(visit.given[i] if how == _VALUE else leaf)
         at = list(map(id, seen))
         return [i if one is None else at.index(id(one)) for i, one in enumerate(seen)]
+
+    def _base(self, tensor: Tensor) -> int:
+        """Which of the nodes made the base of the view: a copy is laid out as that; -1 if none did."""
+        made_by = None if tensor._base is None else tensor._base.grad_fn
+        return next((i for i, visit in enumerate(self._visits) if visit.node is made_by), -1)
 
     def _edge(self, visit: Visit, i: int, producer: Any, output: int) -> tuple[int, int]:
         if i not in visit.given:
@@ -234,7 +251,7 @@ class Learned:
         self._templates.append(None)
         captured, inputs, copies = _NOTHING, step.inputs, 0
         parts, told_by = list[tuple[int, int]](), 0
-        made_of = _PARTS.get(kind) or _PARTS.get(step.function)
+        made_of = _PARTS.get(step.function) or _PARTS.get(kind)
         if made_of is not None and step.captured:
             captured = _OF_PARTS
             parts, told_by = self._parts(step, self._visits[check], *made_of)
@@ -291,7 +308,7 @@ class Learned:
 
     def _captured(self, step: Step, visit: Visit) -> tuple[int, tuple[Value, ...], int]:
         """How what the step captures is made: by a batch norm, or it is that of a norm before."""
-        if step.function not in (scale_shift_act, scale_shift_add_act):
+        if step.function not in _JOINED:
             raise UnlikeError
         node = visit.node
         if kind_of(node) == "NativeBatchNormBackward0":

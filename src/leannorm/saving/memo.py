@@ -104,7 +104,7 @@ def learn(
         return
     memo.attempts[place] = memo.attempts.get(place, 0) + 1
     try:
-        kind = Learned(search, visits, number, value, found).kind
+        kind = Learned(search, visits, tensor, number, value, found).kind
     except UnlikeError:
         return
     memo.kinds.learn(tensor, number, kind)

@@ -118,8 +118,7 @@ class FlagLog:
 
 class Edits:
     """Sees which operators work in place, in a pass that had to compare, and in all later ones: it takes time
-    at each operator. Without the C++ nodes nothing is seen, nor beside a GPU, where Triton's launches would
-    stay in Python."""
+    at each operator. Without the C++ nodes nothing is seen."""
 
     wanted = False
 
@@ -131,7 +130,7 @@ class Edits:
     def watch(self) -> None:
         """From the next node on."""
         Edits.wanted = True
-        if not self._watches and NODES is not None and not torch.cuda.is_available():
+        if not self._watches and NODES is not None:
             NODES.watch_edits()
             self._watches = True
 

@@ -45,6 +45,6 @@ def _norm_before(value: Value) -> Hashable:
     step, proved = value.step, True
     while step is not None and step.kind == "copy":
         proved, step = proved and step.proved, step.inputs[0].step
-    if step is None or step.then_act is None:
+    if step is None or step.then is None:
         return None
     return trial.key_of(step), step.proved and proved

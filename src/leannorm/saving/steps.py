@@ -34,7 +34,7 @@ class Step(NamedTuple):
     (also activations and casts), "scale", "sum", "added norm" (a sum in a norm's own pass), "product",
     "attention", "view" (shares its input's memory), "copy" (a view that may be copied into another layout) or
     "held" (unpacked by others' hooks). `flops` are those of a rebuild; it is `costly` if that is much for
-    what it frees. `then_act(step, act[, added])`: the step with an activation, or the addition of a value, in
+    what it frees. `then(step, act[, added])`: the step with an activation, or the addition of a value, in
     the same pass, or None. `flags` are the global flags under which the node ran. `proved` is False where the
     step may read something else than the node read: then it is compared every time. `identity` is all that
     the node tells of its operation. `spec`: the result is the local tensor of a DTensor, shared so.
@@ -51,7 +51,7 @@ class Step(NamedTuple):
     kind: str = "norm"
     flops: int = 0
     costly: bool = False
-    then_act: Callable[..., Step | None] | None = None
+    then: Callable[..., Step | None] | None = None
     flags: Flags | None = None
     proved: bool = True
     identity: Hashable = ()

@@ -112,11 +112,11 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
 def _with_norm(norm: Value, added: Value) -> Step | None:
     """Norm and addition as one step from the norm's input, of a norm whose output nobody saved."""
     step = norm.step
-    if norm.layout is not None or step is None or step.then_act is None or step.kind != "norm":
+    if norm.layout is not None or step is None or step.then is None or step.kind != "norm":
         return None
     like = added if added.tensor is None else added.tensor
     alike = (like.shape, like.dtype) == (norm.shape, norm.dtype)
-    fused = step.then_act(step, "identity", added) if alike else None
+    fused = step.then(step, "identity", added) if alike else None
     return None if fused is None else fused._replace(flags=step.flags, proved=step.proved)
 
 

@@ -42,10 +42,18 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return output
 
 
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    *mask, causal, scale = rest
+    attend = _aten._scaled_dot_product_cudnn_attention
+    output: Tensor = attend(q, k, v, mask[0] if mask else None, True, 0.0, causal, False, scale=scale)[0]
+    return output
+
+
 _ATTENTIONS: dict[str, tuple[Callable[..., Tensor], str]] = {
     "ScaledDotProductFlashAttentionForCpuBackward0": (_on_cpu, "attn_mask"),
     "ScaledDotProductFlashAttentionBackward0": (_flash, ""),
     "ScaledDotProductEfficientAttentionBackward0": (_efficient, "attn_bias"),
+    "ScaledDotProductCudnnAttentionBackward0": (_cudnn, "attn_bias"),
 }
 ATTENTIONS = set(_ATTENTIONS)
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from leannorm.ops.backends import CPU
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "relu": torch.relu,
     "hardswish": F.hardswish,
@@ -33,7 +33,7 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
     """act(x * scale + shift), in one pass where the C++ kernel gives torch's bits."""
     if not _serves(x, scale, act):
-        return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
+        return ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
     return _in_one_pass(x, None, scale, shift, act)
 
 
@@ -42,7 +42,7 @@ def scale_shift_add_act(x: Tensor, added: Tensor, scale: Tensor, shift: Tensor, 
     form = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     alike = added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous(memory_format=form)
     if not (alike and _serves(x, scale, act)):
-        return _ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
+        return ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
     return _in_one_pass(x, added, scale, shift, act)
 
 
@@ -61,7 +61,7 @@ def _in_one_pass(x: Tensor, added: Tensor | None, scale: Tensor, shift: Tensor, 
 @lru_cache
 def matches_torch(act: str, dtype: torch.dtype) -> bool:
     """Does the C++ kernel give torch's bits on this machine, also for zeros, infinities and NaN?"""
-    if act not in _ACTIVATIONS or CPU.why_not():
+    if act not in ACTIVATIONS or CPU.why_not():
         return False
     with unset_fake_temporarily(), torch.no_grad():
         x = torch.linspace(-9, 9, 6144, dtype=dtype).view(1, 3, 32, 64).clone()
@@ -70,10 +70,10 @@ def matches_torch(act: str, dtype: torch.dtype) -> bool:
         normalized, added = by_scale_and_shift(x, scale, shift), x.flip(2, 3).contiguous()
         stock = normalized, normalized + added
         ours = (_in_one_pass(x, residual, scale, shift, act) for residual in (None, added))
-        return all(_same_bits(a, _ACTIVATIONS[act](b)) for a, b in zip(ours, stock, strict=True))
+        return all(same_bits(a, ACTIVATIONS[act](b)) for a, b in zip(ours, stock, strict=True))
 
 
-def _same_bits(a: Tensor, b: Tensor) -> bool:
+def same_bits(a: Tensor, b: Tensor) -> bool:
     """But for NaNs, whose payloads may differ."""
     numbers = ~a.isnan()
     same_places = torch.equal(numbers, ~b.isnan())

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from leannorm.autograd.nodes import NODES
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import is_lost, kind_of, saved
+from leannorm.saving.recipes import norms_on_gpu
 from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act, scale_shift_add_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.steps import Step, share_memory
@@ -95,9 +95,9 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
         mean, rstd = mean_value.look(), rstd_value.look()
         if mean.is_cpu and mean.dtype in (torch.float32, torch.float64):
             return _scale_and_shift(x, mean, rstd, None if weight is None else weight.look(), bias)
-        if mean.is_cuda and not isinstance(mean, FakeTensor):  # this operator has no fake kernel
-            # the second half of native_batch_norm: one pass, by the saved statistics
-            return Step(torch.batch_norm_elemt, (x,), (copy_of(weight), bias, mean, rstd), (node._saved_eps,))
+        if norms_on_gpu.serves(mean):
+            captured = copy_of(weight), bias, mean, rstd
+            return Step(norms_on_gpu.batch_norm, (x,), captured, (node._saved_eps,), then=norms_on_gpu.then)
     eps = node._saved_eps if native else node._saved_epsilon
     buffers = (None, None) if training else tuple(map(copy_of, running))
     return Step(_batch_norm_again, (x,), (copy_of(weight), bias, *buffers), (kind, training, eps))
@@ -113,7 +113,7 @@ def _scale_and_shift(
         scale = rstd if weight is None else rstd * weight.detach()
         shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
 
-    return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then_act=_with_act)
+    return Step(scale_shift_act, (x,), (scale, shift), ("identity",), then=_with_act)
 
 
 def _with_act(step: Step, act: str, added: Value | None = None) -> Step | None:
@@ -123,7 +123,7 @@ def _with_act(step: Step, act: str, added: Value | None = None) -> Step | None:
     if added is None:
         return Step(step.function, step.inputs, step.captured, (act,), kind=step.kind)
     inputs = *step.inputs, added
-    return Step(scale_shift_add_act, inputs, step.captured, (act,), kind="added norm", then_act=_with_act)
+    return Step(scale_shift_add_act, inputs, step.captured, (act,), kind="added norm", then=_with_act)
 
 
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Tensor:
@@ -147,6 +147,9 @@ def group_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     return Step(_group_norm, (x,), (copy_of(weight), bias), sizes)
 
 
+_OF_LAYER_NORM = "input", "result1", "result2", "weight", "bias"
+
+
 def _layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float
 ) -> Tensor:
@@ -155,11 +158,15 @@ def _layer_norm(
 
 @recipe("NativeLayerNormBackward0")
 def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Step | None:
-    x, call = saved(node, "input"), _call(saved(node, "result2"))
+    x, mean, rstd, weight, bias = (saved(node, name) for name in _OF_LAYER_NORM)
+    call = _call(rstd)
     if output or x is None or call is None or is_lost(node, "weight", "bias"):
         return None
-    captured = copy_of(saved(node, "weight")), copy_of(saved(node, "bias"))
-    return Step(_layer_norm, (x,), captured, (tuple(node._saved_normalized_shape), call.eps))
+    shape, captured = tuple(node._saved_normalized_shape), tuple(map(copy_of, (weight, bias)))
+    if mean is not None and rstd is not None and norms_on_gpu.serves(mean.look()):
+        captured = *captured, mean.look(), rstd.look()
+        return Step(norms_on_gpu.layer_norm, (x,), captured, (shape, call.eps), then=norms_on_gpu.then_cast)
+    return Step(_layer_norm, (x,), captured, (shape, call.eps))
 
 
 def _rms_norm(x: Tensor, weight: Tensor | None, shape: tuple[int, ...], eps: float | None) -> Tensor:

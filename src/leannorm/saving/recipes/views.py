@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from leannorm.saving.graph import constant, find, kind_of, register
+from leannorm.saving.recipes.activations import with_norm
 from leannorm.saving.recipes.registry import Given, recipe
 from leannorm.saving.shards import local_of
 from leannorm.saving.steps import Step
@@ -191,6 +192,8 @@ def cast(node: Any, output: int, given: Given, like: Tensor | None) -> Step | No
     if made_from.device != to.device:
         return None
     kind = "copy" if made_from.dtype == to.dtype else "norm"
+    if kind == "norm" and (fused := with_norm(x, to.dtype)) is not None:
+        return fused._replace(tells_layout=like is not None)
     return Step(cast_to, (x,), (), (to.dtype,), kind=kind, tells_layout=like is not None)
 
 

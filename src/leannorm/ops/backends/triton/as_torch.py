@@ -1,0 +1,75 @@
+"""What torch's own norms put out, from the statistics that they saved: for `lean()`, which rebuilds it.
+
+torch's kernels compute fma(weight * (x - mean), rstd, bias) for each channel and
+fma(rstd * (x - mean), weight, bias) for each row. Here what follows, an addition and an activation, or a
+cast, goes into the same pass, and is rounded as by kernels of their own. Both move 2 S for an input of S
+bytes, and S more for what is added.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from leannorm._types import Epilogue, Maybe
+from leannorm.ops.backends.triton.as_torch_kernels import channel_as_torch_kernel, row_as_torch_kernel
+from leannorm.ops.backends.triton.channel import check, plan_of
+from leannorm.ops.backends.triton.launch import launch
+from leannorm.ops.backends.triton.tape import empty, empty_like, taped
+from leannorm.ops.backends.triton.tiling import power_of_two
+
+_TILE = 4096  # values of a program
+
+
+@taped
+def channel_as_torch(
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str
+) -> Tensor:
+    check(x, Epilogue(weight, bias, residual, act))
+    y = empty_like(x)
+    plan = plan_of(x, 0)
+    launch(
+        channel_as_torch_kernel,
+        plan.programs(plan.mapping),
+        x.device,
+        *(x, residual, y, mean, rstd, weight, bias),
+        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
+        ACT=act,
+        **plan.tiling.constants,
+        DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.mapping_stages,
+    )
+    return y
+
+
+def _steps(x: Tensor, kept: int) -> tuple[int, int, int]:
+    """How many rows lie one step apart, the step of so many together, and theirs, in values."""
+    if x.is_contiguous():
+        return 1, kept, 0
+    return x.shape[1], x.stride(0), x.stride(1)
+
+
+@taped
+def row_as_torch(
+    x: Tensor, mean: Maybe, rstd: Tensor, weight: Maybe, bias: Maybe, kept: int, dtype: torch.dtype
+) -> Tensor:
+    """For rows of `kept` values, each a line of memory; x is contiguous, or `[outer, inner, kept]`."""
+    y = empty(x.shape, dtype, x.device)
+    inner, outer_step, inner_step = _steps(x, kept)
+    block = min(power_of_two(kept), _TILE)
+    rows, together = x.numel() // kept, _TILE // block
+    launch(
+        row_as_torch_kernel,
+        -(-rows // together),
+        x.device,
+        *(x, y, mean, rstd, weight, bias, rows, inner, outer_step, inner_step),
+        V=gcd(16, kept, outer_step, inner_step),
+        KEPT=kept,
+        ROWS=together,
+        BLOCK=block,
+        DOUBLE=x.dtype == torch.float64,
+        warps=8,
+    )
+    return y

@@ -1,0 +1,188 @@
+"""torch's norms on a GPU, rebuilt from their saved statistics in one pass with what follows them.
+
+That is Triton's pass where it gives torch's bits: it computes what torch's kernels compute (as_torch.py), and
+is compared with them once for each dtype and device, on numbers among which are zeros, infinities and NaN.
+Elsewhere each function is torch's operators one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from leannorm.ops.backends import TRITON
+from leannorm.ops.backends.compiled import is_dense
+from leannorm.ops.layout import memory_format
+from leannorm.saving.device import capturing
+from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, same_bits
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
+
+Maybe = Tensor | None
+_FUSED = ("identity", "relu", "relu6")  # what rounds no further
+_SAMPLE = 4, 768, 32, 32
+_checked: dict[Hashable, bool] = {}
+
+
+def serves(statistic: Tensor) -> bool:
+    """Is it on a GPU, and has it values? torch's operator for saved statistics has no fake kernel."""
+    return statistic.is_cuda and not isinstance(statistic, FakeTensor)
+
+
+def batch_norm(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor:
+    """The second half of torch.native_batch_norm, which reads no eps."""
+    return torch.batch_norm_elemt(x, weight, bias, mean, rstd, eps)
+
+
+def norm_act(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, act: str) -> Tensor:
+    """act(norm(x))."""
+    return _norm_add_act(x, None, weight, bias, mean, rstd, act)
+
+
+def norm_add_act(
+    x: Tensor, added: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, act: str
+) -> Tensor:
+    """act(norm(x) + added)."""
+    return _norm_add_act(x, added, weight, bias, mean, rstd, act)
+
+
+def _norm_add_act(
+    x: Tensor, added: Maybe, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, act: str
+) -> Tensor:
+    alike = added is None or (added.shape, added.stride(), added.dtype) == (x.shape, x.stride(), x.dtype)
+    if alike and is_dense(x):
+        kind = act, memory_format(x), *_dtypes(x, weight, bias, mean)
+        if _serves(x, kind, _channels_agree):
+            return TRITON.channel_as_torch(x, mean, rstd, weight, bias, added, act)
+    y = batch_norm(x, weight, bias, mean, rstd)
+    return ACTIVATIONS[act](y if added is None else y + added)
+
+
+def then(step: Step, act: str, added: Value | None = None) -> Step | None:
+    """The step with an activation, or an addition, in the same pass."""
+    if act not in _FUSED or TRITON.why_not(step.captured[2]):
+        return None
+    if added is None:
+        function = norm_act if len(step.inputs) == 1 else norm_add_act
+        return Step(function, step.inputs, step.captured, (act,), kind=step.kind)
+    inputs = *step.inputs, added
+    return Step(norm_add_act, inputs, step.captured, (act,), kind="added norm", then=then)
+
+
+def layer_norm(
+    x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, shape: tuple[int, ...], eps: float
+) -> Tensor:
+    """Layer norm over the last axes, of this shape."""
+    return layer_norm_cast(x, weight, bias, mean, rstd, shape, x.dtype, eps)
+
+
+def layer_norm_cast(
+    x: Tensor,
+    weight: Maybe,
+    bias: Maybe,
+    mean: Tensor,
+    rstd: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    eps: float,
+) -> Tensor:
+    """The same, cast."""
+    kept = torch.Size(shape).numel()
+    lines = x.is_contiguous() or (x.dim() == 3 and len(shape) == 1 and x.stride(2) == 1)
+    if lines and _serves(x, (dtype, *_dtypes(x, weight, bias, mean)), _rows_agree):
+        return TRITON.row_as_torch(x, mean, rstd, weight, bias, kept, dtype)
+    return torch.native_layer_norm(x, shape, weight, bias, eps)[0].to(dtype)
+
+
+def then_cast(step: Step, act: object, added: Value | None = None) -> Step | None:
+    """The step of a layer norm with a cast in the same pass."""
+    if not isinstance(act, torch.dtype) or added is not None or TRITON.why_not(step.captured[2]):
+        return None
+    shape, eps = step.constants
+    return Step(layer_norm_cast, step.inputs, step.captured, (shape, act, eps))
+
+
+def _dtypes(*tensors: Maybe) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if t is None else t.dtype for t in tensors])
+
+
+def _serves(x: Tensor, kind: tuple[Any, ...], agrees: Callable[..., bool]) -> bool:
+    """Does Triton's kernel give torch's bits? That is seen once, and not while a CUDA graph is captured."""
+    if x.numel() == 0 or TRITON.why_not(x):
+        return False
+    key = x.device, *kind
+    if key not in _checked:
+        if capturing(x):
+            return False
+        with unset_fake_temporarily(), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            _checked[key] = agrees(*kind, x.device)
+    return _checked[key]
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, first: float = 0.0) -> Tensor:
+    """Without a generator, whose state is the program's."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    count = torch.Size(shape).numel()
+    numbers = torch.arange(count, dtype=wide, device=device) * 0.7391 + first
+    return numbers.sin_().view(shape).to(dtype)
+
+
+def _channels_agree(
+    act: str,
+    form: torch.memory_format,
+    dtype: torch.dtype,
+    of_weight: torch.dtype | None,
+    of_bias: torch.dtype | None,
+    of_mean: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """On 3 million numbers: of as many in bfloat16, 30 or more are others if one operation is another.
+
+    There are few of 16 bits, but each channel makes something else of them.
+    """
+    shape = (*_SAMPLE[:2], 1, *_SAMPLE[2:]) if form is torch.channels_last_3d else _SAMPLE
+    x = _numbers(shape, dtype, device) * 4 + 0.7
+    x.view(-1)[:5] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
+    x = x.contiguous(memory_format=form)
+    added = _numbers(shape, dtype, device, 1.0).contiguous(memory_format=form)
+    weight, bias = (
+        None if of is None else _numbers((shape[1],), of, device, first) + 1
+        for of, first in ((of_weight, 2.0), (of_bias, 3.0))
+    )
+    if weight is not None:
+        weight[0] = 0
+    mean, rstd = (_numbers((shape[1],), of_mean, device, first) + 1.1 for first in (4.0, 5.0))
+    stock = batch_norm(x, weight, bias, mean, rstd)
+    return all(
+        same_bits(TRITON.channel_as_torch(x, mean, rstd, weight, bias, other, act), ACTIVATIONS[act](y))
+        for other, y in ((None, stock), (added, stock + added))
+    )
+
+
+def _rows_agree(
+    into: torch.dtype,
+    dtype: torch.dtype,
+    of_weight: torch.dtype | None,
+    of_bias: torch.dtype | None,
+    of_mean: torch.dtype,
+    device: torch.device,
+) -> bool:
+    """On rows that torch reads by fours, and on rows that it does not."""
+    for kept in (384, 333):
+        x = _numbers((8192, kept), dtype, device) * 4 + 0.7
+        x[:3, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
+        weight, bias = (
+            None if of is None else _numbers((kept,), of, device, first) + 0.3
+            for of, first in ((of_weight, 2.0), (of_bias, 3.0))
+        )
+        y, mean, rstd = torch.native_layer_norm(x, (kept,), weight, bias, 1e-5)
+        if mean.dtype != of_mean:
+            return False
+        ours = TRITON.row_as_torch(x, mean, rstd, weight, bias, kept, into)
+        if not same_bits(ours, y.to(into)):
+            return False
+    return True
