@@ -28,7 +28,7 @@ CALLS = {
 }
 
 
-GPU = "gpu-nvidia-h100-80gb-hbm3"  # the file of the GPU that the pages speak of
+GPU = "gpu-nvidia-h200"  # the file of the GPU that the pages speak of
 
 
 class Measured(NamedTuple):

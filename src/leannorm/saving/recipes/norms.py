@@ -95,7 +95,7 @@ def batch_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
         mean, rstd = mean_value.look(), rstd_value.look()
         if mean.is_cpu and mean.dtype in (torch.float32, torch.float64):
             return _scale_and_shift(x, mean, rstd, None if weight is None else weight.look(), bias)
-        if norms_on_gpu.serves(mean):
+        if norms_on_gpu.serves(mean_value):
             captured = copy_of(weight), bias, mean, rstd
             return Step(norms_on_gpu.batch_norm, (x,), captured, (node._saved_eps,), then=norms_on_gpu.then)
     eps = node._saved_eps if native else node._saved_epsilon
@@ -163,7 +163,7 @@ def layer_norm(node: Any, output: int, given: Given, like: Tensor | None) -> Ste
     if output or x is None or call is None or is_lost(node, "weight", "bias"):
         return None
     shape, captured = tuple(node._saved_normalized_shape), tuple(map(copy_of, (weight, bias)))
-    if mean is not None and rstd is not None and norms_on_gpu.serves(mean.look()):
+    if mean is not None and rstd is not None and norms_on_gpu.serves(mean):
         captured = *captured, mean.look(), rstd.look()
         return Step(norms_on_gpu.layer_norm, (x,), captured, (shape, call.eps), then=norms_on_gpu.then_cast)
     return Step(_layer_norm, (x,), captured, (shape, call.eps))

@@ -28,9 +28,10 @@ _SAMPLE = 4, 768, 32, 32
 _checked: dict[Hashable, bool] = {}
 
 
-def serves(statistic: Tensor) -> bool:
+def serves(statistic: Value) -> bool:
     """Is it on a GPU, and has it values? torch's operator for saved statistics has no fake kernel."""
-    return statistic.is_cuda and not isinstance(statistic, FakeTensor)
+    held = statistic.tensor
+    return held is not None and held.is_cuda and not isinstance(held, FakeTensor)
 
 
 def batch_norm(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, eps: float = 0.0) -> Tensor:
