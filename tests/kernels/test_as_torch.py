@@ -38,7 +38,7 @@ def test_norm_addition_and_activation_are_rounded_one_by_one(dtype, form):
         for residual, act in ((None, "identity"), (None, "relu"), (added, "identity"), (added, "relu6")):
             stock = normed if residual is None else normed + residual
             stock = {"identity": stock, "relu": stock.relu(), "relu6": stock.clamp(0, 6)}[act]
-            y = TRITON.channel_as_torch(x, mean.to(stock_statistics(dtype)), rstd, w, b, residual, act)
+            y = TRITON.channel_as_torch(x, mean.to(stock_statistics(dtype)), rstd, w, b, residual, act, False)
             assert torch.equal(y, stock)
             assert y.stride() == x.stride()
         if w is not None and dtype.itemsize == 2:  # else the test could not fail

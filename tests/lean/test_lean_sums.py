@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lean_cases import assert_as_stock
 from torch import nn
 
-from leannorm.saving import lean
+from leannorm import convert
+from leannorm.saving import kinds, lean
 from leannorm.saving.rates import table
-from leannorm.saving.recipes import fused_norm_act, norms
+from leannorm.saving.recipes import functions, fused_norm_act, norms
 from leannorm.saving.recipes.fused_norm_act import by_scale_and_shift, scale_shift_add_act
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
@@ -28,9 +30,10 @@ class Block(nn.Module):
         return torch.relu_(y)
 
 
-def blocks(in_place):
+def blocks(in_place, converted=False):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(in_place) for _ in range(4)))
+    model = nn.Sequential(*(Block(in_place) for _ in range(4)))
+    return convert(model) if converted else model
 
 
 def rebuilt(model, x, **settings):
@@ -42,14 +45,33 @@ def rebuilt(model, x, **settings):
     return [r.rebuilt for r in saved.records if r.node == "ReluBackward0" and r.bytes]
 
 
+@pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("form", LAYOUTS, ids=str)
-def test_conv_rebuilds_each_second_output_where_nothing_must_be_compared(form, with_and_without_nodes):
+def test_conv_rebuilds_each_second_output_where_nothing_must_be_compared(
+    form, converted, with_and_without_nodes
+):
     x, second = torch.randn(2, 16, 24, 24).contiguous(memory_format=form), [False, True, False, True]
-    assert rebuilt(blocks(in_place=False), x, recompute="conv") == second
-    assert rebuilt(blocks(in_place=True), x, recompute="conv") == (
+    assert rebuilt(blocks(False, converted), x, recompute="conv") == second
+    assert rebuilt(blocks(True, converted), x, recompute="conv") == (
         second if with_and_without_nodes else [False] * 4
     )
-    assert rebuilt(blocks(in_place=False), x) == [False] * 4
+    assert rebuilt(blocks(False, converted), x) == [False] * 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_leannorms_own_norm_and_its_activation_are_one_pass(autocast, monkeypatch):
+    """In 16 bits, too; a sum is not, which is rounded between on a CPU."""
+    ran, own = [], functions.norm_then
+    monkeypatch.setattr(functions, "norm_then", lambda *given: ran.append(len(given)) or own(*given))
+    monkeypatch.setattr(kinds, "_JOINED", {*kinds._JOINED, functions.norm_then})
+    block = convert(Block(in_place=False))
+    for _ in range(3):
+        ran.clear()
+        with lean(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = F.relu6(block.norm(block.conv(torch.randn(2, 16, 24, 24))))
+            loss = block.conv(y).square().mean()
+        loss.backward()
+    assert ran == [8]
 
 
 def test_a_sum_that_must_be_compared_has_twice_the_price(with_and_without_nodes):
@@ -71,10 +93,11 @@ def test_a_sum_that_must_be_compared_has_twice_the_price(with_and_without_nodes)
     assert seconds(True, 15.0 + told) == pytest.approx(times * seconds(False, 17.0 + told), rel=0.01)
 
 
+@pytest.mark.parametrize("converted", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("setting", [{}, {"recompute": "conv"}, {"budget": 0.4}], ids=str)
-def test_gradients_are_those_of_stock(in_place, setting, with_and_without_nodes):
-    model = blocks(in_place)
+def test_gradients_are_those_of_stock(in_place, setting, converted, with_and_without_nodes):
+    model = blocks(in_place, converted)
     inputs = [torch.randn(2, 16, 24, 24) for _ in range(3)]
 
     def program(context):

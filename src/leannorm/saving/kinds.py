@@ -27,6 +27,7 @@ from leannorm.saving.graph import (
     saved_by_function,
 )
 from leannorm.saving.recipes import norms_on_gpu
+from leannorm.saving.recipes.functions import norm_then
 from leannorm.saving.recipes.fused_norm_act import scale_shift_act, scale_shift_add_act
 from leannorm.saving.search import (
     Missing,
@@ -74,7 +75,7 @@ _OF_EDGES = {
 }
 _MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
 _JOINED = {
-    *(scale_shift_act, scale_shift_add_act),
+    *(scale_shift_act, scale_shift_add_act, norm_then),
     *(norms_on_gpu.norm_act, norms_on_gpu.norm_add_act, norms_on_gpu.layer_norm_cast),
 }
 _LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}

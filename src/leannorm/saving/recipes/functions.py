@@ -13,9 +13,11 @@ from leannorm.autograd.channel import ChannelAffine, ChannelNorm
 from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
-from leannorm.ops.backends import Backend
+from leannorm.ops.backends import CPU, TRITON, Backend
+from leannorm.ops.backends.compiled import is_dense
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
+from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, matches_torch
 from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.steps import Step
@@ -27,6 +29,38 @@ def _channel_normalize(x: Tensor, *rest: Any) -> Tensor:
     kernels: Backend = backend
     r = residual[0] if residual else None
     return kernels.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias, r, mask=mask, act=act))
+
+
+def norm_then(x: Tensor, *rest: Any) -> Tensor:
+    """act(norm(x) + what is added), with the bits of three operators, in one pass where that has them."""
+    *added, _, mean, rstd, weight, bias, backend, act = rest
+    residual = added[0] if added else None
+    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
+    if residual is None or x.dtype.itemsize > 2:  # what is added to is not rounded before
+        y: Tensor = backend.channel_normalize(kept)
+    elif backend is TRITON and is_dense(x) and residual.stride() == x.stride():
+        y = TRITON.channel_as_torch(x, mean, rstd, weight, bias, residual, act, True)
+    else:
+        y = ACTIVATIONS[act](
+            backend.channel_normalize(kept._replace(residual=None, act="identity")) + residual
+        )
+    return y
+
+
+def _then(step: Step, act: str, added: Value | None = None) -> Step | None:
+    """The step with an activation, or an addition, in the same pass."""
+    x, (backend, _) = step.inputs[0], step.constants
+    dtype = x.dtype if x.tensor is None else x.tensor.dtype
+    of_cpu = backend is CPU and (added is None or dtype.itemsize > 2) and matches_torch(act, dtype)
+    if not of_cpu and (
+        act not in EXACT or backend not in (CPU, TRITON) or (backend is CPU and added is not None)
+    ):
+        return None
+    if added is None:
+        return Step(norm_then, step.inputs, step.captured, (backend, act), kind=step.kind)
+    return Step(
+        norm_then, (*step.inputs, added), step.captured, (backend, act), kind="added norm", then=_then
+    )
 
 
 def _kept(node: Any) -> Any:
@@ -58,7 +92,8 @@ def channel_norm(node: Any, output: int, given: Given, like: Tensor | None) -> S
     mask = copy_of(kept.mask) if call.zero else None
     captured = mask, kept.mean.look(), kept.rstd.look(), copy_of(kept.weight), bias
     inputs = (kept.x,) if residual is None else (kept.x, residual)
-    return Step(_channel_normalize, inputs, captured, (call.backend.whole, call.act))
+    then = None if call.act != "identity" or call.has_residual or kept.mask is not None else _then
+    return Step(_channel_normalize, inputs, captured, (call.backend.whole, call.act), then=then)
 
 
 def _bias(saved: Value | None, i: int, given: Given, there: bool) -> tuple[bool, Tensor | None]:

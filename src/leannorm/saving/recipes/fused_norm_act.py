@@ -24,6 +24,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+EXACT = "identity", "relu", "relu6"  # which round nothing
+
+
 def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """x * scale + shift by torch's kernel: with mean 0, variance 1 and eps 0 it uses both unchanged."""
     zero, one = _zero_and_one(scale, scale.dtype)

@@ -18,12 +18,11 @@ from leannorm.ops.backends import TRITON
 from leannorm.ops.backends.compiled import is_dense
 from leannorm.ops.layout import memory_format
 from leannorm.saving.device import capturing
-from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, same_bits
+from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, same_bits
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
 Maybe = Tensor | None
-_FUSED = ("identity", "relu", "relu6")  # what rounds no further
 _SAMPLE = 4, 768, 32, 32
 _checked: dict[Hashable, bool] = {}
 
@@ -58,14 +57,14 @@ def _norm_add_act(
     if alike and is_dense(x):
         kind = act, memory_format(x), *_dtypes(x, weight, bias, mean)
         if _serves(x, kind, _channels_agree):
-            return TRITON.channel_as_torch(x, mean, rstd, weight, bias, added, act)
+            return TRITON.channel_as_torch(x, mean, rstd, weight, bias, added, act, False)
     y = batch_norm(x, weight, bias, mean, rstd)
     return ACTIVATIONS[act](y if added is None else y + added)
 
 
 def then(step: Step, act: str, added: Value | None = None) -> Step | None:
     """The step with an activation, or an addition, in the same pass."""
-    if act not in _FUSED or TRITON.why_not(step.captured[2]):
+    if act not in EXACT or TRITON.why_not(step.captured[2]):
         return None
     if added is None:
         function = norm_act if len(step.inputs) == 1 else norm_add_act
@@ -159,7 +158,9 @@ def _channels_agree(
     mean, rstd = (_numbers((shape[1],), of_mean, device, first) + 1.1 for first in (4.0, 5.0))
     stock = batch_norm(x, weight, bias, mean, rstd)
     return all(
-        same_bits(TRITON.channel_as_torch(x, mean, rstd, weight, bias, other, act), ACTIVATIONS[act](y))
+        same_bits(
+            TRITON.channel_as_torch(x, mean, rstd, weight, bias, other, act, False), ACTIVATIONS[act](y)
+        )
         for other, y in ((None, stock), (added, stock + added))
     )
 

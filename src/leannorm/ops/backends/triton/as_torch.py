@@ -1,4 +1,4 @@
-"""What torch's own norms put out, from the statistics that they saved: for `lean()`, which rebuilds it.
+"""What norms have put out, from the statistics that they saved: for `lean()`, which rebuilds it.
 
 torch's kernels compute fma(weight * (x - mean), rstd, bias) for each channel and
 fma(rstd * (x - mean), weight, bias) for each row. Here what follows, an addition and an activation, or a
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, Maybe
 from leannorm.ops.backends.triton.as_torch_kernels import channel_as_torch_kernel, row_as_torch_kernel
-from leannorm.ops.backends.triton.channel import check, plan_of
+from leannorm.ops.backends.triton.channel import check, groups_of, plan_of
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.backends.triton.tiling import power_of_two
@@ -25,11 +25,12 @@ _TILE = 4096  # values of a program
 
 @taped
 def channel_as_torch(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, own: bool
 ) -> Tensor:
+    """Of torch's norm, or of leannorm's `own`, whose statistics may be those of groups."""
     check(x, Epilogue(weight, bias, residual, act))
     y = empty_like(x)
-    plan = plan_of(x, 0)
+    plan = plan_of(x, groups_of(x, mean))
     launch(
         channel_as_torch_kernel,
         plan.programs(plan.mapping),
@@ -40,6 +41,7 @@ def channel_as_torch(
         **plan.tiling.constants,
         DOUBLE=x.dtype == torch.float64,
         STAGES=plan.choice.mapping_stages,
+        OWN=own,
     )
     return y
 

@@ -14,16 +14,23 @@ from leannorm.ops.backends.triton.tiles import block_of_channels, constants, rea
 def channel_as_torch_kernel(
     x, residual, y, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr,
+    BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """y = act(norm(x) + residual), rounded behind each: reads x (and residual) once, writes y once."""
+    """y = act(norm(x) + residual), rounded behind each: reads x (and residual) once, writes y once.
+
+    The norm is torch's, or leannorm's OWN (`tiles.normalized`).
+    """
     stored: tl.constexpr = y.dtype.element_ty
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
     c, exists, place = block_of_channels(segment, c0, C, G, BC)
-    mean_of, _, rstd_of, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
+    high, low, rstd_of, w, b = constants(mean, rstd, weight, bias, c, exists, place, DOUBLE)
     for t in tl.range(t0, t1, num_stages=STAGES):
         start, offsets, inside = tile(t, segment, c0, C, C, inner, samples, COLUMNS, V, WIDE, BC, BE)
-        z = tl.fma(w * (read(x, start, offsets, inside, DOUBLE) - mean_of), rstd_of, b)
+        z = read(x, start, offsets, inside, DOUBLE) - high
+        if OWN:
+            z = tl.fma((z - low) * rstd_of, w, b)
+        else:
+            z = tl.fma(w * z, rstd_of, b)
         if residual is not None:
             z = z.to(stored).to(z.dtype) + read(residual, start, offsets, inside, DOUBLE)
         z = activate(z.to(stored).to(z.dtype), ACT)
