@@ -34,14 +34,17 @@ struct Edits {
 };
 inline thread_local Edits edits;
 
+// The engine's threads inherit it with the state of the thread that called them.
+inline std::unique_ptr<at::ObserverContext> see(const at::RecordFunction& call) {
+  if (edits.passes > 0) edits.saw(call);
+  return nullptr;
+}
+
 inline PyObject* watch_edits(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   if (edits.passes++ == 0) {
     edits.in_place.clear(), edits.since = at::sequence_number::peek();
-    at::RecordFunctionCallback callback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
-      edits.saw(call);
-      return nullptr;
-    });
+    at::RecordFunctionCallback callback(&see);
     edits.handle = at::addThreadLocalCallback(callback.scopes({at::RecordScope::FUNCTION}));
   }
   Py_RETURN_NONE;
@@ -58,7 +61,8 @@ inline PyObject* stop_watching(PyObject*, PyObject*) {
 inline bool others_listen() {
   if (!at::hasCallbacks()) return false;
   const auto called = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
-  return called.has_value() && called->callbacks_.size() > (edits.passes > 0 ? 1U : 0U);
+  if (!called.has_value()) return false;
+  return std::any_of(called->callbacks_.begin(), called->callbacks_.end(), [](const auto& one) { return one.start_ != &see; });
 }
 
 enum class InPlace { kNo, kYes, kUnknown };

@@ -38,7 +38,9 @@ def test_norm_addition_and_activation_are_rounded_one_by_one(dtype, form):
         for residual, act in ((None, "identity"), (None, "relu"), (added, "identity"), (added, "relu6")):
             stock = normed if residual is None else normed + residual
             stock = {"identity": stock, "relu": stock.relu(), "relu6": stock.clamp(0, 6)}[act]
-            y = TRITON.channel_as_torch(x, mean.to(stock_statistics(dtype)), rstd, w, b, residual, act, False)
+            y = TRITON.channel_as_torch(
+                x, mean.to(stock_statistics(dtype)), rstd, w, b, residual, act, False, True
+            )
             assert torch.equal(y, stock)
             assert y.stride() == x.stride()
         if w is not None and dtype.itemsize == 2:  # else the test could not fail
@@ -73,25 +75,46 @@ def test_another_order_of_operations_is_told_apart(dtype, form, monkeypatch):
         w, b, m, s = (t.view(-1, 1, 1) for t in (weight, bias, mean, rstd))
         return orders[0](x.to(F32), w, b, m, s).to(x.dtype)
 
-    orders = [
-        lambda x, w, b, m, s: w * (x - m) * s + b
-    ]  # as the interpreter computes it, which fuses nothing
+    orders = [lambda x, w, b, m, s: w * (x - m) * s + b]  # as the interpreter, which fuses nothing
     monkeypatch.setattr(norms_on_gpu, "batch_norm", stock)
     monkeypatch.setattr(norms_on_gpu, "_SAMPLE", (1, 256, 32, 32))
-    kind = "relu", form, dtype, F32, F32, F32, torch.device("cpu")
+    kind = "relu", False, form, dtype, F32, F32, F32, torch.device("cpu")
     assert norms_on_gpu._channels_agree(*kind)
     for other in (
         lambda x, w, b, m, s: (x - m) * s * w + b,
         lambda x, w, b, m, s: x * (s * w) + (b - m * (s * w)),
         lambda x, w, b, m, s: (w * (x - m) * s + b).nan_to_num(),
+        lambda x, w, b, m, s: w * (x - m) * s + b + 0.0,  # 0.0 for -0.0
     ):
         orders[0] = other
         assert not norms_on_gpu._channels_agree(*kind)
 
 
-def test_a_layer_norm_of_other_arithmetic_is_told_apart():
-    """torch's kernel for a CPU, here; for its kernels on a GPU, see test_cuda_lean.py."""
-    assert not norms_on_gpu._rows_agree(F32, F32, F32, F32, F32, torch.device("cpu"))
+@pytest.mark.parametrize("act", norms_on_gpu.EXACT)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16])
+def test_leannorms_own_norm_is_rounded_one_by_one(dtype, act, monkeypatch):
+    """Also where 16 bits round to -0.0, of which the activation is torch's."""
+    monkeypatch.setattr(norms_on_gpu, "_SAMPLE", (1, 64, 32, 32))
+    kind = act, True, torch.contiguous_format, dtype, F32, F32, F64, torch.device("cpu")
+    assert norms_on_gpu._channels_agree(*kind)
+    if act != "identity":  # else the test could not fail
+        signed = norms_on_gpu._keeps_sign(act, dtype, torch.device("cpu"))
+        monkeypatch.setattr(norms_on_gpu, "_keeps_sign", lambda *_: not signed)
+        assert not norms_on_gpu._channels_agree(*kind)
+
+
+def test_a_layer_norm_of_other_arithmetic_is_told_apart(monkeypatch):
+    def stock(x, shape, weight, bias, eps):
+        mean, rstd = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True) + eps).rsqrt()
+        return orders[0](x, weight, bias, mean, rstd), mean, rstd
+
+    orders = [lambda x, w, b, m, s: w * (s * (x - m)) + b]
+    kind = BF16, F32, F32, F32, F32, torch.device("cpu")
+    assert not norms_on_gpu._rows_agree(*kind)  # torch's kernel for a CPU
+    monkeypatch.setattr(torch, "native_layer_norm", stock)
+    assert norms_on_gpu._rows_agree(*kind)
+    orders[0] = lambda x, w, b, m, s: x * (s * w) + (b - m * (s * w))
+    assert not norms_on_gpu._rows_agree(*kind)
 
 
 @pytest.mark.skipif(NODES is None, reason="the nodes in C++ are not built")

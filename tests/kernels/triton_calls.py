@@ -147,8 +147,8 @@ def channel_call(
         channel.channel_normalize(x, mean, rstd, weight, bias, other, act)
         channel.channel_evaluate(x, weight, bias, 1e-5, weight, bias, other, act)
         if not groups and act in ("identity", "relu", "relu6"):
-            as_torch.channel_as_torch(x, weight, weight, weight, bias, other, act, False)
-            as_torch.channel_as_torch(x, mean, rstd, weight, bias, other, act, True)
+            as_torch.channel_as_torch(x, weight, weight, weight, bias, other, act, False, False)
+            as_torch.channel_as_torch(x, mean, rstd, weight, bias, other, act, True, True)
         sums = channel_gradients.channel_grad_sums(x, x, mean, rstd, weight, bias, other, out, act)
         p, q = (meta(tuple(mean.shape), F64) for _ in sums)
         channel_gradients.channel_input_grad(x, x, mean, rstd, weight, bias, other, out, p, q, act, residual)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,7 +62,7 @@ def test_conv_rebuilds_each_second_output_where_nothing_must_be_compared(
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_leannorms_own_norm_and_its_activation_are_one_pass(autocast, monkeypatch):
-    """In 16 bits, too; a sum is not, which is rounded between on a CPU."""
+    """Not in 16 bits on a CPU, where the norm is rounded before."""
     ran, own = [], functions.norm_then
     monkeypatch.setattr(functions, "norm_then", lambda *given: ran.append(len(given)) or own(*given))
     monkeypatch.setattr(kinds, "_JOINED", {*kinds._JOINED, functions.norm_then})
@@ -71,7 +73,71 @@ def test_leannorms_own_norm_and_its_activation_are_one_pass(autocast, monkeypatc
             y = F.relu6(block.norm(block.conv(torch.randn(2, 16, 24, 24))))
             loss = block.conv(y).square().mean()
         loss.backward()
-    assert ran == [8]
+    assert ran == ([] if autocast else [8])
+
+
+class Signs(torch.autograd.Function):
+    """Its gradient depends on the sign of a zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return torch.where(x.signbit(), 2 * dy, dy)
+
+
+@pytest.mark.parametrize("act", [F.relu, F.relu6])
+def test_what_16_bits_round_to_a_zero_keeps_its_sign(act):
+    norm = convert(nn.BatchNorm2d(8)).to(torch.float16)
+
+    def gradient(context, seed):
+        torch.manual_seed(seed)
+        norm.weight.data.fill_(1.0 if seed < 6 else 1e-5)
+        x = torch.randn(4, 8, 32, 32).half().requires_grad_()
+        with context:
+            loss = (Signs.apply(act(norm(x))) * 1000).float().sum()
+        loss.backward()
+        return x.grad
+
+    for seed in range(8):
+        assert torch.equal(gradient(lean(), seed), gradient(nullcontext(), seed))
+
+
+@pytest.mark.parametrize("make", [nn.BatchNorm2d, lambda n: convert(nn.BatchNorm2d(n))], ids=["torch", "own"])
+@pytest.mark.parametrize("program", ["copy", "order"])
+def test_what_follows_is_added_up_in_the_layout_of_stock(program, make, with_and_without_nodes):
+    """A copy, or the first operand of a sum, says how the result lies, and that how a mean is added up."""
+    torch.manual_seed(0)
+    norm, conv, other = make(16), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 1)
+    parameters = [*norm.parameters(), *conv.parameters(), *other.parameters()]
+
+    def gradients(context, changed, seed):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 16, 24, 24)
+        for p in parameters:
+            p.grad = None
+        with context:
+            y = norm(conv(x))
+            if program == "copy":
+                form = torch.channels_last if changed else torch.contiguous_format
+                z = F.relu6(y.clone(memory_format=form))
+            else:
+                s = torch.exp(other(x).contiguous(memory_format=torch.channels_last) * 0.1)
+                z = s + y if changed else y + s
+            w = z.mean(1, keepdim=True)
+            loss = F.silu(w).sum() + other(z if program == "copy" else s).square().mean()
+        loss.backward()
+        return [p.grad.clone() for p in parameters if p.grad is not None]
+
+    for seed in range(5):
+        gradients(lean("conv"), False, seed)
+    for seed, changed in enumerate([True, False, True], 5):
+        stock = gradients(nullcontext(), changed, seed)
+        assert all(map(torch.equal, gradients(lean("conv"), changed, seed), stock))
 
 
 def test_a_sum_that_must_be_compared_has_twice_the_price(with_and_without_nodes):

@@ -85,13 +85,13 @@ _IN_ONE_PASS: dict[Hashable, str] = {
 def with_norm(x: Value, key: Hashable) -> Step | None:
     """Norm, and an activation or a cast, as one step from the norm's input, in the time of the norm alone."""
     act, step = key if isinstance(key, torch.dtype) else _IN_ONE_PASS.get(key), x.step
-    proved = True
+    proved, told = True, True
     while step is not None and step.kind == "copy":  # an in-place activation saves a copy of its input
-        proved, step = proved and step.proved, step.inputs[0].step
+        proved, told, step = proved and step.proved, False, step.inputs[0].step
     fused = step.then(step, act) if act and step is not None and step.then else None
     if fused is None or step is None:
         return None
-    return fused._replace(flags=step.flags, proved=proved and step.proved)
+    return fused._replace(flags=step.flags, proved=proved and step.proved, tells_layout=told)
 
 
 IN_PLACE: dict[str, tuple[Elementwise, Elementwise | None, tuple[str, ...]]] = {

@@ -106,10 +106,10 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
             return Step(_causal, (a,), in_place=_causal_in_place, kind="scale")
         shift = _of_frozen_norm(node)
         return None if shift is None else Step(torch.add, (a,), (shift,), kind="scale")
-    return _with_norm(a, b) or _with_norm(b, a) or Step(torch.add, (a, b), in_place=add_to, kind="sum")
+    return _with_norm(a, b, 0) or _with_norm(b, a, 1) or Step(torch.add, (a, b), in_place=add_to, kind="sum")
 
 
-def _with_norm(norm: Value, added: Value) -> Step | None:
+def _with_norm(norm: Value, added: Value, place: int) -> Step | None:
     """Norm and addition as one step from the norm's input, of a norm whose output nobody saved."""
     step = norm.step
     if norm.layout is not None or step is None or step.then is None or step.kind != "norm":
@@ -117,7 +117,11 @@ def _with_norm(norm: Value, added: Value) -> Step | None:
     like = added if added.tensor is None else added.tensor
     alike = (like.shape, like.dtype) == (norm.shape, norm.dtype)
     fused = step.then(step, "identity", added) if alike else None
-    return None if fused is None else fused._replace(flags=step.flags, proved=step.proved)
+    return (
+        None
+        if fused is None
+        else fused._replace(flags=step.flags, proved=step.proved, identity=("norm", place))
+    )
 
 
 def _of_frozen_norm(node: Any) -> Tensor | None:

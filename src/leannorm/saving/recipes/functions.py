@@ -14,10 +14,10 @@ from leannorm.autograd.conv import ConvNorm
 from leannorm.autograd.modulated import AdaNorm, GatedNorm
 from leannorm.autograd.rows import RowNorm
 from leannorm.ops.backends import CPU, TRITON, Backend
-from leannorm.ops.backends.compiled import is_dense
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
 from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, matches_torch
+from leannorm.saving.recipes.norms_on_gpu import in_one_pass
 from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.steps import Step
@@ -35,26 +35,24 @@ def norm_then(x: Tensor, *rest: Any) -> Tensor:
     """act(norm(x) + what is added), with the bits of three operators, in one pass where that has them."""
     *added, _, mean, rstd, weight, bias, backend, act = rest
     residual = added[0] if added else None
-    kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
-    if residual is None or x.dtype.itemsize > 2:  # what is added to is not rounded before
+    if backend is TRITON:
+        found = in_one_pass(x, residual, weight, bias, mean, rstd, act, True)
+        if found is not None:
+            return found
+    elif x.dtype.itemsize > 2:  # in 16 bits, what an operator gives is rounded before the next one
+        kept = KeptByChannelNorm(x, mean, rstd, weight, bias, residual, act=act)
         y: Tensor = backend.channel_normalize(kept)
-    elif backend is TRITON and is_dense(x) and residual.stride() == x.stride():
-        y = TRITON.channel_as_torch(x, mean, rstd, weight, bias, residual, act, True)
-    else:
-        y = ACTIVATIONS[act](
-            backend.channel_normalize(kept._replace(residual=None, act="identity")) + residual
-        )
-    return y
+        return y
+    y = backend.channel_normalize(KeptByChannelNorm(x, mean, rstd, weight, bias))
+    return ACTIVATIONS[act](y if residual is None else y + residual)
 
 
 def _then(step: Step, act: str, added: Value | None = None) -> Step | None:
     """The step with an activation, or an addition, in the same pass."""
     x, (backend, _) = step.inputs[0], step.constants
     dtype = x.dtype if x.tensor is None else x.tensor.dtype
-    of_cpu = backend is CPU and (added is None or dtype.itemsize > 2) and matches_torch(act, dtype)
-    if not of_cpu and (
-        act not in EXACT or backend not in (CPU, TRITON) or (backend is CPU and added is not None)
-    ):
+    of_cpu = backend is CPU and dtype.itemsize > 2 and matches_torch(act, dtype)
+    if not (of_cpu or (backend is TRITON and act in EXACT)):
         return None
     if added is None:
         return Step(norm_then, step.inputs, step.captured, (backend, act), kind=step.kind)

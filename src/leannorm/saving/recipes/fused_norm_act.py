@@ -24,7 +24,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-EXACT = "identity", "relu", "relu6"  # which round nothing
+EXACT = "identity", "relu", "relu6"  # which round nothing; of -0.0 each device makes its own
 
 
 def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:

@@ -70,12 +70,8 @@ def _room(operator: str) -> str:
 
 
 _OPERATORS = (*schema.OPERATORS, *schema.MODULATED, *schema.BETWEEN)
-_FUNCTIONS = (
-    "message_of",
-    "channel_evaluate",
-    "channel_as_torch",
-    "row_as_torch",
-)  # kernels without an operator
+# kernels without an operator
+_FUNCTIONS = ("message_of", "channel_evaluate", "channel_as_torch", "row_as_torch")
 _NAMES = _OPERATORS + _FUNCTIONS
 
 

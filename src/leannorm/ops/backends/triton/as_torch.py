@@ -25,9 +25,11 @@ _TILE = 4096  # values of a program
 
 @taped
 def channel_as_torch(
-    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, own: bool
-) -> Tensor:
-    """Of torch's norm, or of leannorm's `own`, whose statistics may be those of groups."""
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, residual: Maybe, act: str, own: bool,
+    signed: bool,
+) -> Tensor:  # fmt: skip
+    """Of torch's norm, or of leannorm's `own`, whose statistics may be those of groups. `signed`: the
+    activation of -0.0 is -0.0."""
     check(x, Epilogue(weight, bias, residual, act))
     y = empty_like(x)
     plan = plan_of(x, groups_of(x, mean))
@@ -42,6 +44,7 @@ def channel_as_torch(
         DOUBLE=x.dtype == torch.float64,
         STAGES=plan.choice.mapping_stages,
         OWN=own,
+        SIGNED=signed,
     )
     return y
 

@@ -15,10 +15,11 @@ def channel_as_torch_kernel(
     x, residual, y, mean, rstd, weight, bias, C, inner, samples, tiles, parts, G,
     ACT: tl.constexpr, COLUMNS: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
     BC: tl.constexpr, BE: tl.constexpr, DOUBLE: tl.constexpr, STAGES: tl.constexpr, OWN: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """y = act(norm(x) + residual), rounded behind each: reads x (and residual) once, writes y once.
 
-    The norm is torch's, or leannorm's OWN (`tiles.normalized`).
+    The norm is torch's, or leannorm's OWN (`tiles.normalized`). SIGNED: the activation of -0.0 is -0.0.
     """
     stored: tl.constexpr = y.dtype.element_ty
     c0, _part, segment, t0, t1 = run_of_tiles(C, inner, samples, tiles, parts, COLUMNS, BC, BE)
@@ -33,7 +34,10 @@ def channel_as_torch_kernel(
             z = tl.fma(w * z, rstd_of, b)
         if residual is not None:
             z = z.to(stored).to(z.dtype) + read(residual, start, offsets, inside, DOUBLE)
-        z = activate(z.to(stored).to(z.dtype), ACT)
+        before = z.to(stored).to(z.dtype)
+        z = activate(before, ACT)
+        if ACT != "identity":
+            z = tl.where(before == 0, before if SIGNED else 0.0, z)
         tl.store(y + start + offsets, z.to(stored), mask=inside)
 
 
