@@ -190,7 +190,8 @@ def routed(g):
         width, tokens = t.shape[-1], t.numel() // t.shape[-1]
         if width % 4 == 0 and tokens:
             ends = sorted(g.rng.randint(0, tokens) for _ in range(2))
-            if not g.add(f"{i} = torch.tensor({[*ends, tokens]}, dtype=torch.int32)"):
+            # to the last row of any step: behind it, the product is not written
+            if not g.add(f"{i} = torch.tensor({[*ends, 1 << 20]}).clamp(max={rows}.shape[0]).int()"):
                 return None
             weights = g.leaf((3, width, g.pick(16, 32, 48)))
             return f"{y} = F.grouped_mm({rows}, {weights}, offs={i})"
