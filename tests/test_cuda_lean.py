@@ -79,7 +79,7 @@ def test_a_batch_norm_and_what_follows_in_one_pass(dtype, form):
         for act in norms_on_gpu.EXACT:
             stock = norms_on_gpu.ACTIVATIONS[act]
             assert same_bits(norms_on_gpu.norm_act(x, w, b, mean, rstd, act), stock(y))
-            ours = norms_on_gpu.norm_add_act(x, added, w, b, mean, rstd, act)
+            ours = norms_on_gpu.norm_act(x, added, w, b, mean, rstd, act)
             assert same_bits(ours, stock(y + added))
     assert norms_on_gpu._checked
     assert all(norms_on_gpu._checked.values())

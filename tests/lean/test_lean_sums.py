@@ -14,7 +14,7 @@ from leannorm import convert
 from leannorm.saving import kinds, lean
 from leannorm.saving.rates import table
 from leannorm.saving.recipes import functions, fused_norm_act, norms
-from leannorm.saving.recipes.fused_norm_act import by_scale_and_shift, scale_shift_add_act
+from leannorm.saving.recipes.fused_norm_act import by_scale_and_shift, scale_shift_act
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
 
@@ -187,9 +187,9 @@ def test_in_one_pass_the_bits_are_those_of_three(act, of_added, form, dtype):
     )
     scale, shift = torch.randn(5, dtype=dtype), torch.randn(5, dtype=dtype)
     stock = fused_norm_act.ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
-    assert torch.equal(scale_shift_add_act(x, added, scale, shift, act), stock)
+    assert torch.equal(scale_shift_act(x, added, scale, shift, act), stock)
     assert torch.equal(  # what broadcasts is no case of the kernel
-        scale_shift_add_act(x, added[:, :, :1, :1], scale, shift, act),
+        scale_shift_act(x, added[:, :, :1, :1], scale, shift, act),
         fused_norm_act.ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added[:, :, :1, :1]),
     )
 

@@ -28,7 +28,7 @@ from leannorm.saving.graph import (
 )
 from leannorm.saving.recipes import norms_on_gpu
 from leannorm.saving.recipes.functions import norm_then
-from leannorm.saving.recipes.fused_norm_act import scale_shift_act, scale_shift_add_act
+from leannorm.saving.recipes.fused_norm_act import scale_shift_act
 from leannorm.saving.search import (
     Missing,
     Search,
@@ -74,10 +74,7 @@ _OF_EDGES = {
     *("UnbindBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
 }
 _MAY_HOLD = {"ConvolutionBackward0", "MmBackward0", "AddmmBackward0"}  # their inputs alone decide
-_JOINED = {
-    *(scale_shift_act, scale_shift_add_act, norm_then),
-    *(norms_on_gpu.norm_act, norms_on_gpu.norm_add_act, norms_on_gpu.layer_norm_cast),
-}
+_JOINED = {scale_shift_act, norm_then, norms_on_gpu.norm_act, norms_on_gpu.layer_norm_cast}
 _LAID_OUT = {"CloneBackward0", "ToCopyBackward0"}
 _NOT_ASKED = -2
 

@@ -16,7 +16,7 @@ from leannorm.autograd.rows import RowNorm
 from leannorm.ops.backends import CPU, TRITON, Backend
 from leannorm.saving.graph import kind_of_function, saved_by_function
 from leannorm.saving.recipes.arithmetic import add_to
-from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, matches_torch
+from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, joined, matches_torch
 from leannorm.saving.recipes.norms_on_gpu import in_one_pass
 from leannorm.saving.recipes.products import MOST
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
@@ -54,11 +54,7 @@ def _then(step: Step, act: str, added: Value | None = None) -> Step | None:
     of_cpu = backend is CPU and dtype.itemsize > 2 and matches_torch(act, dtype)
     if not (of_cpu or (backend is TRITON and act in EXACT)):
         return None
-    if added is None:
-        return Step(norm_then, step.inputs, step.captured, (backend, act), kind=step.kind)
-    return Step(
-        norm_then, (*step.inputs, added), step.captured, (backend, act), kind="added norm", then=_then
-    )
+    return joined(step, norm_then, (backend, act), added, _then)
 
 
 def _kept(node: Any) -> Any:

@@ -6,8 +6,9 @@ mean 0, rstd 1, the scale as weight and the shift as bias, and adds and activate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from leannorm.ops.backends import CPU
+from leannorm.saving.steps import Step
+from leannorm.saving.values import Value
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
@@ -33,26 +36,33 @@ def by_scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.native_batch_norm(x, scale, shift, zero, one, False, 0.0, 0.0)[0]
 
 
-def scale_shift_act(x: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
-    """act(x * scale + shift), in one pass where the C++ kernel gives torch's bits."""
-    if not _serves(x, scale, act):
-        return ACTIVATIONS[act](by_scale_and_shift(x, scale, shift))
-    return _in_one_pass(x, None, scale, shift, act)
-
-
-def scale_shift_add_act(x: Tensor, added: Tensor, scale: Tensor, shift: Tensor, act: str) -> Tensor:
-    """act(x * scale + shift + added), as `scale_shift_act`."""
+def scale_shift_act(x: Tensor, *rest: Any) -> Tensor:
+    """act(x * scale + shift), or act(x * scale + shift + added), in one pass where the C++ kernel gives
+    torch's bits."""
+    *given, scale, shift, act = rest
+    added = given[0] if given else None
     form = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-    alike = added.shape == x.shape and added.dtype == x.dtype and added.is_contiguous(memory_format=form)
-    if not (alike and _serves(x, scale, act)):
-        return ACTIVATIONS[act](by_scale_and_shift(x, scale, shift) + added)
-    return _in_one_pass(x, added, scale, shift, act)
+    dense = x.is_contiguous(memory_format=form) and x.numel() > 0 and x.dtype == scale.dtype
+    alike = added is None or (added.shape, added.dtype) == (x.shape, x.dtype)
+    lies = added is None or added.is_contiguous(memory_format=form)
+    if dense and alike and lies and matches_torch(act, scale.dtype):
+        return _in_one_pass(x, added, scale, shift, act)
+    y = by_scale_and_shift(x, scale, shift)
+    return ACTIVATIONS[act](y if added is None else y + added)
 
 
-def _serves(x: Tensor, scale: Tensor, act: str) -> bool:
-    """Does the kernel take this, and give torch's bits?"""
-    dense = x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
-    return matches_torch(act, scale.dtype) and x.dtype == scale.dtype and dense and x.numel() > 0
+def joined(
+    step: Step,
+    function: Callable[..., Tensor],
+    constants: tuple[Hashable, ...],
+    added: Value | None,
+    then: Callable[..., Step | None],
+) -> Step:
+    """The step of a norm with what follows it: `function(x[, added], *captured, *constants)`."""
+    if added is None:
+        return Step(function, step.inputs, step.captured, constants, kind=step.kind)
+    inputs = *step.inputs, added
+    return Step(function, inputs, step.captured, constants, kind="added norm", then=then)
 
 
 def _in_one_pass(x: Tensor, added: Tensor | None, scale: Tensor, shift: Tensor, act: str) -> Tensor:

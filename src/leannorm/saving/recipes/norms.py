@@ -12,7 +12,7 @@ from leannorm.autograd.nodes import NODES
 from leannorm.saving.calls import CallArguments
 from leannorm.saving.graph import is_lost, kind_of, saved
 from leannorm.saving.recipes import norms_on_gpu
-from leannorm.saving.recipes.fused_norm_act import matches_torch, scale_shift_act, scale_shift_add_act
+from leannorm.saving.recipes.fused_norm_act import joined, matches_torch, scale_shift_act
 from leannorm.saving.recipes.registry import Given, copy_of, recipe
 from leannorm.saving.steps import Step, share_memory
 from leannorm.saving.values import Value
@@ -120,10 +120,7 @@ def _with_act(step: Step, act: str, added: Value | None = None) -> Step | None:
     scale = step.captured[0]
     if scale is None or not matches_torch(act, scale.dtype):
         return None
-    if added is None:
-        return Step(step.function, step.inputs, step.captured, (act,), kind=step.kind)
-    inputs = *step.inputs, added
-    return Step(scale_shift_add_act, inputs, step.captured, (act,), kind="added norm", then=_with_act)
+    return joined(step, scale_shift_act, (act,), added, _with_act)
 
 
 def _group_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any) -> Tensor:

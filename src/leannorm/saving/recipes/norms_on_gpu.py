@@ -20,7 +20,7 @@ from leannorm.ops.backends import TRITON
 from leannorm.ops.backends.compiled import is_dense
 from leannorm.ops.layout import memory_format
 from leannorm.saving.device import capturing
-from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, same_bits
+from leannorm.saving.recipes.fused_norm_act import ACTIVATIONS, EXACT, joined, same_bits
 from leannorm.saving.steps import Step
 from leannorm.saving.values import Value
 
@@ -40,21 +40,10 @@ def batch_norm(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor
     return torch.batch_norm_elemt(x, weight, bias, mean, rstd, eps)
 
 
-def norm_act(x: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, act: str) -> Tensor:
-    """act(norm(x))."""
-    return _norm_add_act(x, None, weight, bias, mean, rstd, act)
-
-
-def norm_add_act(
-    x: Tensor, added: Tensor, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, act: str
-) -> Tensor:
-    """act(norm(x) + added)."""
-    return _norm_add_act(x, added, weight, bias, mean, rstd, act)
-
-
-def _norm_add_act(
-    x: Tensor, added: Maybe, weight: Maybe, bias: Maybe, mean: Tensor, rstd: Tensor, act: str
-) -> Tensor:
+def norm_act(x: Tensor, *rest: Any) -> Tensor:
+    """act(norm(x)), or act(norm(x) + added)."""
+    *given, weight, bias, mean, rstd, act = rest
+    added = given[0] if given else None
     y = in_one_pass(x, added, weight, bias, mean, rstd, act, False)
     if y is not None:
         return y
@@ -92,11 +81,7 @@ def then(step: Step, act: str, added: Value | None = None) -> Step | None:
     """The step with an activation, or an addition, in the same pass."""
     if act not in EXACT or TRITON.why_not(step.captured[2]):
         return None
-    if added is None:
-        function = norm_act if len(step.inputs) == 1 else norm_add_act
-        return Step(function, step.inputs, step.captured, (act,), kind=step.kind)
-    inputs = *step.inputs, added
-    return Step(norm_add_act, inputs, step.captured, (act,), kind="added norm", then=then)
+    return joined(step, norm_act, (act,), added, then)
 
 
 def layer_norm(
