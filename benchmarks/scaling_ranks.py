@@ -82,7 +82,7 @@ def _seconds(step: Step, repeats: int, in_a_row: int = 10) -> float:
         slowest = torch.tensor([(time.perf_counter() - start) / in_a_row], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         times.append(slowest.item())
-    return quantiles(times[3:])[0]
+    return quantiles(times[3:], method="inclusive")[0]
 
 
 def _runs(of: Collective, world: int) -> Step:
