@@ -18,6 +18,7 @@ ELSEWHERE = {
     "CudnnBatchNormBackward0",
     "MiopenBatchNormBackward0",
     "FusedRmsNormBackward0",
+    "ScaledDotProductCudnnAttentionBackward0",
     "ScaledDotProductEfficientAttentionBackward0",
     "ScaledDotProductFlashAttentionBackward0",
     "leannorm._ToTorchTensor",

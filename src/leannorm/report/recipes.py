@@ -214,10 +214,12 @@ _ELSEWHERE = {
     "FusedRmsNormBackward0": "made on CUDA devices",
     "ScaledDotProductFlashAttentionBackward0": "made on CUDA devices",
     "ScaledDotProductEfficientAttentionBackward0": "made on CUDA devices",
+    "ScaledDotProductCudnnAttentionBackward0": "made on CUDA devices, by cuDNN",
     "leannorm._ToTorchTensor": "made of DTensors, which several ranks share",
     "leannorm._FromTorchTensor": "made of DTensors, which several ranks share",
     "leannorm.Redistribute": "made of DTensors, which several ranks share",
 }
+_HELD = {"MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0"}  # by the fixed settings
 _BY_NODES = {"CopySlices", "AsStridedBackward0"}  # what was written through a view, Python cannot read
 
 
@@ -242,7 +244,7 @@ def _tried(kind: str, program: Program, shape: tuple[int, ...]) -> RecipeState:
     leaf = torch.randn(shape)
     try:
         stock, _ = _gradient(program, leaf, nullcontext())
-        saved = lean("conv")
+        saved = lean(overhead=9.0) if kind in _HELD else lean("conv")
         saved.place = NEVER_SMALL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is held, which is told here
