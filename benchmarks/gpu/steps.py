@@ -162,7 +162,7 @@ def repeatable() -> Iterator[None]:
 
 @repeatable()
 def check_equal(name: str, model: nn.Module, batch: Batch, report: Report) -> None:
-    """`lean()` changes no bit of a gradient that is the same in two stock steps."""
+    """`lean()` changes no bit of a gradient that is the same in five stock steps."""
     for plain in ("stock", "convert"):
         # of 16 bits, a gradient may be the same twice by chance
         first, *others, lean_ones = (

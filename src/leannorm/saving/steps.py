@@ -34,10 +34,11 @@ class Step(NamedTuple):
     (also activations and casts), "scale", "sum", "added norm" (a sum in a norm's own pass), "product",
     "attention", "view" (shares its input's memory), "copy" (a view that may be copied into another layout) or
     "held" (unpacked by others' hooks). `flops` are those of a rebuild; it is `costly` if that is much for
-    what it frees. `then(step, act[, added])`: the step with an activation, or the addition of a value, in
-    the same pass, or None. `flags` are the global flags under which the node ran. `proved` is False where the
-    step may read something else than the node read: then it is compared every time. `identity` is all that
-    the node tells of its operation. `spec`: the result is the local tensor of a DTensor, shared so.
+    what it frees. `then(step, act[, added])`: the step with an activation, a cast (`act` is a dtype) or
+    the addition of a value in the same pass, or None. `flags` are the global flags under which the node ran.
+    `proved` is False where the step may read something else than the node read: then it is compared
+    every time. `identity` is all that the node tells of its operation. `spec`: the result is
+    the local tensor of a DTensor, shared so.
     `tells_layout` is False where a node may have put out another layout than the step does; `in_any_layout`:
     the result's bits depend on no layout. `depth` counts the steps in a row from held tensors on, `runs`
     those that must run for it from packed tensors on, one that is read twice twice.

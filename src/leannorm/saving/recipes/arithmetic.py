@@ -110,7 +110,10 @@ def add(node: Any, output: int, given: Given, like: Tensor | None) -> Step | Non
 
 
 def _with_norm(norm: Value, added: Value, place: int) -> Step | None:
-    """Norm and addition as one step from the norm's input, of a norm whose output nobody saved."""
+    """Norm and addition as one step from the norm's input, of a norm whose output nobody saved.
+
+    `place`: of the norm among the operands, the first of which says how the sum lies in memory.
+    """
     step = norm.step
     if norm.layout is not None or step is None or step.then is None or step.kind != "norm":
         return None

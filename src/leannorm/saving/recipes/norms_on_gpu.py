@@ -7,7 +7,7 @@ Elsewhere each function is torch's operators one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -131,11 +131,11 @@ def _dtypes(*tensors: Maybe) -> tuple[torch.dtype | None, ...]:
 
 def _serves(x: Tensor, kind: tuple[Any, ...], agrees: Callable[..., bool]) -> bool:
     """Does Triton's kernel give torch's bits? That is seen once, and not while a CUDA graph is captured."""
-    if x.numel() == 0 or TRITON.why_not(x):
-        return False
     key = x.device, *kind
+    if x.numel() == 0:
+        return False
     if key not in _checked:
-        if capturing(x):
+        if capturing(x) or TRITON.why_not(x):
             return False
         try:
             with unset_fake_temporarily(), torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -151,6 +151,13 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, f
     count = torch.Size(shape).numel()
     numbers = torch.arange(count, dtype=wide, device=device) * 0.7391 + first
     return numbers.sin_().view(shape).to(dtype)
+
+
+def _parameters(
+    count: int, of_weight: torch.dtype | None, of_bias: torch.dtype | None, device: torch.device
+) -> Iterator[Maybe]:
+    for of, first in ((of_weight, 2.0), (of_bias, 3.0)):
+        yield None if of is None else _numbers((count,), of, device, first) + 1
 
 
 def _channels_agree(
@@ -171,10 +178,7 @@ def _channels_agree(
     shape = (*_SAMPLE[:2], 1, *_SAMPLE[2:]) if form is torch.channels_last_3d else _SAMPLE
     x = _numbers(shape, dtype, device) * 4 + 0.7
     x.view(-1)[:5] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
-    weight, bias = (
-        None if of is None else _numbers((shape[1],), of, device, first) + 1
-        for of, first in ((of_weight, 2.0), (of_bias, 3.0))
-    )
+    weight, bias = _parameters(shape[1], of_weight, of_bias, device)
     mean, rstd = (_numbers((shape[1],), of_mean, device, first) + 1.1 for first in (4.0, 5.0))
     if weight is not None and bias is not None:
         weight[:3] = torch.tensor([0.0, -1.0, 1e-8], device=device)
@@ -204,10 +208,7 @@ def _rows_agree(
     for kept in (384, 333):
         x = _numbers((8192, kept), dtype, device) * 4 + 0.7
         x[:3, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan], dtype=dtype, device=device)
-        weight, bias = (
-            None if of is None else _numbers((kept,), of, device, first) + 0.3
-            for of, first in ((of_weight, 2.0), (of_bias, 3.0))
-        )
+        weight, bias = _parameters(kept, of_weight, of_bias, device)
         y, mean, rstd = torch.native_layer_norm(x, (kept,), weight, bias, 1e-5)
         if mean.dtype != of_mean:
             return False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from leannorm._types import Epilogue, Maybe
 from leannorm.ops.backends.triton.as_torch_kernels import channel_as_torch_kernel, row_as_torch_kernel
-from leannorm.ops.backends.triton.channel import check, groups_of, plan_of
+from leannorm.ops.backends.triton.channel import check, launch_mapping
 from leannorm.ops.backends.triton.launch import launch
 from leannorm.ops.backends.triton.tape import empty, empty_like, taped
 from leannorm.ops.backends.triton.tiling import power_of_two
@@ -32,20 +32,8 @@ def channel_as_torch(
     activation of -0.0 is -0.0."""
     check(x, Epilogue(weight, bias, residual, act))
     y = empty_like(x)
-    plan = plan_of(x, groups_of(x, mean))
-    launch(
-        channel_as_torch_kernel,
-        plan.programs(plan.mapping),
-        x.device,
-        *(x, residual, y, mean, rstd, weight, bias),
-        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
-        ACT=act,
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
-        STAGES=plan.choice.mapping_stages,
-        OWN=own,
-        SIGNED=signed,
-    )
+    given = x, residual, y, mean, rstd, weight, bias
+    launch_mapping(channel_as_torch_kernel, x, mean, act, *given, OWN=own, SIGNED=signed)
     return y
 
 

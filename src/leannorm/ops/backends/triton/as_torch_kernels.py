@@ -1,4 +1,4 @@
-"""torch's own norms from their statistics: what one program does. Arithmetic is torch's (`as_torch.py`)."""
+"""Norms from their statistics, and what follows them: what one program does (`as_torch.py`)."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ it in place of dy.
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,6 +144,25 @@ def channel_moments(x: Tensor, groups: int, mask: Maybe = None) -> tuple[Tensor,
     return mean, m2, count
 
 
+def launch_mapping(
+    kernel: object, x: Tensor, mean: Tensor, act: str, *arguments: Any, **constants: Any
+) -> None:
+    """Run a kernel that goes through x once, by the statistics of which `mean` is one."""
+    plan = plan_of(x, groups_of(x, mean))
+    launch(
+        kernel,
+        plan.programs(plan.mapping),
+        x.device,
+        *arguments,
+        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
+        ACT=act,
+        **plan.tiling.constants,
+        DOUBLE=x.dtype == torch.float64,
+        STAGES=plan.choice.mapping_stages,
+        **constants,
+    )
+
+
 def _normalized(kept: KeptByChannelNorm, eps: float | None = None) -> Tensor:
     """With an eps, the variance stands in the place of rstd."""
     x, mean, spread, weight, bias, residual, _, mask, _, act = kept
@@ -150,19 +170,8 @@ def _normalized(kept: KeptByChannelNorm, eps: float | None = None) -> Tensor:
     y = empty_like(x)
     if x.numel() == 0:
         return y
-    plan = plan_of(x, groups_of(x, mean))
-    launch(
-        normalize_kernel,
-        plan.programs(plan.mapping),
-        x.device,
-        *(x, residual, y, mask, mean, spread, weight, bias),
-        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
-        ACT=act,
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
-        STAGES=plan.choice.mapping_stages,
-        EPS=eps,
-    )
+    given = x, residual, y, mask, mean, spread, weight, bias
+    launch_mapping(normalize_kernel, x, mean, act, *given, EPS=eps)
     return y
 
 

@@ -8,7 +8,14 @@ from torch import Tensor
 from leannorm._types import KeptByChannelNorm, Maybe
 from leannorm.ops.activation import ACTIVATIONS
 from leannorm.ops.backends.triton.activations import MASKS
-from leannorm.ops.backends.triton.channel import check, groups_of, new_statistics, plan_of, zeros
+from leannorm.ops.backends.triton.channel import (
+    check,
+    groups_of,
+    launch_mapping,
+    new_statistics,
+    plan_of,
+    zeros,
+)
 from leannorm.ops.backends.triton.channel_gradient_kernels import (
     grad_sums_kernel,
     input_grad_kernel,
@@ -97,19 +104,9 @@ def _input_grad(
     dy: Tensor, kept: KeptByChannelNorm, means: tuple[Maybe, Maybe], dx: Tensor, dz: Maybe
 ) -> None:
     x, mean, rstd, weight, *_, mask, _, act = kept
-    plan = plan_of(x, groups_of(x, mean))
     bias, residual, out = _needed(kept)
-    launch(
-        input_grad_kernel,
-        plan.programs(plan.mapping),
-        x.device,
-        *(dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, *means),
-        *(*plan.geometry.sizes, *plan.mapping, plan.geometry.groups),
-        ACT=act,
-        **plan.tiling.constants,
-        DOUBLE=x.dtype == torch.float64,
-        STAGES=plan.choice.mapping_stages,
-    )
+    given = dy, x, residual, out, dx, dz, mask, mean, rstd, weight, bias, *means
+    launch_mapping(input_grad_kernel, x, mean, act, *given)
 
 
 @taped
