@@ -6,7 +6,6 @@ import io
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -56,12 +55,11 @@ def outcomes(
 ) -> list[Outcome]:
     """Run `function(rank, *args)` on `world` ranks; a rank alive at the deadline is killed, exitcode None."""
     _start_server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # here, and not on rank 0: a rank that ends first would take the store from those that still connect
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends = [_CONTEXT.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        _CONTEXT.Process(target=_rank, args=(rank, world, port, group_timeout, end, function, args))
+        _CONTEXT.Process(target=_rank, args=(rank, world, store.port, group_timeout, end, function, args))
         for rank, (_, end) in enumerate(ends)
     ]
     results = [Outcome() for _ in range(world)]
@@ -116,13 +114,10 @@ def _rank(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     value = error = None
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=group_timeout),
-    )
+    limit = timedelta(seconds=group_timeout)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+    dist.barrier()  # all are connected before any of them may end
     start = time.monotonic()
     try:
         value = function(rank, *args)

@@ -25,7 +25,7 @@ def add_up(sums: Sequence[Tensor], count: int | Tensor, group: str, call: Call) 
         known, counted = (0, count) if isinstance(count, Tensor) else (count, None)
         total: Tensor = torch.ops.leannorm.add_up_over_ranks(sums, known, group, *call, counted)
         return total
-    return statistics_group(group, call).all_reduce(sums, count, call)
+    return statistics_group(group, call, sums[0].device).all_reduce(sums, count, call)
 
 
 @torch.library.custom_op("leannorm::add_up_over_ranks", mutates_args=())
@@ -46,7 +46,7 @@ def _add_up_over_ranks(
     """Opaque to the compiler: a functional collective would lose the checks, which run on the host."""
     call = Call(layer, what, channels, timeout, debug, eps, momentum, tracks)
     of_rank = count if counted is None else counted
-    return statistics_group(group, call).all_reduce(sums, of_rank, call).clone()
+    return statistics_group(group, call, sums[0].device).all_reduce(sums, of_rank, call).clone()
 
 
 @_add_up_over_ranks.register_fake

@@ -42,9 +42,17 @@ _made: Counter[str] = Counter()
 _evaluated: dict[dist.ProcessGroup, int] = {}  # the number of sums at this rank's last note
 
 
-def statistics_group(name: str, call: Call) -> StatisticsGroup:
-    """The communicator for statistics beside the process group `name`, made on the first call."""
+def statistics_group(name: str, call: Call, device: torch.device | None = None) -> StatisticsGroup:
+    """The communicator for statistics beside the process group `name`, made on the first call.
+
+    Raises `InputError`, before ranks connect, where the group's backend cannot sum on `device`.
+    """
     parent = group_named(name)
+    if device is not None and all(device.type != known.type for known in parent._device_types):
+        raise InputError(
+            f"the process group's backend ({dist.get_backend(parent)}) must have collectives for the input's "
+            f"device {device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
+        )
     group = _groups.get(name)
     if group is None or group.parent is not parent:
         group = _groups[name] = StatisticsGroup(parent, call)
@@ -72,8 +80,6 @@ class StatisticsGroup:
     def __init__(self, parent: dist.ProcessGroup, call: Call) -> None:
         self.parent = parent
         self.rank, self.world = dist.get_rank(parent), dist.get_world_size(parent)
-        self.backend = dist.get_backend(parent)
-        self.devices = {device.type for device in parent._device_types}
         self.timeout = seconds_allowed(parent)
         self.size, self.number, self.own_calls = UNIT, 0, 0
         generation = _made[parent.group_name]
@@ -95,11 +101,6 @@ class StatisticsGroup:
         if self.broken is not None:
             raise SyncError(f"this process group no longer shares statistics: {self.broken}")
         device = sums[0].device
-        if device.type not in self.devices:
-            raise InputError(
-                f"the process group's backend ({self.backend}) must have collectives for the input's device "
-                f"{device}; name one for each device: init_process_group('cpu:gloo,cuda:nccl')"
-            )
         self.own_calls += 1
         room = HEADER + sum(map(Tensor.numel, sums))
         if capturing(sums[0]):
