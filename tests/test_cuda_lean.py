@@ -35,7 +35,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_later_passes_are_packed_and_rebuilt_in_cpp(name, setting, dtype, monkeypatch):
     make, shape = BLOCKS[name]
-    device._used.clear()  # another test may have used a second stream, for which the hooks are in Python
+    device.streams_used.clear()  # with the second stream of another test the hooks would be Python's
     model = make().cuda().to(dtype)
     for _ in range(6):
         x = torch.randn(shape, device="cuda", dtype=dtype)
@@ -105,7 +105,7 @@ def test_a_layer_norm_and_a_cast_in_one_pass(dtype, into):
 @pytest.mark.skipif(NODES is None, reason="the hooks in C++ are not built")
 def test_sums_behind_batch_norms_are_rebuilt_in_one_pass(monkeypatch):
     """Also those that work in place, as torchvision's, without being compared in each pass."""
-    device._used.clear()
+    device.streams_used.clear()
     model = nn.Sequential(*(Residual() for _ in range(4))).cuda()
     ran = []
     for _ in range(4):

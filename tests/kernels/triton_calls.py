@@ -48,8 +48,8 @@ def row_call(
             x, other, weight, None if rms else bias, *span, 1e-5, rms, 0.0, cast, valid
         )
         rows.row_backward(x, other, x, mean, rstd, weight, *span, rms, True, 0.0, valid)
-        if span[1] == len(shape) and valid is None and not residual:
-            as_torch.row_as_torch(x, mean, rstd, weight, None if rms else bias, shape[-1], BF16)
+        if span[1] == len(shape) and valid is None and not (residual or rms):
+            as_torch.row_as_torch(x, mean, rstd, weight, bias, shape[-1], BF16)
 
     words = ["rms" if rms else "layer", "x".join(map(str, shape)), str(dtype)]
     words += ["residual"] * residual + ["cast"] * cast + [f"parameters {parameters}"] * bool(parameters)

@@ -10,7 +10,7 @@ from torch import Tensor
 from leannorm.ops.modes import capturing as capturing
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-_used: dict[torch.device, set[torch.Stream]] = {}  # the streams on which anything was packed or rebuilt
+streams_used: dict[torch.device, set[torch.Stream]] = {}  # where anything was packed or rebuilt
 
 
 class _OnDevice(Protocol):
@@ -34,7 +34,7 @@ def stream_of(tensor: Tensor) -> torch.Stream | None:
     if not asynchronous(tensor) or type(tensor) not in _PLAIN:
         return None
     stream = torch.accelerator.current_stream(tensor.device)
-    _used.setdefault(tensor.device, set()).add(stream)
+    streams_used.setdefault(tensor.device, set()).add(stream)
     return stream
 
 
@@ -46,7 +46,7 @@ def share(tensor: Tensor, made_on: torch.Stream) -> None:
     a device's work is all on one stream, nothing is done.
     """
     here = stream_of(tensor)
-    if here is None or len(_used[tensor.device]) == 1:
+    if here is None or len(streams_used[tensor.device]) == 1:
         return
     if here != made_on:
         here.wait_stream(made_on)

@@ -43,6 +43,6 @@ def _unpack(value: Value | Kept) -> Tensor:
 unpack: Callable[[Value | Kept], Tensor] = _unpack
 if NODES is not None:  # asks Python for what is unusual
     NODES.set_lean(
-        Value, Step, Packed, _unpack, GETTERS, Value(None), COPIED_PART, device._used, device.stream_of
+        Value, Step, Packed, _unpack, GETTERS, Value(None), COPIED_PART, device.streams_used, device.stream_of
     )
     unpack = NODES.unpack

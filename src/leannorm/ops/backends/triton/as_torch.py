@@ -46,7 +46,7 @@ def _steps(x: Tensor, kept: int) -> tuple[int, int, int]:
 
 @taped
 def row_as_torch(
-    x: Tensor, mean: Maybe, rstd: Tensor, weight: Maybe, bias: Maybe, kept: int, dtype: torch.dtype
+    x: Tensor, mean: Tensor, rstd: Tensor, weight: Maybe, bias: Maybe, kept: int, dtype: torch.dtype
 ) -> Tensor:
     """For rows of `kept` values, each a line of memory; x is contiguous, or `[outer, inner, kept]`."""
     y = empty(x.shape, dtype, x.device)

@@ -46,7 +46,7 @@ def row_as_torch_kernel(
     x, y, mean, rstd, weight, bias, rows, inner, outer_step, inner_step,
     V: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DOUBLE: tl.constexpr,
 ):  # fmt: skip
-    """y = norm(x), stored in the dtype of y: reads x once, writes y once. Without a mean it is an RMS norm.
+    """y = norm(x), stored in the dtype of y: reads x once, writes y once.
 
     Of x each `inner` rows begin `inner_step` values apart, so many together `outer_step`; y is contiguous.
     """
@@ -54,15 +54,11 @@ def row_as_torch_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     begin = row // inner * (outer_step // V * V) + row % inner * (inner_step // V * V)
     scale = tl.load(rstd + row, mask=row < rows, other=0.0).to(dtype)
-    if mean is not None:
-        shift = tl.load(mean + row, mask=row < rows, other=0.0).to(dtype)
+    shift = tl.load(mean + row, mask=row < rows, other=0.0).to(dtype)
     for k0 in range(0, KEPT, BLOCK):
         k = k0 + tl.arange(0, BLOCK)[None, :]
         inside = (row < rows) & (k < KEPT)
-        z = tl.load(x + begin + k, mask=inside, other=0.0).to(dtype)
-        if mean is not None:
-            z = z - shift
-        z = scale * z
+        z = scale * (tl.load(x + begin + k, mask=inside, other=0.0).to(dtype) - shift)
         if weight is not None:
             w = tl.load(weight + k, mask=k < KEPT, other=0.0).to(dtype)
             if bias is not None:
