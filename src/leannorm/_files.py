@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +29,12 @@ def check_writable(*paths: Path | None) -> None:
 
     A file beside it is made and removed: permissions alone do not tell of a full or a read-only file system.
     """
-    for path in paths:
-        if path is None:
+    for path in filter(None, paths):
+        if _stream(path):
+            if not os.access(path, os.W_OK):
+                raise InputError(f"{str(path)!r} cannot be written to (Permission denied): name another")
             continue
-        folder = path.absolute().parent
+        folder = Path(os.path.realpath(path)).parent
         if not os.path.isdir(folder):
             raise InputError(f"there is no folder {str(folder)!r}: create it, or name another")
         if os.path.isdir(path):  # of names that cannot be, Path's raises
@@ -53,10 +56,21 @@ def check_suffix(path: Path | None, suffix: str) -> None:
 
 @contextmanager
 def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file beside `path` under another name, renamed at the end: a reader sees all of it or none."""
+    """A file beside `path` under another name, renamed at the end: a reader sees all of it or none.
+
+    A link stays, and its target is replaced; a device and a pipe stay, and are written to at the end.
+    """
     path = Path(path)
     check_writable(path)
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.")
+    if _stream(path):
+        with tempfile.TemporaryFile() as file:
+            yield file
+            file.seek(0)
+            with open(path, "wb") as stream:
+                shutil.copyfileobj(file, stream)
+        return
+    path = Path(os.path.realpath(path))
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -65,6 +79,11 @@ def replacing(path: Path | str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _stream(path: Path) -> bool:
+    """Is it a device or a pipe, which takes what is written to it and holds no file?"""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def write_text(path: Path | str, text: str) -> None:

@@ -78,6 +78,26 @@ def eps_on_one_rank(rank: int) -> tuple[Job, str, str]:
     return job, "rank_settings", "module.4"
 
 
+def weight_offset_on_one_rank(rank: int) -> tuple[Job, str, str]:
+    norm = leannorm.nn.RMSNorm(8, weight_offset=float(rank))
+    torch.nn.init.ones_(norm.weight)
+    return Job(nn.Sequential(norm), None), "rank_settings", "0"
+
+
+def activation_on_one_rank(rank: int) -> tuple[Job, str, str]:
+    model = nn.Sequential(leannorm.nn.BatchNormAct2d(4, act=("relu", "silu")[rank]))
+    return Job(model, None), "rank_settings", "0"
+
+
+def eps_mode_on_one_rank(rank: int) -> tuple[Job, str, str]:
+    layer = leannorm.nn.ConvBatchNorm2d(4, 4, 3, eps_mode=("inside", "outside")[rank])
+    return Job(layer, None), "rank_settings", "bn"
+
+
+def no_parameters_on_one_rank(rank: int) -> tuple[Job, str, str]:
+    return Job(nn.Sequential(nn.LayerNorm(8, elementwise_affine=rank == 0)), None), "rank_settings", "0"
+
+
 def momentum_on_one_rank(rank: int) -> tuple[Job, str, str]:
     job = ddp(rank)
     if rank == 0:
@@ -275,6 +295,10 @@ FAULTS = {
     buffer_on_one_rank: 2,
     eps_on_one_rank: 2,
     momentum_on_one_rank: 2,
+    weight_offset_on_one_rank: 2,
+    activation_on_one_rank: 2,
+    eps_mode_on_one_rank: 2,
+    no_parameters_on_one_rank: 2,
     mode_on_one_rank: 2,
     model_in_evaluation_on_one_rank: 2,
     frozen_on_one_rank: 2,

@@ -162,6 +162,33 @@ def slabs(rank: int) -> Job:
     return Job(DistributedDataParallel(convolutions("all"), process_group=parallel[mine]), images(rank))
 
 
+def of_dtensors(rank: int, axis: int | None = None) -> Job:
+    """Norms of a DTensor that is cut along this axis; three of its five channels are on the first rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
+
+    torch.manual_seed(0)
+    model = leannorm.convert(nn.Sequential(nn.BatchNorm2d(5, momentum=None), nn.InstanceNorm2d(5)))
+    batches = [torch.randn(7, 5, 9, 3, generator=torch.Generator().manual_seed(s)) + 2 for s in range(9)]
+    for batch in batches:
+        model(batch)
+    mesh = init_device_mesh("cpu", (2,))
+    placement = Replicate() if axis is None else Shard(axis)
+    return Job(distribute_module(model, mesh), distribute_tensor(batches[0], mesh, [placement]))
+
+
+def of_dtensors_cut_along_samples(rank: int) -> Job:
+    return of_dtensors(rank, 0)
+
+
+def of_dtensors_cut_along_channels(rank: int) -> Job:
+    return of_dtensors(rank, 1)
+
+
+def of_dtensors_cut_in_slabs(rank: int) -> Job:
+    return of_dtensors(rank, 2)
+
+
 class Cut(nn.Module):
     """A network whose ranks take parts of one batch, along an axis: ranks with even numbers the first."""
 
@@ -301,6 +328,10 @@ CLEAN = {
     sequence_and_data_parallel: 4,
     slabs: 4,
     slabs_of_one_batch: 4,
+    of_dtensors: 2,
+    of_dtensors_cut_along_samples: 2,
+    of_dtensors_cut_along_channels: 2,
+    of_dtensors_cut_in_slabs: 2,
     parts_of_one_sequence: 2,
     lazy: 2,
     mesh_of_two_dimensions: 4,

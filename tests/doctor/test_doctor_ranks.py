@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from rank_faults import FAULTS, weights_cut_by_hand_and_not_marked
 from rank_models import Megatron, blocks, convolutions, images, summed_by_hooks, tokens
-from rank_set_ups import CLEAN, Job, grid
+from rank_set_ups import CLEAN, Job, grid, of_dtensors
 from ranks import ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import leannorm
+from leannorm._catalog import norms_of
 from leannorm.report.doctor.checks import CHECKS
+from leannorm.report.doctor.observe import observe
 from leannorm.report.doctor.parallel import ROUNDING, _partial
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")
@@ -92,6 +94,23 @@ def test_what_may_be_cut_by_hand_is_a_warning():
     ((severity, remedy),) = ranks(2, _doubtful)[0]
     assert severity == "warning"
     assert "weight.tensor_model_parallel = True; else torch.distributed.broadcast(" in remedy
+
+
+def _seen_of_parts(rank):
+    for axis in (None, 0, 1, 2):
+        job = of_dtensors(rank, axis)
+        seen, _ = observe(job.model, norms_of(job.model), [job.batch], None)
+        of, x = seen["0"], job.batch.full_tensor().double().transpose(0, 1).flatten(1)
+        assert of.pooled == x.shape[1] == 7 * 9 * 3
+        torch.testing.assert_close(of.mean, x.mean(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(of.std, x.std(1), rtol=1e-6, atol=0)
+        assert torch.equal(of.least, x.amin(1))
+        assert torch.equal(of.largest, x.amax(1))
+    return True
+
+
+def test_what_a_norm_of_a_dtensor_sees_is_of_all_ranks():
+    assert all(ranks(2, _seen_of_parts))
 
 
 def _sentences(rank, world):

@@ -188,19 +188,53 @@ def _add(one: Seen, norm: Norm, x: Tensor) -> None:
     if getattr(norm.module, "data_layout", "NCHW") == "NHWC":
         x = x.movedim(-1, 1)
     one.samples += x.shape[0]
-    _find_padding(one, x)
+    x, part = _in_parts(x)
+    _find_padding(one, part)
     if norm.channels != x.shape[1]:
         return
-    others = [axis for axis in range(x.dim()) if axis != 1]
-    wide = x if x.dtype == torch.float64 else x.float()
-    var, mean = torch.var_mean(wide, others, correction=0)
-    count, mean, var = x.numel() // x.shape[1], mean.double().cpu(), var.double().cpu()
-    one.pool = one.pool or Pool(norm.channels, mean.device)
-    merge_into(one.pool, Moments(mean, var * count, count))
-    least, largest = x.amin(others).double().cpu(), x.amax(others).double().cpu()
     one.rounding = torch.finfo(x.dtype).eps
-    one.least = least if one.least is None else torch.minimum(one.least, least)
-    one.largest = largest if one.largest is None else torch.maximum(one.largest, largest)
+    for count, mean, m2, least, largest in _on_every_rank(x, _told_by(part)).cpu():
+        one.pool = one.pool or Pool(norm.channels, mean.device)
+        merge_into(one.pool, Moments(mean, m2, int(count[0])))
+        one.least = least if one.least is None else torch.minimum(one.least, least)
+        one.largest = largest if one.largest is None else torch.maximum(one.largest, largest)
+
+
+def _in_parts(x: Any) -> tuple[Tensor, Tensor]:
+    """An input, and this rank's part of it, which has all channels."""
+    if not hasattr(x, "placements"):
+        return x, x
+    from torch.distributed.tensor import Shard
+
+    whole = x.redistribute(
+        placements=[Shard(0) if p.is_shard(1) or p.is_partial() else p for p in x.placements]
+    )
+    return whole, whole.to_local()
+
+
+def _told_by(part: Tensor) -> Tensor:
+    """The count, the mean, the sum of squared deviations, the least and the largest value of each channel."""
+    others = [axis for axis in range(part.dim()) if axis != 1]
+    told = part.new_zeros(5, part.shape[1], dtype=torch.float64)
+    if part.numel() == 0:
+        told[3], told[4] = torch.inf, -torch.inf
+        return told
+    told[0] = part.numel() // part.shape[1]
+    var, told[1] = torch.var_mean(part if part.dtype == torch.float64 else part.float(), others, correction=0)
+    told[2] = var.double() * told[0]
+    told[3], told[4] = part.amin(others), part.amax(others)
+    return told
+
+
+def _on_every_rank(x: Any, told: Tensor) -> Tensor:
+    """What the ranks among which an input is cut have told, one after the other."""
+    if not hasattr(x, "placements"):
+        return told[None]
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [Replicate() if p.is_replicate() else Shard(0) for p in x.placements]
+    every: Tensor = DTensor.from_local(told[None], x.device_mesh, placements, run_check=False).full_tensor()
+    return every
 
 
 def _find_padding(one: Seen, x: Tensor) -> None:

@@ -26,6 +26,7 @@ from leannorm.distributed.membership import group_in_words
 from leannorm.nn.sync import Synchronized
 from leannorm.report.doctor.meeting import word_of
 from leannorm.report.doctor.subject import Subject, values_of
+from leannorm.report.doctor.values import watched
 
 SYNCHRONIZED = (Synchronized, torch.nn.SyncBatchNorm)
 _STEPS = (0, 997, 1913, 2731)
@@ -78,7 +79,7 @@ def described(subject: Subject, batches: list[Any] | None, steps: bool) -> Rank:
     return Rank(
         dist.get_rank(),
         socket.gethostname(),
-        [[norm.name, f"{norm.kind} of {norm.channels or _shape(norm.weight)}"] for norm in subject.norms],
+        [[norm.name, f"{norm.kind} of {_size(norm)}"] for norm in subject.norms],
         "".join("ft"[module.training] for module in model.modules()),
         {norm.name: _settings(norm) for norm in subject.norms},
         dict(_held(subject)),
@@ -146,17 +147,24 @@ def _cut_by_hand(tensor: Tensor) -> bool:
     return getattr(tensor, "tensor_model_parallel", False) or not getattr(tensor, "allreduce", True)
 
 
-def _shape(tensor: Tensor | None) -> str:
-    return "x".join(map(str, () if tensor is None else tensor.shape))
+def _size(norm: Norm) -> str:
+    """Its channels, or the shape of a row."""
+    if norm.channels:
+        return str(norm.channels)
+    shape = getattr(norm.module, "normalized_shape", () if norm.weight is None else norm.weight.shape)
+    return "x".join(map(str, shape if isinstance(shape, (tuple, list)) else [shape]))
 
 
 def _settings(norm: Norm) -> str:
+    """Its class, its settings, and those that it prints: of a layer that computes it, too."""
     module = norm.module
     names = ("track_running_stats", "num_groups", "group_size", "elementwise_affine", "affine")
     parts = [f"eps={norm.eps}", f"momentum={norm.momentum}"]
     parts += [f"{name}={getattr(module, name)}" for name in names if hasattr(module, name)]
-    dtypes = [f"{name}={p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in norm.affine]
-    return ", ".join([f"{type(module).__module__}.{type(module).__name__}", *parts, *dtypes])
+    for shown in dict.fromkeys([module, *watched(norm)]):
+        parts += shown.extra_repr().split(", ")
+    parts += [f"{name}={p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in norm.affine]
+    return ", ".join(dict.fromkeys([f"{type(module).__module__}.{type(module).__name__}", *parts]))
 
 
 def _sharing(module: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 
@@ -22,7 +23,7 @@ def untouched(model: Module, *, parameters: bool = True) -> Iterator[None]:
     """Within it the model works on copies of its tensors; at the end it is bit for bit what it was.
 
     Modules get back their tensors (the same objects), attributes, containers, classes and modes, however the
-    block ends. Tensors of classes of other packages are not copied, and with `parameters=False` parameters
+    block ends. Parameters of classes of other packages are not copied, and with `parameters=False` parameters
     are not. Random numbers go on as if nothing had run. What FSDP2 has gathered is freed, before and after.
     """
     units: list[Any] = [m for m in model.modules() if hasattr(m, "set_reshard_after_forward")]
@@ -84,8 +85,13 @@ def _put_back_gradients(gradients: list[tuple[Parameter, Tensor | None]]) -> Non
 
 
 def _copy(value: Any, copies: dict[int, Tensor]) -> Tensor | None:
-    """A copy of a plain tensor, the same for every place that it stands in; None for everything else."""
-    if type(value) not in (Tensor, Parameter, torch.nn.Buffer):
+    """A copy of a plain tensor, the same for every place that it stands in; None for everything else.
+
+    Also of a buffer that is made of tensors, such as a DTensor. Not of such a parameter: FSDP2 has its own
+    references to these.
+    """
+    made_of_tensors = is_traceable_wrapper_subclass(value) and not isinstance(value, Parameter)
+    if type(value) not in (Tensor, Parameter, torch.nn.Buffer) and not made_of_tensors:
         return None
     if id(value) not in copies:
         copied = value.detach().clone()
