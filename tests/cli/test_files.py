@@ -1,0 +1,43 @@
+"""What stands at a path that is written to stays what it is: a link, a pipe, a file."""
+
+import os
+import sys
+import threading
+
+import pytest
+
+from leannorm._errors import InputError
+from leannorm._files import check_writable, write_text
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no links and pipes as here")
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    target, link = tmp_path / "elsewhere" / "real.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for text in ("first", "second"):  # no target at first
+        write_text(link, text)
+        assert link.is_symlink()
+        assert target.read_text() == text
+    assert os.listdir(target.parent) == ["real.json"]
+
+
+def test_a_link_into_no_folder_is_refused_before_the_work(tmp_path):
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "nowhere" / "real.json")
+    with pytest.raises(InputError, match=r"there is no folder '.*nowhere'"):
+        check_writable(link)
+
+
+def test_a_pipe_stays_and_has_the_text(tmp_path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    check_writable(pipe)  # does not wait for a reader
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    write_text(pipe, "all of it")
+    assert pipe.is_fifo()
+    reader.join(5)
+    assert read == ["all of it"]
+    assert os.listdir(tmp_path) == ["pipe"]
