@@ -29,6 +29,8 @@ CALLS = {
 
 
 GPU = "gpu-nvidia-h200"  # the file of the GPU that the pages speak of
+AT = "{threads} core{s} of {processor}, torch {torch}, {date} ({commit})"
+ON_GPU = "{device}, torch {torch}, Triton {triton}, {day}; a copy moves {copy:.2f} TB/s"
 
 
 class Measured(NamedTuple):
@@ -165,6 +167,18 @@ def calls(name: str, *kinds: str) -> list[str]:
     return [*cpp, ", ".join(ratios[kind, "Python"] for kind in kinds if (kind, "Python") in ratios)]
 
 
+def calls_span(nodes: str) -> str:
+    """The least and the greatest of those ratios, of a layer's calls."""
+    rows = (row for row in select("calls", nodes=nodes) if not row["call"].startswith("step"))
+    return _span(row["ratio"] for row in rows)
+
+
+def kernels_span(folder: str, *files: str) -> str:
+    """The least and the greatest share of torch's time in `python -m benchmarks.rows` or `.norms`."""
+    reports = (json.loads((record.FOLDER / folder / f"{file}.json").read_text()) for file in files)
+    return _span(1 / row["ratio"] for report in reports for row in report["rows"].values())
+
+
 def shared(ranks: int, shape: str, *ratios: str, as_is: bool = False) -> list[str]:
     """Of `python -m benchmarks.sync`: medians in ms; shared over bare of each round; other ratios."""
     rows = select("sync_cpu", ranks=ranks, shape=shape, as_is=as_is)
@@ -209,11 +223,10 @@ def gpu(network: str, setting: str) -> Measured:
     return Measured(*(row[f"{name}_of_stock"] for name in names), run=())
 
 
-def on_gpu() -> str:
+def on_gpu(of: str = ON_GPU) -> str:
     """The GPU, the day and what it ran."""
     about = of_gpu()
-    run = f"{about['device']}, torch {about['torch']}, Triton {about['triton']}, {about['date'][:10]}"
-    return f"{run}; a copy moves {about['copy_tb_s']:.2f} TB/s: `python -m benchmarks.gpu`"
+    return of.format(**about, day=about["date"][:10], copy=about["copy_tb_s"])
 
 
 def gpu_kernels() -> None:
@@ -259,18 +272,24 @@ def say(text: str) -> None:
 
 def span(what: str, *rows: Measured) -> str:
     """The least and the greatest `held`, `peak` or `time`."""
-    numbers = sorted({f"{getattr(row, what):.2f}" for row in rows})
-    return numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    return _span(getattr(row, what) for row in rows)
 
 
-def where(
-    *rows: Measured, of: str = "{threads} core{s} of {processor}, torch {torch}, {date} ({commit})"
-) -> str:
-    """The machine, the torch, the day and the commit of each run that the rows are of."""
-    runs = {}
+def _span(numbers: Iterable[float]) -> str:
+    shown = sorted({f"{number:.2f}" for number in numbers}, key=float)
+    return shown[0] if len(shown) == 1 else f"{shown[0]} to {shown[-1]}"
+
+
+def where(*rows: Measured, of: str = AT, between: tuple[str, str] = ("; ", ", ")) -> str:
+    """The machine, the torch, the day and the commits that the rows are of, each machine and day once."""
+    runs: dict[tuple[tuple[str, Any], ...], dict[str, None]] = {}
     for row in rows:
         about = dict(row.run)
-        about["processor"] = about["processor"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
-        about["date"] = date.fromisoformat(about["date"])
-        runs[of.format(**about, s="" if about["threads"] == 1 else "s")] = None
-    return "; ".join(runs)
+        processor = about["processor"].split(",")[0].replace("(R)", "").removesuffix(" Processor")
+        shown = {"processor": processor, "threads": about["threads"], "torch": about["torch"]}
+        shown["date"] = date.fromisoformat(about["date"])
+        runs.setdefault(tuple(shown.items()), {})[about["commit"]] = None
+    return between[0].join(
+        of.format(**dict(key), commit=between[1].join(commits), s="" if dict(key)["threads"] == 1 else "s")
+        for key, commits in runs.items()
+    )
