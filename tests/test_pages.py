@@ -13,11 +13,46 @@ pytest.importorskip("matplotlib")
 from benchmarks import pages, pictures, record
 
 ROOT = Path(__file__).parent.parent
-FILLED = [
-    page
-    for page in [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
-    if "[[[cog" in page.read_text()
-]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("README*.md"))]
+FILLED = [page for page in PAGES if "[[[cog" in page.read_text()]
+
+# What looks measured: a fraction, or a number with a unit. Not a version, whose name comes before it.
+NUMBER = re.compile(
+    r"(?<![\w.])(?:\d+\.\d+(?:e[-−]\d+)?|\d[\d,]* ?(?:%|[mµnu]?s\b|seconds?\b|minutes?\b|[kMGT]i?B\b))"
+)
+VERSION = re.compile(
+    r"(?:torch|torchtune|torchao|axolotl|Triton|Python|transformers|accelerate|PEFT|TRL|Lightning|MONAI|NCCL|"
+    r"timm|diffusers|Flax|Keras|onnxruntime|fvcore|glibc|QuACK|Liger|arXiv:)[^\w|.]*\d+(?:\.\d+)+"
+)
+# Numbers of a page that nobody measured: settings, defaults, sizes that the code sets, constants of a model,
+# what others have published, what a sample prints
+GIVEN = {
+    "README.md": "0.3",
+    "README.zh.md": "0.3",
+    "docs/batch_norm_act.md": "0.01",
+    "docs/comparison.md": "0.6 0.8 2% 2.13",
+    "docs/compatibility.md": "0.4 2.10 2.11 2.12 2.13 2.14 2.15 300s 6GB 6MiB",
+    "docs/compiled.md": "0.03 0.12 2.14",
+    "docs/demo.md": "16GB",
+    "docs/doctor.md": "0.5 0.983 0.997 1.3 1.84 20s",
+    "docs/examples.md": "30MB 4MiB",
+    "docs/gpu.md": "10.0 12.0 2% 3.6 3.9 8.0 8.6 9.0",
+    "docs/interop.md": "0.01 0.8999999761581421 0.9 1.23 3.3",
+    "docs/layer_norm.md": "16MiB",
+    "docs/lean.md": "0.1 0.25 0.4 4MiB",
+    "docs/measured.md": "32MiB 480MiB 4MiB",
+    "docs/memory.md": "2.36",
+    "docs/operator.md": "0.1 0.9 0.99",
+    "docs/profile.md": "0.5 24GB 24GiB 4MiB 5% 500MB",
+    "docs/recipes/language.md": "4MiB",
+    "docs/recipes/port.md": "0.1 0.9 0.99",
+    "docs/recipes/trainers.md": "4MiB",
+    "docs/recipes/vision.md": "4MiB",
+    "docs/scaling.md": "1.25 1MiB 2.23 2.4 200GB 25GB 3µs 50µs 5µs 8ms",
+    "docs/start.md": "4MiB",
+    "docs/statistics.md": "0.1 0.19",
+    "docs/sync.md": "10s 1MiB 2.13",
+}
 
 
 def check(*files):
@@ -35,6 +70,28 @@ def test_pages_say_what_was_measured(tmp_path):
     line = next(row for row in text.split("\n") if row.startswith("| ResNet-50, float32"))
     wrong.write_text(text.replace(line, re.sub(r"\| 0\.\d\d \|", "| 0.01 |", line, count=1)))
     assert check(wrong).returncode != 0
+
+
+def numbers_by_hand(text):
+    """What looks measured outside of what is filled, of code and of addresses."""
+    text = re.sub(r"(?s)<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->", "", text)
+    text = re.sub(r"(?ms)^ *```.*?^ *```$|^    .*?$", "", text)
+    text = re.sub(r"`+[^`]*`+|\]\([^)]*\)", "", text)
+    return {one.replace(" ", "") for one in NUMBER.findall(VERSION.sub("", text))}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_measurement_that_was_typed_by_hand(page):
+    """It belongs into a comment that cog fills from a file of results; GIVEN has what nobody measured."""
+    given = set(GIVEN.get(str(page.relative_to(ROOT)), "").split())
+    found = numbers_by_hand(page.read_text())
+    assert found <= given, f"typed by hand: {sorted(found - given)}"
+    assert given <= found, f"no longer there: {sorted(given - found)}"
+
+
+def test_a_measurement_typed_by_hand_is_found():
+    told = "takes 0.98 of stock's, 86 % of 12 ms, | 1.82 | beside torch 2.13 and `budget=0.3`; 53.4 MB"
+    assert numbers_by_hand(told) == {"0.98", "86%", "12ms", "1.82", "53.4"}
 
 
 @pytest.mark.parametrize("name", pictures.pictures())
