@@ -52,7 +52,7 @@ def test_swaps_and_takes_back_torchs_layers(make, shape):
     original, before = copy.deepcopy(layer), look(layer)
     assert convert(layer) is layer
     assert type(layer) is getattr(nn, type(original).__name__)
-    assert repr(layer) == repr(original)
+    assert repr(layer) == f"leannorm.{original!r}"
     for got, want in zip(results(layer, x), results(original, x), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
@@ -80,6 +80,23 @@ def test_keeps_everything_that_a_model_carries():
     assert [type(m) for m in model["b"]] == [nn.BatchNorm2d, nn.LayerNorm]
     assert look(convert(model)) != before
     assert look(convert(model, to="torch")) == before
+
+
+class ByHand(stock.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = stock.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_print_says_what_is_leannorms():
+    model = stock.Sequential(stock.BatchNorm1d(4), stock.ReLU(), ByHand())
+    before = str(model).splitlines()
+    norm, _, unlisted = (line.replace("): ", "): leannorm.") for line in before[1:4])
+    assert str(convert(model, fuse=False)).splitlines() == [before[0], norm, before[2], unlisted, before[4]]
+    assert str(convert(model, to="torch")).splitlines() == before
 
 
 class Subclass(stock.BatchNorm2d):

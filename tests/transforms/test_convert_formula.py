@@ -83,7 +83,7 @@ def test_same_numbers_and_a_way_back(name, dtype):
     assert type(layer) is not type(original)
     assert isinstance(layer, type(original))
     assert type(layer).__module__.startswith("leannorm.")
-    assert repr(layer) == repr(original)
+    assert repr(layer) == f"leannorm.{original!r}"
     assert list(layer.state_dict()) == list(original.state_dict())
     want = results(original, inputs)
     assert computed_by_us(layer, inputs) is (dtype not in OWN.get(name, ()))

@@ -145,6 +145,16 @@ def test_statistics_alone_and_affine_alone():
     assert leannorm.unfreeze(model).train()[1].training
 
 
+def test_print_says_what_is_frozen():
+    model = stock.Sequential(nn.BatchNorm2d(4), stock.BatchNorm2d(4), stock.LayerNorm(4))
+    before = str(model)
+    line = str(leannorm.freeze(model, affine=False)).splitlines()[1]
+    assert line.endswith("track_running_stats=True, frozen=statistics)")
+    assert str(leannorm.freeze(model)).count("frozen=statistics+affine") == 2
+    assert str(copy.deepcopy(model)) == str(pickle.loads(pickle.dumps(model))) == str(model)
+    assert str(leannorm.unfreeze(model)) == before
+
+
 def test_what_did_not_train_before_does_not_after():
     model = network()
     model[1].weight.requires_grad_(False)
@@ -160,8 +170,9 @@ def test_match_and_what_has_no_running_statistics():
     assert [m.training for m in norms(model)] == [False, False]
     assert model[1].weight.requires_grad
     free = nn.BatchNorm2d(3, track_running_stats=False)
-    with pytest.warns(UserWarning, match="found no norm layer with running statistics in BatchNorm2d"):
-        assert leannorm.freeze(free).train().training
+    for change in (leannorm.freeze, leannorm.unfreeze):
+        with pytest.warns(UserWarning, match="e found no norm layer with running statistics in BatchNorm2d"):
+            assert change(free).train().training
     with pytest.raises(leannorm.InputError, match=r"it is of none; their names are '0\.1', '0\.4'"):
         leannorm.freeze(model, match=lambda name, layer: name == "module.0.1")
     with pytest.raises(leannorm.InputError, match="statistics=False and affine=False"):

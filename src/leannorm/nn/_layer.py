@@ -25,7 +25,7 @@ def takes_back(function: Callable[[torch.nn.Module], bool]) -> Callable[[torch.n
 
 
 class Layer:
-    """What all layers share that has to do with exporting."""
+    """What all layers share that has to do with exporting, and their name in `print(model)`."""
 
     __jit_unused_properties__ = ("as_torch",)
 
@@ -37,6 +37,11 @@ class Layer:
             while one(twin):
                 pass
         return twin
+
+    def _get_name(self) -> str:
+        """The class's name; "leannorm." before one that torch's layer has as well."""
+        name = type(self).__name__
+        return f"leannorm.{name}" if name in vars(torch.nn) else name
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise InputError(

@@ -29,5 +29,8 @@ class FrozenBatchNorm2d(Layer, torch.nn.Module):
         state_dict.pop(f"{prefix}num_batches_tracked", None)
         super()._load_from_state_dict(state_dict, prefix, *more)
 
+    def _get_name(self) -> str:
+        return f"leannorm.{type(self).__name__}"
+
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

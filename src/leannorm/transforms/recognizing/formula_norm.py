@@ -42,6 +42,9 @@ class FormulaNorm(Layer):
         """The name of the function of ours that computes this norm."""
         return next(iter(self._formula.fits.values())).form.function
 
+    def _get_name(self) -> str:
+        return f"leannorm.{type(self).__name__}"
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Without the formula: it is read again where the layer's code may be another."""
         again, of, state, *rest = reduced(formula_class, self.original, cast(Module, self))

@@ -23,7 +23,7 @@ class Frozen:
 
     def __init__(self, layer: Module) -> None:
         self.layer, self.mode = layer, layer.training
-        self.statistics = False
+        self.statistics = self.affine = False
         self.trained: list[str] = []  # the parameters that required a gradient
 
     def __call__(self, mode: bool = True) -> Module:
@@ -34,6 +34,12 @@ class Frozen:
             self.layer.training = False
         return self.layer
 
+    def extra_repr(self) -> str:
+        """The layer's own words, and what of it is frozen; stands in the place of the layer's."""
+        parts = [name for name, held in (("statistics", self.statistics), ("affine", self.affine)) if held]
+        own = type(self.layer).extra_repr(self.layer)
+        return f"{own}{', ' if own else ''}frozen={'+'.join(parts)}"
+
     def hold_statistics(self) -> None:
         if not self.statistics:
             self.mode, self.statistics = self.layer.training, True
@@ -41,6 +47,7 @@ class Frozen:
             vars(self.layer)["reset_running_stats"] = nothing  # what torch's `update_bn` calls first
 
     def hold_affine(self) -> None:
+        self.affine = True
         for name, parameter in _affine(self.layer):
             if parameter.requires_grad:
                 self.trained.append(name)
@@ -55,7 +62,7 @@ class Frozen:
         if self.statistics:
             self.layer.training = self.mode
             del vars(self.layer)["reset_running_stats"]
-        del vars(self.layer)["train"]
+        del vars(self.layer)["train"], vars(self.layer)["extra_repr"]
 
 
 def nothing() -> None:
@@ -128,20 +135,25 @@ def freeze(
             + (f" and {len(layers) - 3} more" if len(layers) > 3 else "")
         )
     if not layers:
-        warnings.warn(
-            f"freeze found no norm layer with running statistics in {type(model).__name__} and left it as it "
-            "is; for its parameters, requires_grad_(False)",
-            stacklevel=2,
-        )
+        _warn("freeze", model, False)
     for layer in chosen:
         frozen = vars(layer).get("train")
         if not isinstance(frozen, Frozen):
             frozen = vars(layer)["train"] = Frozen(layer)
+            vars(layer)["extra_repr"] = frozen.extra_repr
         if statistics:
             frozen.hold_statistics()
         if affine:
             frozen.hold_affine()
     return model
+
+
+def _warn(function: str, model: Module, trained: bool) -> None:
+    warnings.warn(
+        f"{function} found no norm layer with running statistics in {type(model).__name__} and left it as it "
+        f"is; for its parameters, requires_grad_({trained})",
+        stacklevel=3,
+    )
 
 
 def _chosen(match: Callable[[str, Module], Any] | str | None, name: str, layer: Module) -> bool:
@@ -154,7 +166,7 @@ def unfreeze(model: Module) -> Module:
     """Undo `freeze`: every frozen layer is in the mode that `train()` last asked for; returns the model.
 
     Parameters that required a gradient before `freeze` require one again. Layers that are not frozen are left
-    alone.
+    alone; a model without norm layers that could be is named in a `UserWarning`.
 
     Raises: `InputError` for what is no module.
 
@@ -164,6 +176,8 @@ def unfreeze(model: Module) -> Module:
     True
     """
     _checks.module(model, "unfreeze")
+    if all(norm.mean is None for norm in norms_of(model)):
+        _warn("unfreeze", model, True)
     for module in model.modules():
         frozen = vars(module).get("train")
         if isinstance(frozen, Frozen):
