@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import leannorm
 from benchmarks.architectures import import_torchvision
+from leannorm.report.doctor.findings import LEAST_GAP
 
 EPOCHS, BATCH, SIZE = 5, 64, 24
 WIDTH, HEIGHT, LEFT = 780, 200, 50
@@ -65,7 +66,7 @@ def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> fl
 
 def chart(gaps: dict[str, list[float]], words: str) -> str:
     """A bar for each layer, the second run before the first."""
-    highest = max(max(values) for values in gaps.values())
+    highest = 1.1 * max(LEAST_GAP, *(max(values) for values in gaps.values()))
     parts = [f'<text x="{LEFT}" y="18">{escape(words)}</text>']
     for i, (name, colour) in enumerate(COLOURS.items()):
         parts.append(f'<rect x="{LEFT + 130 * i}" y="30" width="12" height="12" rx="2" fill="{colour}"/>')
@@ -83,6 +84,11 @@ def chart(gaps: dict[str, list[float]], words: str) -> str:
             height = value / highest * HEIGHT
             at = f'x="{LEFT + i * step + 1:.1f}" y="{bottom - height:.1f}" width="{step - 2:.1f}"'
             parts.append(f'<rect {at} height="{height:.1f}" fill="{COLOURS[name]}"/>')
+    y = bottom - LEAST_GAP / highest * HEIGHT
+    parts.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - 10}" stroke="#374151" stroke-dasharray="5 4"/>')
+    parts.append(
+        f'<text x="{WIDTH - 10}" y="{y - 5:.1f}" text-anchor="end">a finding above {LEAST_GAP:g}</text>'
+    )
     parts.append(f'<text x="{LEFT}" y="{bottom + 20}">first layer</text>')
     parts.append(f'<text x="{WIDTH - 10}" y="{bottom + 20}" text-anchor="end">last layer</text>')
     style = "font: 13px system-ui, sans-serif; fill: #6b7280"

@@ -133,12 +133,14 @@ def chart(found):
     left, bottom, width, height = 50, 300, 560, 240
     highest = max(max(values) for values in found.values())
     parts = [f'<text x="{left}" y="18">Largest shift of an output on the frames that are data</text>']
-    for i, tick in enumerate((0, 0.25, 0.5, 0.75, 1.0)):
-        y = bottom - i / 4 * height
-        parts.append(f'<path d="M{left} {y:g}H{left + width}" stroke="#9ca3af" stroke-opacity="0.4"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:g}" text-anchor="end">{tick * highest:.2f}</text>')
+    for i in range(int(highest / 0.5) + 1):
+        y = bottom - i * 0.5 / highest * height
+        parts.append(f'<path d="M{left} {y:.1f}H{left + width}" stroke="#9ca3af" stroke-opacity="0.4"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{i * 0.5:g}</text>')
     places = [left + (n - PADDED[0]) / (PADDED[-1] - PADDED[0]) * width for n in PADDED]
     for n, x in zip(PADDED, places, strict=True):
+        if n == 440:  # its number would lie on the one before
+            continue
         parts.append(f'<text x="{x:g}" y="{bottom + 18}" text-anchor="middle">{n}</text>')
     parts.append(
         f'<text x="{left}" y="{bottom + 38}">frames after padding, of utterances of at most 400</text>'
@@ -147,7 +149,9 @@ def chart(found):
         points = " ".join(
             f"{x:g},{bottom - v / highest * height:.1f}" for x, v in zip(places, (0, *values), strict=True)
         )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[key]}" stroke-width="2"/>')
+        thick = 6 if key == ("batch", True) else 2  # group norm's lies on it
+        look = f'stroke="{COLOURS[key]}" stroke-width="{thick}"'
+        parts.append(f'<polyline points="{points}" fill="none" {look}/>')
         words = f"{key[0]} norm, {'ours with lengths' if key[1] else 'torch'}"
         y = bottom + 60 + 18 * row
         parts.append(f'<rect x="{left}" y="{y - 10}" width="12" height="12" rx="2" fill="{COLOURS[key]}"/>')
