@@ -1,9 +1,13 @@
-"""What is a batch, and how does a model take it? A tensor, a tuple or list, or a mapping of names."""
+"""What is a batch, and how does a model take it?
+
+A tensor, a tuple of positional arguments, or a mapping of names. Where several batches may stand, a list is
+several, as a loader and a generator are, and each of the three is one.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -113,6 +117,26 @@ def call(model: Module, batch: Any) -> Any:
     return Arguments(taken, arguments.kwargs).call(model)
 
 
+def call_for(batches: Any) -> Callable[[Module, Any], Any]:
+    """How a model takes each of these batches: `call`, but a tuple that stands alone in full."""
+    return _call_in_full if isinstance(batches, tuple) else call
+
+
+def _call_in_full(model: Module, batch: Any) -> Any:
+    """The model on all entries of a tuple. Raises `InputError` where its forward does not take as many."""
+    arguments = inputs_of(batch)
+    try:
+        inspect.signature(model.forward).bind(*arguments.args)
+    except TypeError:
+        raise InputError(
+            f"a tuple is one batch of positional arguments, got {len(batch)}, and {type(model).__name__}"
+            ".forward does not take as many; pass several batches in a list, one with labels too as [batch]"
+        ) from None
+    except ValueError:  # no signature
+        pass
+    return arguments.call(model)
+
+
 def _needed(model: Module) -> int:
     """How many positional arguments without a default its forward has; at least one."""
     try:
@@ -123,19 +147,19 @@ def _needed(model: Module) -> int:
 
 
 def batches_of(batches: Any) -> Iterator[Any]:
-    """Several batches, one after the other; a tensor and a mapping are one.
+    """Several batches, one after the other; a tensor, a tuple and a mapping are one.
 
     Raises: `InputError` for what is neither a batch nor an iterable of them.
 
     >>> import torch
-    >>> [len(batch) for batch in batches_of(torch.ones(8, 2))], [*batches_of([1, 2])]
-    ([8], [1, 2])
+    >>> [*batches_of([1, 2])], [*batches_of((1, 2))], [len(batch) for batch in batches_of(torch.ones(8, 2))]
+    ([1, 2], [(1, 2)], [8])
     """
-    if isinstance(batches, (Tensor, Mapping)):
+    if isinstance(batches, (Tensor, Mapping)) or (isinstance(batches, tuple) and batches):
         return iter([batches])
     if isinstance(batches, (str, bytes)) or _is_array(batches) or not isinstance(batches, Iterable):
         raise InputError(
-            f"batches must be a tensor, a mapping or an iterable of batches, got {_named(batches)}; "
+            f"batches must be a tensor, a tuple, a mapping or an iterable of batches, got {_named(batches)}; "
             + _remedy(batches)
         )
     return iter(batches)

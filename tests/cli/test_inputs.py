@@ -86,6 +86,38 @@ def test_names_become_positions_with_the_defaults_between():
             positional(Language(), inputs)
 
 
+class Masked(nn.Module):
+    """Its mask is optional, as a language model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.masks = nn.BatchNorm1d(4), 0
+
+    def forward(self, x, mask=None):
+        self.masks += mask is not None
+        return self.norm(x)
+
+
+TAKERS = {
+    "recalibrate": lambda model, batches: leannorm.recalibrate(model, batches).layers[0].batches,
+    "doctor": lambda model, batches: leannorm.doctor(model, batches).batches,
+}
+
+
+@pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
+def test_a_tuple_is_one_batch_and_a_list_is_several(take):
+    x, mask, model, seen = torch.randn(8, 4), torch.ones(8), Masked(), []
+    model.norm.register_forward_pre_hook(lambda norm, inputs: seen.append(model.masks))
+    assert take(model, (x, mask)) == 1
+    assert seen[-1] > 0
+    model.masks = 0
+    assert take(model, [(x, mask), (x, mask)]) == 2  # of a loader's what the forward must have
+    assert seen[-1] == 0
+    assert take(model, iter([x, x, x])) == 3
+    with pytest.raises(InputError, match=r"got 3, and Masked\.forward does not take as many; pass several"):
+        take(model, x.new_ones(3, 8, 4).unbind())
+
+
 X = torch.randn(4, 3, 8, 8)
 
 
@@ -110,7 +142,7 @@ WRONG = {
     "fit": (lambda: leannorm.fit(net(), (3, 8, 8), "1MB"), "make is a function that makes the model"),
     "a part": (lambda: leannorm.freeze(net(), match="backbone"), "it is of none; their names are '1'"),
     "a match": (lambda: leannorm.freeze(net(), match=3), "match must be a part's name or a function"),
-    "no batches": (lambda: leannorm.recalibrate(net(), None), "batches must be a tensor, a mapping or"),
+    "no batches": (lambda: leannorm.recalibrate(net(), None), "batches must be a tensor, a tuple, a mapping or"),
     "an array": (lambda: leannorm.profile(net(), X.numpy()), "got numpy.ndarray; make a tensor of it"),
     "arrays": (lambda: leannorm.doctor(net(), numpy.ones((4, 3, 8, 8))), "make a tensor of it"),
     "a number": (lambda: leannorm.recalibrate(net(), [3]), "a batch must be a tensor, a tuple or a mapping"),

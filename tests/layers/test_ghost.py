@@ -182,7 +182,7 @@ def test_pooled_over_micro_batches():
             layer(part)
     twin(x)
     torch.testing.assert_close(layer.running_var, twin.running_var, rtol=1e-13, atol=0)
-    leannorm.recalibrate(layer, x.split(7))
+    leannorm.recalibrate(layer, list(x.split(7)))
     torch.testing.assert_close(layer.running_var, twin.running_var, rtol=1e-13, atol=0)
 
 

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from leannorm import _checks
+from leannorm._batch import call_for
 from leannorm._catalog import norms_of
 from leannorm._errors import InputError
 from leannorm.report.doctor.checks import CHECKS
@@ -53,9 +54,9 @@ def doctor(
     found says on which rank. Where ranks say that something is wrong, no pass is run.
 
     Args:
-        batches: a tensor or a mapping is one batch; of an iterable, such as a DataLoader, the first eight are
-            taken, and of ranks as many as all have. They should be those of training. Of a tuple what the
-            model's forward must have is taken.
+        batches: a tensor, a mapping, or a tuple of all arguments is one batch; of a list or another iterable,
+            such as a DataLoader, the first eight are taken, and of ranks as many as all have. They should be
+            those of training. Of a tuple among several, what the model's forward must have is taken.
         optimizer: one or several; then weight decay on gamma and beta, and what no optimizer has, are found.
         forward: called as `forward(model, batch)`, where a batch is passed otherwise.
         backward: of several ranks, `backward(model, batch)` leaves the gradients that an optimizer takes:
@@ -104,7 +105,7 @@ def examine(
         taken = given if common is None else common.batches
         gradients, shown = Gradients(), dict[str, list[float]]()
         if taken and subject.norms:
-            subject.batches = len(taken)
+            subject.batches, forward = len(taken), forward or call_for(batches)
             subject.seen, subject.difference = observe(model, subject.norms, taken, forward)
             shown = shown_by(subject) if common else shown
             if common and common.compares:

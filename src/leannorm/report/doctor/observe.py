@@ -72,9 +72,7 @@ class Seen:
 
 
 def first_batches(batches: Any, model: Module) -> list[Any]:
-    """One batch (a tensor, a mapping), or the first of several; generators of a loader stay as they are."""
-    if isinstance(batches, (Tensor, Mapping)):
-        return [batches]
+    """One batch, or the first of several; generators of a loader stay as they are."""
     holders = (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
     generators = [
         g for holder in holders if isinstance(g := getattr(holder, "generator", None), torch.Generator)

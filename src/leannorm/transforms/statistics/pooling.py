@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from leannorm import _checks
-from leannorm._batch import batches_of, call
+from leannorm._batch import batches_of, call_for
 from leannorm._catalog import batch_norms_with_statistics, norms_of
 from leannorm._errors import InputError, SyncError
 from leannorm._report import Line, Part, Report, Table, counted
@@ -170,10 +170,10 @@ def recalibrate(
 
     Args:
         model: of a DistributedDataParallel the module inside is run.
-        batches: an iterable, such as a DataLoader, of tensors, tuples that begin with what the model's
-            forward must have, mappings of its arguments, or anything that `forward` takes; a tensor or a
-            mapping is one batch. Ranks may have different numbers of them, or none. A terminal shows
-            progress.
+        batches: a list or another iterable, such as a DataLoader, of tensors, tuples that begin with what
+            the model's forward must have, mappings of its arguments, or anything that `forward` takes. A
+            tensor, a mapping, or a tuple of all arguments is one batch. Ranks may have different numbers of
+            them, or none. A terminal shows progress.
         forward: `forward(model, batch)` runs the model on a batch.
         process_group: the ranks whose batches are one set, all by default, each of which calls this.
 
@@ -185,7 +185,7 @@ def recalibrate(
 
     >>> import torch, leannorm
     >>> layer, x = leannorm.nn.BatchNorm1d(4), torch.randn(100, 4)
-    >>> print(leannorm.recalibrate(layer, x.split(30)).layers[0].batches)
+    >>> print(leannorm.recalibrate(layer, list(x.split(30))).layers[0].batches)
     4
     >>> torch.allclose(layer.running_mean, x.mean(0), atol=1e-6), torch.allclose(layer.running_var, x.var(0))
     (True, True)
@@ -240,7 +240,7 @@ def _merge_ranks(pool: Pool, group: str, layer: str) -> None:
 
 def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_BatchNorm, Pool]) -> Any:
     """Run the model on all batches, adding to the pools; the exception that ended it, if one did."""
-    inside = _inside_convolutions(model)
+    inside, run = _inside_convolutions(model), forward or call_for(batches)
 
     def add(layer: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("input")
@@ -267,7 +267,7 @@ def _run(model: Module, batches: Iterable[Any], forward: Any, pools: Mapping[_Ba
                     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
                     if tensors and not any(t.numel() for t in tensors):
                         raise InputError(f"batches must hold values, batch {i} is empty; leave it out")
-                    (forward or call)(model, batch)
+                    run(model, batch)
             except Exception as error:  # raised again once the other ranks know
                 return error
     finally:
