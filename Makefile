@@ -33,7 +33,9 @@ pages: $(VENV)/.ready
 	$(BIN)/cog -r -P -U --verbosity=1 -I . -p "from benchmarks.pages import *" $(PAGES)
 	$(BIN)/python -m benchmarks.pictures
 
-# Measures anew what the pages say, on a machine that does nothing else; some 90 minutes on two cores
+# Measures anew what the pages say, on a machine that does nothing else; some hours on two cores. Kernels have a
+# file of results for each machine: MACHINE names this one's. A GPU is measured where there is one.
+MACHINE ?= xeon_480
 measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.lean --against-checkpoint --json benchmarks/results/lean_cpu.json || true
 	$(BIN)/python -m benchmarks.lean_transformers --large
@@ -55,6 +57,13 @@ measured: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.mixtures Qwen3Moe Mixtral Olmoe Glm4Moe DeepseekV3 \
 	    Glm4MoeLite Jamba GptOss --json benchmarks/results/mixtures.json
 	$(BIN)/python -m benchmarks.scaling --json benchmarks/results/scaling.json
+	for of in rows norms; do \
+	    at="$(BIN)/python -m benchmarks.$$of --json benchmarks/results/$$of/$(MACHINE)"; \
+	    $$at.json && $$at"_one_thread.json" --threads 1 && $$at"_bfloat16.json" --dtype bfloat16 || exit 1; done
+	$(BIN)/python -m benchmarks.doctor_case docs/doctor.svg
+	$(BIN)/python examples/padded_speech.py docs/padding.svg
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(BIN)/python -m benchmarks.gpu; fi
 	$(MAKE) pages
 
 # The documentation, in build/site; a warning is an error
