@@ -124,12 +124,12 @@ def call_for(batches: Any) -> Callable[[Module, Any], Any]:
 
 def _call_in_full(model: Module, batch: Any) -> Any:
     """The model on all entries of a tuple. Raises `InputError` where its forward does not take as many."""
-    arguments = inputs_of(batch)
+    arguments, written = inputs_of(batch), getattr(model, "_orig_mod", model)  # of a compiled one
     try:
-        inspect.signature(model.forward).bind(*arguments.args)
+        inspect.signature(written.forward).bind(*arguments.args)
     except TypeError:
         raise InputError(
-            f"a tuple is one batch of positional arguments, got {len(batch)}, and {type(model).__name__}"
+            f"a tuple is one batch of positional arguments, got {len(batch)}, and {type(written).__name__}"
             ".forward does not take as many; pass several batches in a list, one with labels too as [batch]"
         ) from None
     except ValueError:  # no signature

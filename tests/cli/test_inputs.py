@@ -142,7 +142,7 @@ WRONG = {
     "fit": (lambda: leannorm.fit(net(), (3, 8, 8), "1MB"), "make is a function that makes the model"),
     "a part": (lambda: leannorm.freeze(net(), match="backbone"), "it is of none; their names are '1'"),
     "a match": (lambda: leannorm.freeze(net(), match=3), "match must be a part's name or a function"),
-    "no batches": (lambda: leannorm.recalibrate(net(), None), "batches must be a tensor, a tuple, a mapping or"),
+    "no batches": (lambda: leannorm.recalibrate(net(), None), "batches must be a tensor, a tuple, a mapping"),
     "an array": (lambda: leannorm.profile(net(), X.numpy()), "got numpy.ndarray; make a tensor of it"),
     "arrays": (lambda: leannorm.doctor(net(), numpy.ones((4, 3, 8, 8))), "make a tensor of it"),
     "a number": (lambda: leannorm.recalibrate(net(), [3]), "a batch must be a tensor, a tuple or a mapping"),

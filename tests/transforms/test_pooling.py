@@ -199,7 +199,7 @@ NORMS = {
 @pytest.mark.parametrize("name", NORMS)
 def test_it_is_one_pass_over_all_data(name, backend):
     layer = NORMS[name](3, dtype=F64)
-    xs = images().split(SIZES)
+    xs = list(images().split(SIZES))
     with leannorm.use_backend(backend):
         report = leannorm.recalibrate(layer, iter(xs))
     mean, var = expected(xs)
@@ -222,7 +222,7 @@ def test_convolutions_with_their_norm_timm_fused_and_reused_layers():
         def forward(self, x):
             return self.bn(x[:, :, :2]), self.again(input=x[:, :, 2:])
 
-    xs = images().split(SIZES)
+    xs = list(images().split(SIZES))
     twice = Twice()
     leannorm.recalibrate(twice, xs)
     torch.testing.assert_close(twice.bn.running_mean, expected(xs)[0], rtol=1e-14, atol=0)
@@ -252,7 +252,7 @@ class Named(stock.Module):
 
 
 def test_batches_of_every_kind():
-    xs = images().split(SIZES)
+    xs = list(images().split(SIZES))
     mean, _ = expected(xs)
     kinds = (
         (lambda x: {"pixels": x, "scale": 1}, None),
@@ -327,7 +327,7 @@ def test_what_it_refuses_to_begin():
 def test_compiled_models_and_progress(monkeypatch, capsys):
     model = stock.Sequential(nn.BatchNorm2d(3, dtype=F64))
     call = torch.compile(model, backend="aot_eager")
-    xs = images().split(SIZES)
+    xs = list(images().split(SIZES))
     for x in xs:
         call(x)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
@@ -345,7 +345,8 @@ def test_large_means_and_many_batches_lose_nothing():
 
 def recalibrated_on_ranks(rank, world):
     """Ranks have uneven numbers of batches, the last one none."""
-    shares = [images().split(SIZES)[r::world] if r < world - 1 or world == 1 else () for r in range(world)]
+    batches = list(images().split(SIZES))
+    shares = [batches[r::world] if r < world - 1 or world == 1 else [] for r in range(world)]
     everything = [x for share in shares for x in share]
     mean, var = expected(everything)
     for make in (nn.BatchNorm2d, stock.BatchNorm2d, nn.SyncBatchNorm):
