@@ -257,7 +257,8 @@ inline Planned planned_of(State* p, PyObject* object, const Tensor& t, const Nod
   if (place >= PyTuple_GET_SIZE(calls.get())) throw Unusual();
   const Ref layout = layouts.of(object, t), at = checked(PyLong_FromSsize_t(place));
   PyObject *const seen = layout.get(), *const before = PyTuple_GET_ITEM(calls.get(), place);
-  const Ref call = checked(PyTuple_Pack(4, of.name.get(), PyTuple_GET_ITEM(seen, 0), PyTuple_GET_ITEM(seen, 1), PyTuple_GET_ITEM(seen, 2)));
+  const Ref number = checked(PyLong_FromLong(p->seen));
+  const Ref call = checked(PyTuple_Pack(5, of.name.get(), PyTuple_GET_ITEM(seen, 0), PyTuple_GET_ITEM(seen, 1), PyTuple_GET_ITEM(seen, 2), number.get()));
   if (PyObject_RichCompareBool(call.get(), before, Py_EQ) != 1 || PySet_Contains(narrow.get(), at.get()) != 0) throw Unusual();
   const bool again = PyTuple_GET_ITEM(rebuild.get(), place) == Py_True;
   const Ref whys = again ? Ref() : get(made_for.get(), names().whys);

@@ -149,7 +149,7 @@ class Streams:
         monkeypatch.setattr(device, "asynchronous", lambda tensor: True)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: self.now)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
-        monkeypatch.setattr(device, "_used", {})
+        monkeypatch.setattr(device, "streams_used", {})
         told = lambda tensor, stream: self.told.append((tensor.data_ptr(), stream))  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "record_stream", told)
 

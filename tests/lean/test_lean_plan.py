@@ -164,3 +164,51 @@ def test_an_activation_in_place_has_the_price_of_one_that_is_not():
         return sum(value.seconds or 0 for value in made_for.lines.step.values)
 
     assert price(True, 13.0) == pytest.approx(price(False, 14.0), rel=0.05)
+
+
+class Attention(nn.Module):
+    """Whose operations save the same tensors with dropout as without, but for the mask."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(24), nn.Linear(24, 72), nn.Linear(24, 24)
+        self.bias, self.p = nn.Parameter(torch.zeros(3, 144, 144)), p
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        weights = ((q * 0.35) @ k.transpose(-2, -1) + self.bias).softmax(-1)
+        return x + self.out((torch.dropout(weights, self.p, True) @ v).transpose(1, 2).flatten(2))
+
+
+def kept_under_a_budget(p, budget):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(p), Attention(p)), torch.randn(8, 144, 24)
+    for _ in range(4):
+        with lean(budget=budget) as saved:
+            loss = model(x).square().mean()
+        loss.backward()
+    return saved.kept_bytes / (saved.kept_bytes + saved.rebuilt_bytes)
+
+
+@pytest.mark.usefixtures("with_and_without_nodes")
+@pytest.mark.filterwarnings("ignore:leannorm. budget=")
+def test_a_plan_of_a_model_with_dropout_is_none_of_the_one_without():
+    assert kept_under_a_budget(0.0, 0.251) < 0.255
+    kept_under_a_budget(0.1, 0.25)
+    assert kept_under_a_budget(0.0, 0.25) < 0.255
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.usefixtures("with_and_without_nodes")
+@pytest.mark.filterwarnings("ignore:leannorm. budget=")
+def test_where_a_plan_holds_a_max_pool_its_positions_stay_narrow(dtype):
+    """The pass that the plan was made of held them so, and its promise counts them so."""
+    make = lambda: nn.Conv2d(8, 8, 1).to(dtype, memory_format=torch.channels_last)  # noqa: E731
+    model = nn.Sequential(make(), nn.SiLU(), nn.MaxPool2d(2), make())
+    x = torch.randn(2, 8, 40, 40).to(dtype, memory_format=torch.channels_last)
+    for _ in range(4):
+        with lean(budget=0.25) as saved:
+            loss = model(x).float().square().mean()
+        loss.backward()
+        assert torch.int16 in {record.dtype for record in saved.records}
+    assert saved.kept_bytes <= 1.05 * saved.plan.kept_bytes

@@ -26,7 +26,7 @@ from leannorm.saving.graph import (
     saved_names,
 )
 from leannorm.saving.kinds import OURS, Learned, UnlikeError, is_settled
-from leannorm.saving.narrowed import WIDENS, references_when_alone
+from leannorm.saving.narrowed import POOLS, WIDENS, references_when_alone
 from leannorm.saving.policy import Policy
 from leannorm.saving.recipes import RECIPES
 from leannorm.saving.recipes.views import ALIASES
@@ -42,7 +42,7 @@ from leannorm.saving.search import (
 from leannorm.saving.steps import Step
 from leannorm.saving.values import MUCH_LARGER, Value
 
-_UNUSUAL = {SOFTMAX, "AsStridedBackward0", "CopySlices", ACCUMULATES, PASSES_ON}
+_UNUSUAL = {SOFTMAX, "AsStridedBackward0", "CopySlices", ACCUMULATES, PASSES_ON, *POOLS}
 
 _MEMOS: dict[Policy, _Memo] = {}
 on = True  # for tests

@@ -140,7 +140,7 @@ class Packing(CountingHook):
         size, place, may, worth = local.numel(), -1, False, False
         if size >= SMALLEST and self.following is not None:
             place = len(self.calls)
-            self.calls.append((kind, *seen_as[:3]))
+            self.calls.append((kind, *seen_as[:3], self.seen))
             if self._makes_a_plan:
                 self.device = tensor.device
         if known is not None and known.layout == seen_as and known.version == version and known.current:
@@ -152,6 +152,7 @@ class Packing(CountingHook):
             self._largest = max(self._largest, size)
             worth = self.policy.is_worth(held_by(local), self._largest) and unedited is not False
             may = (self.following is None or self.following.rebuilds(self.calls)) and worth
+        may_narrow = self.following is None or self.following.may_narrow(place)
         told = self.vain.told(self.seen, (kind, seen_as)) if may else None
         found: Step | Missing = Missing()
         visits: list[Visit] | None = None  # what the search looked at, where there was one
@@ -160,6 +161,8 @@ class Packing(CountingHook):
             found = laid_out_as(known, local) or found
         elif may and self.following is not None and self.following.narrows(place):
             pass  # a step may be found now that the plan holds what it reads; longer chains would follow
+        elif may_narrow and not may and kind in POOLS:
+            self._narrow_positions(node)  # as the search did in the pass that the plan was made of
         elif may and told is None and self.search.considers(kind):
             found = self.search.step(node, output, tensor, visits := [])
             if unedited is None and isinstance(found, Step):  # it is compared with what these may be made of
@@ -169,8 +172,7 @@ class Packing(CountingHook):
                 self.reasons.update(reasons.of_hooks_within(node))
         spent = self._accepts(found, local, seen_as) if isinstance(found, Step) else None
         from_narrow = None
-        narrows = spent is None and worth and kind in WIDENS and spec is None
-        if narrows and (self.following is None or self.following.may_narrow(place)):
+        if may_narrow and spent is None and worth and kind in WIDENS and spec is None:
             from_narrow = narrow_source(node, tensor, logits_of(frame))
             spent = None if from_narrow is None else self._accepts(from_narrow, tensor, seen_as)
         step = from_narrow or found

@@ -18,7 +18,7 @@ from leannorm.saving.price import Prices
 from leannorm.saving.rates import Rates
 from leannorm.saving.timeline import Groups, Read, timeline_of
 
-Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor that was saved
+Call = tuple[Any, ...]  # node, shape, strides and dtype of a tensor, and its number among all that was saved
 
 
 class Pass(NamedTuple):
@@ -81,9 +81,9 @@ def size(call: Call) -> int:
 
 
 def structure(call: Call) -> Hashable:
-    """A call without its sizes: node, number of dims, dtype."""
-    kind, shape, _, dtype = call
-    return kind, len(shape), dtype
+    """A call without its sizes: node, number of dims, dtype, number."""
+    kind, shape, _, dtype, number = call
+    return kind, len(shape), dtype, number
 
 
 class RebuildPlan(NamedTuple):

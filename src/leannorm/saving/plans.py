@@ -66,6 +66,7 @@ class Following:
         key, followed = self._key(calls), self.plan
         if followed is not None:
             if followed.made_for.calls == tuple(calls):
+                _latest_first(_PLANS.get(key, []), followed)
                 return
             if len(followed.made_for.calls) != len(calls):
                 _STRAYED.add(key)
@@ -80,12 +81,20 @@ class Following:
         made = plan(self.goal, passed)
         if sum(map(len, _PLANS.values())) >= _MAX_PLANS:  # shapes that never repeat must not fill memory
             _PLANS.clear()
-        _PLANS.setdefault(key, []).append(made)
+        _PLANS.setdefault(key, []).insert(0, made)
         _STRAYED.discard(key)
         self.plan = made
 
     def _key(self, calls: Sequence[tuple[Any, ...]]) -> _Key:
         return self.goal, structure(calls[0])
+
+
+def _latest_first(plans: list[RebuildPlan], followed: RebuildPlan) -> None:
+    """Of two models that begin alike each pass begins with the plan of the model that ran last."""
+    if plans and plans[0] is not followed:
+        place = next((i for i, one in enumerate(plans) if one is followed), None)
+        if place is not None:
+            plans.insert(0, plans.pop(place))
 
 
 def _best(plans: Sequence[RebuildPlan], calls: Sequence[tuple[Any, ...]]) -> RebuildPlan | None:
